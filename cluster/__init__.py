@@ -1,0 +1,1 @@
+"""The whole system: configuration, Ray Serve application, OpenAI API, command line."""

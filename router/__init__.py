@@ -1,0 +1,1 @@
+"""Which replica serves a request. Pure Python: imports neither ray nor torch."""

@@ -1,0 +1,1 @@
+"""One replica: scheduler, pages, engine, model, sampler and its Ray side."""

@@ -1,0 +1,150 @@
+"""The nouns everyone speaks: what a client asks for, what the engine knows of it, what it answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from crossdock.workers.pages import PageHash
+
+
+class Status(Enum):
+    """Where a request stands. Only the scheduler changes it."""
+
+    WAITING = "waiting"  # holds no pages
+    RUNNING = "running"  # holds pages for every token it has, prefilling or decoding
+    FINISHED = "finished"  # holds no pages and never will
+
+
+class FinishReason(Enum):
+    """Why a request ended; values are OpenAI's `finish_reason`, plus `abort` and `error`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A constraint on the output. `kind` is `json_object`, `json_schema`, `regex`, `choice` or `lark`; `source` its text."""
+
+    kind: str
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. Names and meanings as in vLLM; every value is checked at the ingress."""
+
+    max_tokens: int = 16
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # empty allows all
+    logprobs: int | None = None  # how many alternatives beside the chosen token; 0 is the chosen one alone
+    prompt_logprobs: int | None = None  # likewise for the prompt's own tokens
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    seed: int = 0  # always set: the ingress draws one when the client gave none
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One request as it crosses from an ingress to a replica."""
+
+    id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    cache_salt: str = ""  # requests share cached pages only under the same salt
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the token's own, its rank (1 is likeliest), and the likeliest alternatives."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
+
+
+@dataclass(slots=True)
+class TokenDelta:
+    """What one engine step adds to one request's output.
+
+    The first delta carries `num_cached_tokens` and, where asked for, `prompt_logprobs` (the first prompt token has
+    None); the last carries `finish_reason`. `stop_token_id` is the token that ended the request, when one did: it is
+    also the last of `token_ids`.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None  # with FinishReason.ERROR
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A submission and how far the engine has come with it.
+
+    There is no prefill phase: each step hands out tokens until `num_computed_tokens` meets `num_tokens`. All but the
+    scheduler read only.
+    """
+
+    id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str = ""
+    arrival_time: float = 0.0  # seconds, on the scheduler's clock
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] = field(init=False)  # prompt and output
+    num_computed_tokens: int = 0  # tokens whose keys and values lie in pages
+    num_cached_tokens: int = 0  # of these, how many the prefix index gave at first admission
+    num_preemptions: int = 0
+    page_hashes: list[PageHash] = field(default_factory=list)  # of the full pages of token_ids, as far as hashed
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @classmethod
+    def from_submission(cls, submission: Submission, now: float) -> "Request":
+        return cls(
+            id=submission.id,
+            prompt_token_ids=list(submission.prompt_token_ids),
+            sampling=submission.sampling,
+            cache_salt=submission.cache_salt,
+            arrival_time=now,
+        )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """All but the newest token computed, and that one was sampled: one more token continues the stream."""
+        return self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
