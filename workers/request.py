@@ -26,7 +26,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A constraint on the output. `kind` is `json_object`, `json_schema`, `regex`, `choice` or `lark`; `source` its text."""
+    """A constraint on the output: `kind` is `json_object`, `json_schema`, `regex`, `choice` or `lark`."""
 
     kind: str
     source: str = ""
