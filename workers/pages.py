@@ -44,7 +44,7 @@ class PageCounts:
 
 
 class PagePool:
-    """Hands out page ids below `num_pages`. An owner's pages keep their order: page i holds tokens [i·size, (i+1)·size)."""
+    """Hands out page ids. An owner's pages keep their order: page i holds its tokens [i·size, (i+1)·size)."""
 
     def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True) -> None:
         if num_pages < 1 or page_size < 1:

@@ -1,0 +1,157 @@
+"""One replica's engine: schedule, execute, sample, update. Synchronous and single-threaded; time is given to it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from pydantic import ByteSize, Field
+from torch import Tensor
+
+from crossdock.workers.grammar import GrammarCompiler, GrammarState
+from crossdock.workers.model import PagedModel
+from crossdock.workers.pages import PagePool
+from crossdock.workers.request import FinishReason, Request, Submission, TokenDelta, TokenLogprobs
+from crossdock.workers.runner import Runner
+from crossdock.workers.sampler import SampleRow, logprobs_of, sample
+from crossdock.workers.scheduler import Batch, Sampled, Scheduled, Scheduler, SchedulerConfig
+
+
+class EngineConfig(SchedulerConfig):
+    """What an engine may use. Scheduling fields come from `SchedulerConfig`."""
+
+    enable_prefix_caching: bool = Field(True, description="Share pages between requests with equal beginnings.")
+    kv_cache_memory: ByteSize = Field(ByteSize(2 << 30), description="Memory for KV pages, e.g. 2GiB.")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step did."""
+
+    batch: Batch
+    deltas: Sequence[TokenDelta]
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """Serves requests on one model. `add`, `abort` and `step` must not overlap."""
+
+    model: PagedModel
+    config: EngineConfig
+    tokenizer_dir: Path | None = None  # needed for grammars only
+    pages: PagePool = field(init=False)
+    scheduler: Scheduler = field(init=False)
+    _runner: Runner = field(init=False)
+    _grammar_compiler: GrammarCompiler | None = None
+    _grammars: dict[str, GrammarState] = field(default_factory=dict)
+    _prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        layout = self.model.layout(self.config.page_size)
+        num_pages = int(self.config.kv_cache_memory) // layout.page_bytes
+        needed = -(-self.model.max_model_len // self.config.page_size)
+        if num_pages < needed:
+            raise ValueError(
+                f"kv_cache_memory ({self.config.kv_cache_memory.human_readable()}) holds "
+                f"{num_pages * self.config.page_size} tokens of {layout.token_bytes} bytes; one request of "
+                f"max_model_len ({self.model.max_model_len}) needs {ByteSize(needed * layout.page_bytes).human_readable()}"
+            )
+        self.model.allocate_pool(num_pages, self.config.page_size)
+        self.pages = PagePool(num_pages, self.config.page_size, self.config.enable_prefix_caching)
+        self.scheduler = Scheduler(self.config, self.pages, self.model.max_model_len, self.model.eos_token_ids)
+        self._runner = Runner(self.model, self.config.page_size)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, submission: Submission, now: float) -> None:
+        """Queues a request. ValueError, naming the field, for one that cannot be served."""
+        for token in submission.prompt_token_ids:
+            if not 0 <= token < self.model.vocab_size:
+                raise ValueError(f"prompt has token id {token}; this model's are 0 to {self.model.vocab_size - 1}")
+        grammar = submission.sampling.grammar
+        state = self._compile(grammar) if grammar is not None else None
+        self.scheduler.add(Request.from_submission(submission, now))
+        if state is not None:
+            self._grammars[submission.id] = state
+
+    def abort(self, request_id: str) -> Request | None:
+        """Ends a request in whatever state it is. None if it has ended already."""
+        self._forget(request_id)
+        return self.scheduler.abort(request_id)
+
+    def step(self, now: float) -> Step:
+        """Computes one batch: any mix of chunks and decodes in one forward pass."""
+        batch = self.scheduler.schedule(now)
+        if not batch:
+            return Step(batch, ())
+        logits, rows = self._runner.execute(batch)
+        self._collect_prompt_logprobs(batch, logits, rows)
+        deltas = self.scheduler.update(batch, self._sample(batch, logits, rows))
+        for delta in deltas:
+            delta.prompt_logprobs = self._prompt_logprobs.pop(delta.request_id, None)
+            if delta.finish_reason is not None:
+                self._forget(delta.request_id)
+        return Step(batch, deltas)
+
+    def fail_all(self, error: str) -> list[TokenDelta]:
+        """Ends every request with an error, after a step raised. Pages are freed; the engine can go on."""
+        deltas = []
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.abort(request.id)
+            deltas.append(TokenDelta(request.id, [], finish_reason=FinishReason.ERROR, error=error))
+        return deltas
+
+    def _forget(self, request_id: str) -> None:
+        self._grammars.pop(request_id, None)
+        self._prompt_logprobs.pop(request_id, None)
+
+    def _compile(self, grammar: object) -> GrammarState:
+        if self._grammar_compiler is None:
+            if self.tokenizer_dir is None:
+                raise ValueError("structured output needs the model's tokenizer, which this engine was started without")
+            self._grammar_compiler = GrammarCompiler(self.tokenizer_dir, self.model.vocab_size)
+        return self._grammar_compiler.compile(grammar)  # type: ignore[arg-type]
+
+    def _sample(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, Sampled]:
+        parts = [(part, row[-1]) for part, row in zip(batch.scheduled, rows, strict=True) if part.samples]
+        if not parts:
+            return {}
+        if len(parts) < len(logits):
+            logits = logits[torch.tensor([row for _, row in parts], device=logits.device)]
+        tokens = sample(logits, [self._sample_row(part) for part, _ in parts])
+        sampled = {}
+        for (part, _), token in zip(parts, tokens, strict=True):
+            state = self._grammars.get(part.request.id)
+            if state is not None:
+                state.accept(token.token_id)
+            ends = state is not None and state.finished
+            sampled[part.request.id] = Sampled(token.token_id, token.logprobs, ends)
+        return sampled
+
+    def _sample_row(self, part: Scheduled) -> SampleRow:
+        request = part.request
+        state = self._grammars.get(request.id)
+        return SampleRow(
+            params=request.sampling,
+            position=request.num_tokens,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=request.token_ids[request.num_prompt_tokens :],
+            num_output_tokens=request.num_output_tokens,
+            eos_token_ids=self.model.eos_token_ids,
+            allowed=state.mask() if state is not None else None,
+        )
+
+    def _collect_prompt_logprobs(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> None:
+        """The logits of token i are the distribution of token i + 1; the prompt's first token has none."""
+        for part, row in zip(batch.scheduled, rows, strict=True):
+            top = part.request.sampling.prompt_logprobs
+            if top is None or part.start >= part.request.num_prompt_tokens or part.request.num_output_tokens:
+                continue
+            found = self._prompt_logprobs.setdefault(part.request.id, [None])
+            known = part.request.prompt_token_ids[part.start + 1 : part.start + part.num_tokens + 1]
+            if known and len(found) == part.start + 1:  # not computed before a preemption
+                found += logprobs_of(logits[row.start : row.start + len(known)], known, top)
+
+

@@ -1,0 +1,270 @@
+"""A Hugging Face causal LM over paged KV: flat token ids in, logits out. Every touch point with transformers is here.
+
+The model's own code runs unchanged; its attention layers call us through `AttentionInterface`. What such a model needs
+beyond its arguments (pages, who is who in the flat batch) travels in a thread-local forward context, since some
+architectures drop keyword arguments on the way to attention.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+
+from crossdock.kernels.attention import AttentionBatch, paged_attention, store_kv
+from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
+
+_IMPLEMENTATION = "crossdock"
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+class UnsupportedModelError(ValueError):
+    """The model would produce wrong tokens here; the message says why."""
+
+
+@dataclass(slots=True)
+class _ForwardContext:
+    """What attention layers find beside their arguments during one forward pass."""
+
+    batch: AttentionBatch | None = None  # None: observe the shapes and attend within each sequence of `probe_lengths`
+    pages: Sequence[tuple[Tensor, Tensor]] = ()  # of each layer: keys and values, [page, kv_head, token, head_dim]
+    probe_lengths: Sequence[int] = ()
+    probe_hits: list[tuple[int, LayerShape]] = field(default_factory=list)
+
+
+_current = threading.local()
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, Dk]
+    key: Tensor,  # [1, Hkv, T, Dk]
+    value: Tensor,  # [1, Hkv, T, Dv]
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function transformers calls in every layer. Returns [1, T, H, Dv]."""
+    assert attention_mask is None, "our implementation is not in the mask interface: no mask is ever made for it"
+    context: _ForwardContext = _current.context
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, heads, head_dim]
+    scale = scaling if scaling is not None else q.shape[-1] ** -0.5
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if context.batch is None:
+        context.probe_hits.append((layer, LayerShape(k.shape[1], k.shape[2], v.shape[2])))
+        k_pages, v_pages, batch = _one_page_each(k, v, context.probe_lengths)
+    else:
+        (k_pages, v_pages), batch = context.pages[layer], context.batch
+        store_kv(k, v, k_pages, v_pages, batch.slots)
+    out = paged_attention(
+        q, k_pages, v_pages, batch, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
+    )  # [T, H, Dv]
+    return out[None], None
+
+
+AttentionInterface.register(_IMPLEMENTATION, _attend)
+
+
+def _one_page_each(k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor, AttentionBatch]:
+    """Keys and values of a flat probe, each sequence in a page of its own."""
+    longest = max(lengths)
+    k_pages = k.new_zeros(len(lengths), k.shape[1], longest, k.shape[2])
+    v_pages = v.new_zeros(len(lengths), v.shape[1], longest, v.shape[2])
+    slots = torch.cat([torch.arange(n) + i * longest for i, n in enumerate(lengths)]).to(k.device)
+    store_kv(k, v, k_pages, v_pages, slots)
+    lens = torch.tensor(lengths, dtype=torch.int32, device=k.device)
+    starts = nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+    table = torch.arange(len(lengths), dtype=torch.int32, device=k.device)[:, None]
+    return k_pages, v_pages, AttentionBatch(starts, lens, table, slots, longest, longest)
+
+
+@dataclass(slots=True, eq=False)
+class PagedModel:
+    """A loaded model and the KV pool it writes to."""
+
+    module: nn.Module
+    config: PretrainedConfig
+    layers: Sequence[LayerShape]
+    max_model_len: int  # tokens
+    eos_token_ids: frozenset[int]
+    pages: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    pool: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.module.parameters()).dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits; may exceed the tokenizer's vocabulary."""
+        size: int = _text_config(self.config).vocab_size
+        return size
+
+    def layout(self, page_size: int) -> PoolLayout:
+        return PoolLayout(self.layers, page_size, self.dtype.itemsize)
+
+    def allocate_pool(self, num_pages: int, page_size: int) -> None:
+        """Allocates the one KV tensor of this process, for good."""
+        layout = self.layout(page_size)
+        pool = torch.zeros(num_pages * layout.page_elements, dtype=self.dtype, device=self.device)
+
+        def tensor(view: View) -> Tensor:
+            return pool.as_strided(view.shape, view.strides, view.offset)
+
+        views = [layout.views(layer, num_pages) for layer in range(len(self.layers))]
+        self.pages = [(tensor(keys), tensor(values)) for keys, values in views]
+        self.pool = pool
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
+        """One pass over a flat batch. token_ids, positions: [T] int64; rows: [N] int64, which of the T rows' logits
+        are wanted. Returns [N, vocab] in the model's dtype; keys and values go to the pages named by `batch`."""
+        return self._run(_ForwardContext(batch, self.pages), token_ids, positions, rows)
+
+    def _run(self, context: _ForwardContext, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        _current.context = context
+        try:
+            output = self.module(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
+            )
+        finally:
+            del _current.context
+        logits: Tensor = output.logits[0]  # [N, vocab]
+        return logits
+
+
+def load_model(
+    path: Path, dtype: torch.dtype | None = None, max_model_len: int | None = None, device: str = "cpu"
+) -> PagedModel:
+    """Loads a Hugging Face directory. `dtype` None: the checkpoint's, on CPUs bfloat16 where they have it.
+
+    Raises:
+        UnsupportedModelError: the architecture would not be computed right through our attention.
+        ValueError: `max_model_len` is more than the model was made for.
+    """
+    config = AutoConfig.from_pretrained(path)
+    _refuse_by_config(config)
+    dtype = dtype or _default_dtype(config, device)
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=_IMPLEMENTATION, low_cpu_mem_usage=True
+        )
+    except ValueError as error:
+        if _IMPLEMENTATION not in str(error) and "attn_implementation" not in str(error):
+            raise
+        raise UnsupportedModelError(f"{config.model_type}: transformers gives it no pluggable attention") from error
+    try:
+        generation: GenerationConfig | None = GenerationConfig.from_pretrained(path)
+    except OSError:
+        generation = None
+    return wrap_module(module.to(device), max_model_len, generation)
+
+
+def wrap_module(
+    module: nn.Module, max_model_len: int | None = None, generation: GenerationConfig | None = None
+) -> PagedModel:
+    """Puts a transformers causal LM behind our attention, or refuses it."""
+    config: PretrainedConfig = module.config  # type: ignore[assignment]
+    _refuse_by_config(config)
+    module.eval().requires_grad_(False)
+    module.set_attn_implementation(_IMPLEMENTATION)  # type: ignore[operator]
+    text_config = _text_config(config)
+    longest = getattr(text_config, "max_position_embeddings", None)
+    if max_model_len and longest and max_model_len > longest:
+        raise ValueError(f"max_model_len ({max_model_len}) is more than the model's own {longest} positions")
+    max_model_len = max_model_len or longest or 2048
+    _fix_rope_to(module, max_model_len)
+    eos = [getattr(source, "eos_token_id", None) for source in (config, text_config, generation) if source]
+    eos_token_ids = {token for value in eos if value is not None for token in (value if type(value) is list else [value])}
+    model = PagedModel(module, config, (), max_model_len, frozenset(eos_token_ids))
+    model.layers = _probe(model)
+    return model
+
+
+def _text_config(config: PretrainedConfig) -> PretrainedConfig:
+    text: PretrainedConfig = config.get_text_config(decoder=True)
+    return text
+
+
+def _default_dtype(config: PretrainedConfig, device: str) -> torch.dtype:
+    stored = getattr(config, "dtype", None) or torch.float32
+    if device != "cpu":
+        return torch.bfloat16 if stored is torch.float32 else stored
+    has_bf16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def _refuse_by_config(config: PretrainedConfig) -> None:
+    kinds = set(getattr(_text_config(config), "layer_types", None) or ())
+    if unknown := kinds - _LAYER_TYPES:
+        raise UnsupportedModelError(
+            f"{config.model_type} has layers of type {', '.join(sorted(unknown))}; served are "
+            f"{', '.join(sorted(_LAYER_TYPES))}: others keep state that does not lie in KV pages"
+        )
+    if getattr(_text_config(config), "attention_chunk_size", None) and not kinds:
+        raise UnsupportedModelError(f"{config.model_type} attends within fixed chunks, which paged attention does not")
+
+
+def _fix_rope_to(module: nn.Module, max_model_len: int) -> None:
+    """Rotary embeddings that change with the longest position *of the batch* would let one request change another's
+    tokens. They are fixed to what `max_model_len` needs."""
+    for rotary in module.modules():
+        kind = getattr(rotary, "rope_type", None)
+        if not isinstance(kind, str):  # none, or one per layer type, which no model combines with the two below
+            continue
+        if kind == "dynamic":  # differs from its start only past max_position_embeddings, which we do not serve
+            rotary.rope_type = "default"
+        elif kind == "longrope":
+            parameters = rotary.config.rope_parameters
+            if max_model_len > parameters["original_max_position_embeddings"]:
+                long_frequencies, _ = rotary.rope_init_fn(rotary.config, None, seq_len=max_model_len)
+                rotary.register_buffer("inv_freq", long_frequencies, persistent=False)
+            rotary.rope_type = "default"
+
+
+@torch.inference_mode()
+def _probe(model: PagedModel) -> list[LayerShape]:
+    """Two sequences in one flat batch must give what each gives alone to the model's own eager attention, with every
+    layer reaching our function once. Returns the layers' shapes. Models that keep state elsewhere, or never call the
+    interface, would otherwise produce fluent nonsense in silence."""
+    module, config = model.module, model.config
+    num_layers: int = _text_config(config).num_hidden_layers
+    generator = torch.Generator().manual_seed(0)
+    lengths = (5, 8)
+    ids = torch.randint(0, min(model.vocab_size, 1000), (sum(lengths),), generator=generator).to(model.device)
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(model.device)
+    context = _ForwardContext(probe_lengths=lengths)
+    ours = model._run(context, ids, positions, torch.arange(sum(lengths), device=model.device)).float()
+    hits = [layer for layer, _ in context.probe_hits]
+    if sorted(hits) != list(range(num_layers)):
+        missing = sorted(set(range(num_layers)) - set(hits))
+        raise UnsupportedModelError(
+            f"{config.model_type}: layers {missing or hits} of {num_layers} did not reach the attention interface "
+            f"exactly once; they keep state elsewhere or bring attention code of their own"
+        )
+    module.set_attn_implementation("eager")  # type: ignore[operator]
+    try:
+        alone = [module(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths)]
+    finally:
+        module.set_attn_implementation(_IMPLEMENTATION)  # type: ignore[operator]
+    theirs = torch.cat(alone).float()
+    tolerance = 2e-3 if model.dtype is torch.float32 else 0.25
+    error = ((ours - theirs).norm() / theirs.norm().clamp_min(1e-6)).item()
+    if not error <= tolerance:
+        raise UnsupportedModelError(
+            f"{config.model_type}: logits through paged attention differ from the model's own by {error:.1%} in norm"
+        )
+    shapes = dict(context.probe_hits)
+    return [shapes[layer] for layer in range(num_layers)]
