@@ -13,8 +13,8 @@ from crossdock.workers.model import PagedModel
 from crossdock.workers.pages import PagePool
 from crossdock.workers.request import FinishReason, Request, Submission, TokenDelta, TokenLogprobs
 from crossdock.workers.runner import Runner
-from crossdock.workers.sampler import SampleRow, logprobs_of, sample
-from crossdock.workers.scheduler import Batch, Sampled, Scheduled, Scheduler, SchedulerConfig
+from crossdock.workers.sampler import Sampler, SampleRow, logprobs_of
+from crossdock.workers.scheduler import Batch, Sampled, Scheduler, SchedulerConfig
 
 
 class EngineConfig(SchedulerConfig):
@@ -42,7 +42,9 @@ class Engine:
     pages: PagePool = field(init=False)
     scheduler: Scheduler = field(init=False)
     _runner: Runner = field(init=False)
+    _sampler: Sampler = field(init=False)
     _grammar_compiler: GrammarCompiler | None = None
+    _rows: dict[str, SampleRow] = field(default_factory=dict)  # by request
     _grammars: dict[str, GrammarState] = field(default_factory=dict)
     _prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
 
@@ -60,6 +62,7 @@ class Engine:
         self.pages = PagePool(num_pages, self.config.page_size, self.config.enable_prefix_caching)
         self.scheduler = Scheduler(self.config, self.pages, self.model.max_model_len, self.model.eos_token_ids)
         self._runner = Runner(self.model, self.config.page_size)
+        self._sampler = Sampler(self.model.vocab_size, self.model.device)
 
     @property
     def has_work(self) -> bool:
@@ -72,7 +75,10 @@ class Engine:
                 raise ValueError(f"prompt has token id {token}; this model's are 0 to {self.model.vocab_size - 1}")
         grammar = submission.sampling.grammar
         state = self._compile(grammar) if grammar is not None else None
-        self.scheduler.add(Request.from_submission(submission, now))
+        request = Request.from_submission(submission, now)
+        self.scheduler.add(request)
+        eos = tuple(self.model.eos_token_ids)
+        self._rows[request.id] = SampleRow(request.sampling, request.token_ids, request.num_prompt_tokens, eos)
         if state is not None:
             self._grammars[submission.id] = state
 
@@ -104,6 +110,7 @@ class Engine:
         return deltas
 
     def _forget(self, request_id: str) -> None:
+        self._rows.pop(request_id, None)
         self._grammars.pop(request_id, None)
         self._prompt_logprobs.pop(request_id, None)
 
@@ -120,28 +127,18 @@ class Engine:
             return {}
         if len(parts) < len(logits):
             logits = logits[torch.tensor([row for _, row in parts], device=logits.device)]
-        tokens = sample(logits, [self._sample_row(part) for part, _ in parts])
+        sample_rows = [self._rows[part.request.id] for part, _ in parts]
+        for part, _ in parts:
+            if (grammar := self._grammars.get(part.request.id)) is not None:
+                self._rows[part.request.id].allowed = grammar.mask()
         sampled = {}
-        for (part, _), token in zip(parts, tokens, strict=True):
+        for (part, _), token in zip(parts, self._sampler.sample(logits, sample_rows), strict=True):
             state = self._grammars.get(part.request.id)
             if state is not None:
                 state.accept(token.token_id)
             ends = state is not None and state.finished
             sampled[part.request.id] = Sampled(token.token_id, token.logprobs, ends)
         return sampled
-
-    def _sample_row(self, part: Scheduled) -> SampleRow:
-        request = part.request
-        state = self._grammars.get(request.id)
-        return SampleRow(
-            params=request.sampling,
-            position=request.num_tokens,
-            prompt_token_ids=request.prompt_token_ids,
-            output_token_ids=request.token_ids[request.num_prompt_tokens :],
-            num_output_tokens=request.num_output_tokens,
-            eos_token_ids=self.model.eos_token_ids,
-            allowed=state.mask() if state is not None else None,
-        )
 
     def _collect_prompt_logprobs(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> None:
         """The logits of token i are the distribution of token i + 1; the prompt's first token has none."""
@@ -153,5 +150,3 @@ class Engine:
             known = part.request.prompt_token_ids[part.start + 1 : part.start + part.num_tokens + 1]
             if known and len(found) == part.start + 1:  # not computed before a preemption
                 found += logprobs_of(logits[row.start : row.start + len(known)], known, top)
-
-

@@ -187,7 +187,9 @@ def wrap_module(
     max_model_len = max_model_len or longest or 2048
     _fix_rope_to(module, max_model_len)
     eos = [getattr(source, "eos_token_id", None) for source in (config, text_config, generation) if source]
-    eos_token_ids = {token for value in eos if value is not None for token in (value if type(value) is list else [value])}
+    eos_token_ids = {
+        token for value in eos if value is not None for token in (value if type(value) is list else [value])
+    }
     model = PagedModel(module, config, (), max_model_len, frozenset(eos_token_ids))
     model.layers = _probe(model)
     return model

@@ -1,0 +1,161 @@
+"""The Ray Serve application: an ingress that speaks the OpenAI API, and one engine deployment per pool.
+
+`crossdock.cluster.app:build` is the import path for `serve run`, `serve deploy` and RayService manifests.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from crossdock.cluster import membership
+from crossdock.cluster.api import build_api
+from crossdock.cluster.config import ClusterConfig, PoolConfig
+from crossdock.cluster.dispatch import Dispatcher
+from crossdock.cluster.pinning import PinningRouter
+from crossdock.cluster.text import Text
+from crossdock.workers.checkpoint import resolve_model
+from crossdock.workers.replica import Replica
+from crossdock.workers.request import Submission, TokenDelta
+
+logger = logging.getLogger("ray.serve")
+
+APP_NAME = "crossdock"
+_NEVER_QUEUE = 1_000_000  # admission is the engine's business; Serve's own limit must not interfere
+_MESSAGE = {"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20)}
+
+
+class ReplicaClient:
+    """One replica behind a Serve handle, every call pinned to it."""
+
+    def __init__(self, handle: DeploymentHandle, replica_id: str, ingress: str) -> None:
+        self._handle = handle.options(session_id=replica_id)
+        self._ingress = ingress
+
+    async def tokens(self) -> AsyncIterator[list[TokenDelta]]:
+        async for deltas in self._handle.options(stream=True).tokens.remote(self._ingress):
+            yield deltas
+
+    async def submit(self, submission: Submission) -> None:
+        await self._handle.submit.remote(self._ingress, submission)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._handle.abort.remote(request_ids)
+
+    async def metrics_text(self) -> str:
+        text: str = await self._handle.metrics_text.remote()
+        return text
+
+
+class Ingress:
+    """HTTP in, tokens out: one dispatcher over all pools, and the OpenAI API in front of it."""
+
+    async def __init__(self, config: ClusterConfig, engines: dict[str, DeploymentHandle]) -> None:
+        path = resolve_model(config.model.path)
+        self.dispatcher = Dispatcher(config.model.served_name or path.name)
+        self._name = uuid.uuid4().hex
+        self._loop = asyncio.get_running_loop()
+        text = await asyncio.to_thread(Text.load, path)
+        self._api = build_api(self.dispatcher, text, config.http)
+        self._wakers = [self._loop.create_task(self._wake(handle)) for handle in engines.values()]
+        for deployment, handle in engines.items():
+            membership.subscribe(deployment, lambda members, handle=handle: self._on_members(handle, members))
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._api
+
+    async def _wake(self, handle: DeploymentHandle) -> None:
+        """A handle learns of its replicas only once it is used."""
+        while not self.dispatcher.ready():
+            handle._init()
+            return
+
+    def _on_members(self, handle: DeploymentHandle, members: membership.Members) -> None:
+        self._loop.call_soon_threadsafe(self._update, handle, members)
+
+    def _update(self, handle: DeploymentHandle, members: membership.Members) -> None:
+        for replica_id, advertised in members.items():
+            self.dispatcher.join(replica_id, ReplicaClient(handle, replica_id, self._name), advertised)
+        for replica_id in self.dispatcher.names() - set(members):
+            self.dispatcher.leave(replica_id)
+
+
+def build(args: ClusterConfig) -> serve.Application:
+    """The application of a configuration (Serve validates a mapping against `ClusterConfig`)."""
+    engines = {pool.name: _engine_deployment(args, pool) for pool in args.pools}
+    ingress = serve.deployment(
+        serve.ingress()(Ingress),
+        name="ingress",
+        num_replicas=args.http.replicas,
+        max_ongoing_requests=_NEVER_QUEUE,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=args.http.drain_timeout_s,
+    )
+    return ingress.bind(args, engines)
+
+
+def _engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Application:
+    num_threads = pool.num_cpus or os.cpu_count() or 1
+    deployment = serve.deployment(
+        Replica,
+        name=pool.name,
+        num_replicas=pool.replicas,
+        max_ongoing_requests=_NEVER_QUEUE,
+        ray_actor_options={
+            "num_cpus": pool.num_cpus,
+            "num_gpus": pool.num_gpus,
+            # The engine shares its cores with the ingress: spinning OpenMP threads would starve both
+            # (a 50 ms step became 1.2 s; PASSIVE has to be there before torch is imported).
+            "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(num_threads)}},
+        },
+        request_router_config=RequestRouterConfig(request_router_class=PinningRouter),
+        graceful_shutdown_timeout_s=config.http.drain_timeout_s,
+    )
+    engine = pool.engine or config.engine
+    return deployment.bind(config.model.path, config.model.dtype, config.model.max_model_len, engine, num_threads)
+
+
+def start_ray(config: ClusterConfig) -> None:
+    """A Ray of our own on this machine, unless the environment names a cluster to join."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would run the engine at nice 15
+    for name, value in _MESSAGE.items():
+        os.environ.setdefault(name, value)
+    if ray.is_initialized():
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init()
+        return
+    cpus = max(os.cpu_count() or 1, 1 + sum(pool.num_cpus * pool.replicas for pool in config.pools))
+    ray.init(
+        address="local",
+        num_cpus=int(cpus),
+        include_dashboard=False,
+        object_store_memory=80 << 20,  # tokens travel in messages, not in the object store
+        log_to_driver=False,
+        configure_logging=False,
+    )
+
+
+def serve_forever(config: ClusterConfig) -> None:
+    """Starts everything, prints where it is, and ends everything on SIGINT or SIGTERM."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    start_ray(config)
+    try:
+        serve.start(http_options=HTTPOptions(host=config.http.host, port=config.http.port))
+        serve.run(build(config), name=APP_NAME, blocking=False, _blocking=False)
+        stop.wait()
+    finally:
+        serve.shutdown()
+        ray.shutdown()

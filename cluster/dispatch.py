@@ -1,0 +1,281 @@
+"""The life of a request, seen from an ingress: choose a replica, submit, follow its tokens, end it wherever it is."""
+
+import asyncio
+import contextvars
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from crossdock.router.placement import Bookings, Rates, choose
+from crossdock.workers.request import FinishReason, Submission, TokenDelta
+
+logger = logging.getLogger("ray.serve")
+
+
+class ReplicaLost(RuntimeError):
+    """The replica that served a request is gone, or none is up."""
+
+
+class Overloaded(RuntimeError):
+    """No replica takes the request now; `retry_after` is in seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What clients may know of the served model."""
+
+    name: str
+    created: int  # Unix seconds
+    max_model_len: int  # tokens
+    vocab_size: int
+
+
+class EngineClient(Protocol):
+    """One replica as a dispatcher sees it: behind a Serve handle, or in this process."""
+
+    def tokens(self) -> AsyncIterator[list[TokenDelta]]: ...
+    async def submit(self, submission: Submission) -> None: ...
+    async def abort(self, request_ids: Sequence[str]) -> None: ...
+    async def metrics_text(self) -> str: ...
+
+
+@dataclass(slots=True)
+class _Link:
+    """An open connection to one replica and the requests that run over it."""
+
+    client: EngineClient
+    rates: Rates
+    bookings: Bookings = field(default_factory=Bookings)
+    queues: dict[str, asyncio.Queue[TokenDelta | Exception]] = field(default_factory=dict)
+    pump: asyncio.Task[None] | None = None
+    is_open: bool = False
+
+
+class Dispatcher:
+    """Serves requests on the replicas it is told of. One per ingress; belongs to one event loop."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._created = int(time.time())
+        self._card: ModelCard | None = None
+        self._links: dict[str, _Link] = {}
+        self._background: set[asyncio.Task[Any]] = set()
+        self.metrics = _IngressMetrics()
+
+    # -- the story ---------------------------------------------------------------------------------------------------
+
+    async def generate(self, submission: Submission) -> AsyncIterator[TokenDelta]:
+        """The request's tokens, one delta per engine step. Closing the iterator early, at any moment, aborts it.
+
+        Raises:
+            ValueError: the replica refuses the request; the message names the field.
+            ReplicaLost: its replica died, or none is up.
+        """
+        link = self._choose(submission)
+        queue: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
+        link.queues[submission.id] = queue
+        link.bookings.book(submission.id, len(submission.prompt_token_ids))
+        watch = self.metrics.start()
+        ended = False
+        try:
+            await self._submit(link, submission)
+            while not ended:
+                delta = await queue.get()
+                if isinstance(delta, Exception):
+                    ended = True
+                    raise delta
+                ended = delta.finish_reason is not None
+                if delta.finish_reason is FinishReason.ERROR:
+                    raise RuntimeError(delta.error)
+                link.bookings.first_token(submission.id)
+                watch.tokens(len(delta.token_ids), len(submission.prompt_token_ids))
+                yield delta
+        except ValueError:
+            ended = True  # refused: the replica never had it
+            raise
+        finally:
+            watch.end()
+            link.bookings.settle(submission.id)
+            link.queues.pop(submission.id, None)
+            if not ended and link.is_open:
+                self._spawn(link.client.abort([submission.id]))
+
+    def _choose(self, submission: Submission) -> _Link:
+        candidates = {name: (link.rates, link.bookings) for name, link in self._links.items() if link.is_open}
+        if not candidates:
+            raise ReplicaLost("no replica is up; the model may still be loading")
+        return self._links[choose(candidates, len(submission.prompt_token_ids))]
+
+    async def _submit(self, link: _Link, submission: Submission) -> None:
+        try:
+            await link.client.submit(submission)
+        except (ValueError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise ReplicaLost(f"the replica did not take the request: {error}") from error
+
+    # -- replicas come and go ----------------------------------------------------------------------------------------
+
+    def join(self, name: str, client: EngineClient, advertised: dict[str, Any]) -> None:
+        """A replica is up. `advertised` is what it said of itself when it started."""
+        if name in self._links:
+            return
+        self._card = ModelCard(self._model_name, self._created, advertised["max_model_len"], advertised["vocab_size"])
+        rates = Rates(advertised["seconds_per_prompt_token"], advertised["seconds_per_decode"])
+        link = self._links[name] = _Link(client, rates)
+        link.pump = self._spawn(self._follow(name, link))
+
+    def leave(self, name: str) -> None:
+        """A replica takes no new requests. Its running ones go on for as long as it lives."""
+        link = self._links.get(name)
+        if link is not None and link.pump is not None and not link.queues:
+            link.pump.cancel()
+
+    def names(self) -> set[str]:
+        return set(self._links)
+
+    async def close(self) -> None:
+        """Leaves every replica; what runs there is aborted by the closed streams."""
+        pumps = [link.pump for link in self._links.values() if link.pump is not None]
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _follow(self, name: str, link: _Link) -> None:
+        """Hands every message of a replica's stream to the requests it is for, until the stream ends."""
+        error: Exception = ReplicaLost(f"replica {name} ended its stream")
+        try:
+            async for deltas in link.client.tokens():
+                link.is_open = True
+                for delta in deltas:
+                    queue = link.queues.get(delta.request_id)
+                    if queue is not None:
+                        queue.put_nowait(delta)
+        except Exception as cause:
+            logger.warning("replica %s is lost: %s", name, cause)
+            error = ReplicaLost(f"replica {name} is lost: {type(cause).__name__}")
+        finally:
+            link.is_open = False
+            self._links.pop(name, None)
+            for queue in link.queues.values():
+                queue.put_nowait(error)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Runs `work` outside the request that asked for it: Serve would cancel its calls when that client leaves."""
+        task = contextvars.Context().run(asyncio.get_running_loop().create_task, work)
+        self._background.add(task)
+        task.add_done_callback(self._forget)
+        return task
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.warning("a background call to a replica failed: %s", task.exception())
+
+    # -- what the outside may ask ------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> ModelCard:
+        if self._card is None:
+            raise ReplicaLost("no replica has been up yet; the model may still be loading")
+        return self._card
+
+    def ready(self) -> bool:
+        return any(link.is_open for link in self._links.values())
+
+    async def metrics_text(self) -> str:
+        """Prometheus text of every replica this ingress knows, each sample labelled with its replica, and its own."""
+        names = [name for name, link in self._links.items() if link.is_open]
+        texts = await asyncio.gather(
+            *(self._links[name].client.metrics_text() for name in names), return_exceptions=True
+        )
+        parts = {name: text for name, text in zip(names, texts, strict=True) if isinstance(text, str)}
+        return merge_metrics(parts) + self.metrics.text()
+
+
+def new_request_id() -> str:
+    return uuid.uuid4().hex
+
+
+def merge_metrics(texts: dict[str, str]) -> str:
+    """One exposition out of several: every sample gains the label `replica`, every family is described once."""
+    families: dict[str, list[str]] = {}
+    for replica, text in texts.items():
+        name = ""
+        for line in text.splitlines():
+            if line.startswith("# HELP "):
+                name = line.split(" ", 3)[2]
+                families.setdefault(name, [line])
+            elif line.startswith("# TYPE "):
+                if len(families[name]) == 1:
+                    families[name].append(line)
+            elif line:
+                families[name].append(_with_label(line, "replica", replica))
+    return "".join(line + "\n" for lines in families.values() for line in lines)
+
+
+def _with_label(sample: str, label: str, value: str) -> str:
+    metric, _, number = sample.rpartition(" ")
+    if metric.endswith("}"):
+        return f'{metric[:-1]},{label}="{value}"}} {number}'
+    return f'{metric}{{{label}="{value}"}} {number}'
+
+
+_TTFT = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_GAP = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+
+
+class _IngressMetrics:
+    """What clients of this ingress experience."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.in_flight = Gauge("crossdock_ingress_requests", "Requests in flight.", registry=registry)
+        self.started = Counter("crossdock_ingress_requests_started", "Requests taken.", registry=registry)
+        self.ttft = Histogram(
+            "crossdock_time_to_first_token_seconds",
+            "From submission to the first token.",
+            ["prompt_tokens"],
+            buckets=_TTFT,
+            registry=registry,
+        )
+        self.gap = Histogram(
+            "crossdock_inter_token_seconds", "Between two tokens of a stream.", buckets=_GAP, registry=registry
+        )
+
+    def start(self) -> "_Watch":
+        self.in_flight.inc()
+        self.started.inc()
+        return _Watch(self, time.monotonic())
+
+    def text(self) -> str:
+        return generate_latest(self.registry).decode()
+
+
+@dataclass(slots=True)
+class _Watch:
+    metrics: _IngressMetrics
+    last: float
+    has_first: bool = False
+
+    def tokens(self, count: int, num_prompt_tokens: int) -> None:
+        now = time.monotonic()
+        if not self.has_first:
+            bucket = next((str(limit) for limit in (128, 512, 2048, 8192, 32768) if num_prompt_tokens <= limit), "inf")
+            self.metrics.ttft.labels(bucket).observe(now - self.last)
+            self.has_first = True
+        elif count:
+            self.metrics.gap.observe((now - self.last) / count)
+        self.last = now
+
+    def end(self) -> None:
+        self.metrics.in_flight.dec()

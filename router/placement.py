@@ -1,0 +1,42 @@
+"""Which replica serves a request: the one that is predicted to be done with its backlog soonest."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Bookings:
+    """The work this ingress has given a replica and that it has not finished, in tokens."""
+
+    prompt_tokens: dict[str, int] = field(default_factory=dict)  # by request, until its first token
+    streams: set[str] = field(default_factory=set)  # requests that decode
+
+    def book(self, request_id: str, num_prompt_tokens: int) -> None:
+        self.prompt_tokens[request_id] = num_prompt_tokens
+
+    def first_token(self, request_id: str) -> None:
+        if self.prompt_tokens.pop(request_id, None) is not None:
+            self.streams.add(request_id)
+
+    def settle(self, request_id: str) -> None:
+        self.prompt_tokens.pop(request_id, None)
+        self.streams.discard(request_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a replica advertises that it needs, in seconds."""
+
+    seconds_per_prompt_token: float
+    seconds_per_decode: float  # added to a step by one more running stream
+
+
+def choose(candidates: Mapping[str, tuple[Rates, Bookings]], num_prompt_tokens: int) -> str:
+    """The candidate with the least predicted time to first token; ties go to the smallest id."""
+
+    def seconds(replica_id: str) -> float:
+        rates, bookings = candidates[replica_id]
+        tokens = num_prompt_tokens + sum(bookings.prompt_tokens.values())
+        return tokens * rates.seconds_per_prompt_token + len(bookings.streams) * rates.seconds_per_decode
+
+    return min(sorted(candidates), key=seconds)

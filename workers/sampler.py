@@ -1,0 +1,373 @@
+"""Logits into tokens: edit each row, cut its tail, draw; and the log-probabilities to report.
+
+The draw is Gumbel-max: `argmax(logit / temperature + noise)`, the noise a hash of (seed, position, token id). So a
+token depends on its seed, its position and its row's logits, never on the batch, the process or a generator's state.
+Against walking a cumulative sum it needs no softmax and no order over the vocabulary, and it bears the last-bit
+differences between batch shapes better: a nudged logit changes the token only where two scores nearly tie, and a token
+that enters or leaves the kept set moves nothing unless it is the winner.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from crossdock.workers.request import SamplingParams, TokenLogprobs
+
+GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM: the division would overflow soon after
+
+# How much of a row is sorted, in turns, until the kept set lies inside. Milliseconds for one row of 49152 on a Zen 4
+# core (torch 2.13): topk(256) 0.16, topk(4096) 0.66, full sort 3.5.
+_HEADS = (256, 4096)
+
+_LOGPROB_CHUNK = 1 << 22  # logits held as float32 at once while scoring a prompt: 16 MiB
+
+
+class SampledToken(NamedTuple):
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+class TokenCounts:
+    """How often a request has used each of its tokens: what penalties look at, caught up with rather than recounted."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_counted = 0
+        self._slots: dict[int, int] = {}
+        self._ids = np.zeros(64, np.int64)
+        self._counts = np.zeros(64, np.float32)
+
+    def catch_up(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Count what is new in `token_ids`; return the distinct ids [U] and each one's count in the output [U]."""
+        assert len(token_ids) >= self._num_counted, "tokens were taken back"
+        for position in range(self._num_counted, len(token_ids)):
+            token_id = token_ids[position]
+            slot = self._slots.setdefault(token_id, len(self._slots))
+            if slot == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[slot] = token_id
+            self._counts[slot] += position >= self._num_prompt_tokens
+        self._num_counted = len(token_ids)
+        used = len(self._slots)
+        return torch.from_numpy(self._ids[:used]), torch.from_numpy(self._counts[:used])
+
+
+@dataclass(slots=True, eq=False)
+class SampleRow:
+    """One row of logits and whose it is. Kept beside the request or made anew each step, it gives the same tokens.
+
+    `token_ids` is the request's own growing list, prompt first; the token sampled next has position `len(token_ids)`.
+    """
+
+    params: SamplingParams
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    eos_token_ids: Sequence[int] = ()  # kept back, with stop_token_ids, until min_tokens are out
+    allowed: Tensor | None = None  # [V] bool, the grammar's mask for this step
+    counts: TokenCounts | None = field(default=None, repr=False)  # filled when penalties first need it
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.params.temperature < GREEDY_BELOW or self.params.top_k == 1
+
+    @property
+    def is_penalized(self) -> bool:
+        params = self.params
+        return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+    @property
+    def must_go_on(self) -> bool:
+        return self.num_output_tokens < self.params.min_tokens
+
+    @property
+    def is_edited(self) -> bool:
+        """Anything that changes logits before temperature does."""
+        return bool(
+            self.is_penalized
+            or self.must_go_on
+            or self.params.logit_bias
+            or self.params.allowed_token_ids
+            or self.allowed is not None
+        )
+
+    @property
+    def is_filtered(self) -> bool:
+        return self.params.top_k > 0 or self.params.top_p < 1.0 or self.params.min_p > 0.0
+
+
+class Sampler:
+    """Draws one token for each row of logits.
+
+    In vLLM's order: logit bias, penalties, masks, temperature, min-p, top-k, top-p. A row's token is the same bit for
+    bit whichever rows are sampled with it.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.vocab_size = vocab_size
+        self._lanes = _mix32(torch.arange(vocab_size, dtype=torch.int32, device=device))  # [V]
+
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+        """One token a row from `logits` [N, V], float or bfloat16, which are left as they are.
+
+        Log-probabilities are of the logits as given: before bias, penalties, masks and temperature.
+        """
+        assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
+        token_ids = self._choose(logits, rows)
+        logprobs = _sampled_logprobs(logits, token_ids, rows)
+        return [SampledToken(t, logprobs.get(i)) for i, t in enumerate(token_ids.tolist())]
+
+    def _choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """Token ids [N]."""
+        edited = [i for i, row in enumerate(rows) if row.is_edited]
+        cut = [i for i, row in enumerate(rows) if not row.is_greedy and row.is_filtered]
+        uncut = [i for i, row in enumerate(rows) if not row.is_greedy and not row.is_filtered]
+        scores = logits.to(torch.float32, copy=bool(edited))
+        for i in edited:
+            _edit(scores[i], rows[i])
+        if len(cut) == len(rows):
+            return self._draw_cut(scores, rows)
+        if len(uncut) == len(rows):
+            return self._draw_uncut(scores, rows)
+        token_ids = scores.argmax(-1)
+        if cut:
+            token_ids[cut] = self._draw_cut(scores[cut], [rows[i] for i in cut])
+        if uncut:
+            token_ids[uncut] = self._draw_uncut(scores[uncut], [rows[i] for i in uncut])
+        return token_ids
+
+    def _draw_uncut(self, scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """Token ids [N] from the whole of each distribution."""
+        noise = _gumbel(self._lanes, _keys(rows, scores.device))
+        return noise.add_(scores / _temperatures(rows, scores.device)).argmax(-1)
+
+    def _draw_cut(self, scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """Token ids [N] from what min-p, top-k and top-p leave of each distribution.
+
+        A row looks at as much of its head as its own kept set needs, so what it draws never depends on its neighbours.
+        """
+        device = scores.device
+        keys, cuts, temperatures = _keys(rows, device), _Cuts.of(rows, device), _temperatures(rows, device)
+        row_sums = _row_sums(scores, rows, temperatures)
+        token_ids = torch.empty(len(rows), dtype=torch.int64, device=device)
+        left = torch.arange(len(rows), device=device)
+        for width in (*(w for w in _HEADS if w < self.vocab_size), self.vocab_size):
+            head, ids = (scores if len(left) == len(rows) else scores[left]).topk(width)  # [n, width], likeliest first
+            head /= temperatures[left]
+            floor, is_settled = _floor(head, row_sums[left], cuts.take(left), is_all=width == self.vocab_size)
+            noise = _gumbel(self._lanes[ids], keys[:, left])
+            winner = noise.add_(head).masked_fill_(head < floor, -torch.inf).argmax(-1, keepdim=True)
+            token_ids[left] = ids.gather(-1, winner).squeeze(-1)
+            left = left[~is_settled]
+            if not len(left):
+                break
+        return token_ids
+
+
+def logprobs_of(logits: Tensor, token_ids: Sequence[int] | Tensor, top_n: int) -> list[TokenLogprobs]:
+    """For each row of `logits` [N, V], the log-probability and rank of its token and the `top_n` likeliest tokens.
+
+    Rows are worked through a few at a time: a long prompt's logits as float32 would not fit beside the model.
+    """
+    num_rows, vocab_size = logits.shape
+    chosen_ids = torch.as_tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
+    answer: list[TokenLogprobs] = []
+    step = max(1, _LOGPROB_CHUNK // vocab_size)
+    for start in range(0, num_rows, step):
+        logprobs = logits[start : start + step].float().log_softmax(-1)
+        ids = chosen_ids[start : start + step]
+        chosen = logprobs.gather(-1, ids)
+        ranks = (logprobs > chosen).sum(-1) + 1
+        top = logprobs.topk(min(top_n, vocab_size))
+        answer += [
+            TokenLogprobs(token_id, logprob, rank, tuple(sorted(zip(top_ids, tops, strict=True), key=_likeliest_first)))
+            for token_id, logprob, rank, top_ids, tops in zip(
+                ids.squeeze(-1).tolist(),
+                chosen.squeeze(-1).tolist(),
+                ranks.tolist(),
+                top.indices.tolist(),
+                top.values.tolist(),
+                strict=True,
+            )
+        ]
+    return answer
+
+
+def _likeliest_first(pair: tuple[int, float]) -> tuple[float, int]:
+    return -pair[1], pair[0]
+
+
+def _sampled_logprobs(logits: Tensor, token_ids: Tensor, rows: Sequence[SampleRow]) -> dict[int, TokenLogprobs]:
+    """Row index to log-probabilities, for the rows that asked. Rows that want the same number go together, so that
+    which of several equally likely alternatives a row lists is its own affair."""
+    by_top_n: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        if row.params.logprobs is not None:
+            by_top_n.setdefault(row.params.logprobs, []).append(i)
+    answer: dict[int, TokenLogprobs] = {}
+    for top_n, group in by_top_n.items():
+        answer.update(zip(group, logprobs_of(logits[group], token_ids[group], top_n), strict=True))
+    return answer
+
+
+# Edits: one row at a time, in place.
+
+
+def _edit(scores: Tensor, row: SampleRow) -> None:
+    """Bias, penalties and masks on one row's `scores` [V]."""
+    params, device = row.params, scores.device
+    if params.logit_bias:
+        ids, bias = zip(*params.logit_bias, strict=True)
+        scores.index_add_(0, torch.tensor(ids, device=device), torch.tensor(bias, device=device))
+    if row.is_penalized:
+        _penalize(scores, row)
+    mask = _mask(row, len(scores))
+    if mask is not None:
+        scores.masked_fill_(mask.logical_not().to(device, non_blocking=True), -torch.inf)
+
+
+def _penalize(scores: Tensor, row: SampleRow) -> None:
+    """Repetition penalty (Keskar et al., 2019) over prompt and output; presence and frequency over the output."""
+    if row.counts is None:
+        row.counts = TokenCounts(row.num_prompt_tokens)
+    ids, counts = (t.to(scores.device, non_blocking=True) for t in row.counts.catch_up(row.token_ids))
+    used = scores[ids]
+    penalty = row.params.repetition_penalty
+    used = torch.where(used > 0, used / penalty, used * penalty)
+    used -= row.params.frequency_penalty * counts + row.params.presence_penalty * (counts > 0)
+    scores[ids] = used
+
+
+def _mask(row: SampleRow, vocab_size: int) -> Tensor | None:
+    """The tokens a row may use, [V] bool on the CPU; None for all.
+
+    The grammar comes first, then allowed_token_ids, then min_tokens; what would leave nothing of those before it is
+    dropped, so that there is always a token and never one that breaks the grammar.
+    """
+    masks = [] if row.allowed is None else [row.allowed]
+    if row.params.allowed_token_ids:
+        mask = torch.zeros(vocab_size, dtype=torch.bool)
+        mask[list(row.params.allowed_token_ids)] = True
+        masks.append(mask)
+    if row.must_go_on:
+        mask = torch.ones(vocab_size, dtype=torch.bool)
+        mask[[*row.eos_token_ids, *row.params.stop_token_ids]] = False
+        masks.append(mask)
+    answer = None
+    for mask in masks:
+        narrowed = mask if answer is None else answer & mask
+        if answer is None or narrowed.any():
+            answer = narrowed
+    return answer
+
+
+# Filters: rows together, each by its own numbers. Neutral numbers stand for what a row did not ask for.
+
+
+def _temperatures(rows: Sequence[SampleRow], device: torch.device) -> Tensor:
+    return torch.tensor([[row.params.temperature] for row in rows], device=device)  # [N, 1]
+
+
+def _row_sums(scores: Tensor, rows: Sequence[SampleRow], temperatures: Tensor) -> Tensor:
+    """Each row's sum of exp(scaled score - the highest) [N, 1] float64, where top-p is a share of the whole row."""
+    sums = torch.ones(len(rows), 1, dtype=torch.float64, device=scores.device)
+    params = [row.params for row in rows]
+    nuclear = [i for i, p in enumerate(params) if p.top_p < 1 and p.top_k <= 0 and p.min_p <= 0]
+    if nuclear:
+        scaled = (scores if len(nuclear) == len(rows) else scores[nuclear]) / (temperatures[nuclear])
+        # By log_softmax, whose sum runs along one row at a time: a plain sum over a lone row is split among threads.
+        sums[nuclear] = scaled.log_softmax(-1).amax(-1, keepdim=True).neg_().double().exp_()
+    return sums
+
+
+class _Cuts(NamedTuple):
+    """Where each row's tail is cut, as columns [N, 1]."""
+
+    top_k: Tensor  # int64, the vocabulary's size and more where unset
+    top_p: Tensor  # float64, 2 where unset: a sum of floats may pass 1
+    log_min_p: Tensor  # float32, -inf where unset
+
+    @classmethod
+    def of(cls, rows: Sequence[SampleRow], device: torch.device) -> "_Cuts":
+        params = [row.params for row in rows]
+        return cls(
+            torch.tensor([[p.top_k if p.top_k > 0 else 1 << 40] for p in params], device=device),
+            torch.tensor([[p.top_p if p.top_p < 1 else 2.0] for p in params], dtype=torch.float64, device=device),
+            torch.tensor([[p.min_p] for p in params], device=device).log_(),
+        )
+
+    def take(self, index: Tensor) -> "_Cuts":
+        return _Cuts(self.top_k[index], self.top_p[index], self.log_min_p[index])
+
+
+def _floor(head: Tensor, row_sums: Tensor, cuts: _Cuts, is_all: bool) -> tuple[Tensor, Tensor]:
+    """The lowest score kept [n, 1], and whether `head` is known to hold all that are kept [n].
+
+    `head` [n, K] is each row's largest scaled scores, descending; `is_all` where that is the whole row. Equal scores are
+    kept or cut together: which of them a sort puts first is an accident.
+    """
+    width = head.shape[-1]
+    peak, last = head[:, :1], head[:, -1:]
+    floor = peak + cuts.log_min_p
+    kth = head.gather(-1, cuts.top_k.clamp(max=width) - 1)
+    floor = torch.where(cuts.top_k <= width, torch.maximum(floor, kth), floor)
+    # Does the head hold all that min-p and top-k leave? Then top-p is a share of that, else of the whole row. Where they
+    # do cut, but below the head, it is neither; that row is not settled, as its floor is no higher than its last.
+    is_exhausted = (last == -torch.inf) | is_all
+    is_whole = (floor > last) | is_exhausted
+    weights = (head - peak).double().exp_().masked_fill_(head < floor, 0.0)
+    sums = weights.cumsum(-1)
+    is_nucleus = sums - weights < cuts.top_p * torch.where(is_whole, sums[:, -1:], row_sums)
+    floor = torch.maximum(floor, head.masked_fill(~is_nucleus, torch.inf).amin(-1, keepdim=True))
+    return floor, ((floor > last) | is_exhausted).squeeze(-1)
+
+
+# Randomness: counter-based, in 32-bit integers that wrap alike on every device.
+
+
+def _keys(rows: Sequence[SampleRow], device: torch.device) -> Tensor:
+    """Two 32-bit words a row, [2, N, 1] int32, hashed from seed and position; the second is odd."""
+    keys = [_mix64(_mix64(row.params.seed) + len(row.token_ids)) for row in rows]
+    words = np.array([keys, [key >> 32 | 1 for key in keys]], dtype=np.uint64).astype(np.uint32).view(np.int32)
+    return torch.from_numpy(words).unsqueeze(-1).to(device)
+
+
+def _gumbel(lanes: Tensor, keys: Tensor) -> Tensor:
+    """Standard Gumbel noise [N, K] for the tokens of `lanes` ([K] or [N, K]), each the same wherever it stands."""
+    bits = (lanes ^ keys[0]) * keys[1]  # a keyed, universal hash; the rest spreads it
+    bits = _mix32(bits)
+    # Near zero lie the likely winners, and float32 is finest there: 31 bits matter. One is left out, its log infinite.
+    uniform = _shift_right(bits, 1).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix32(x: Tensor) -> Tensor:
+    """Wellons' lowbias32 on int32: an avalanche that is one to one."""
+    x = x ^ _shift_right(x, 16)
+    x = x * 0x7FEB352D
+    x ^= _shift_right(x, 15)
+    x *= 0x846CA68B - (1 << 32)
+    x ^= _shift_right(x, 16)
+    return x
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical, where int32's own shift is arithmetic."""
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _mix64(x: int) -> int:
+    """One step of splitmix64 (Steele, Lea, Flood, 2014)."""
+    mask = (1 << 64) - 1
+    x = (x + 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & mask
+    return x ^ x >> 31
