@@ -229,9 +229,7 @@ def test_what_can_never_be_served_is_refused_by_name() -> None:
         scheduler(enable_chunked_prefill=False, max_model_len=40)
 
 
-@given(
-    st.integers(0, 300), st.integers(1, 300), st.integers(0, 300), st.integers(0, 300), st.integers(1, 20)
-)
+@given(st.integers(0, 300), st.integers(1, 300), st.integers(0, 300), st.integers(0, 300), st.integers(1, 20))
 def test_chunk_tokens(pages: int, remaining: int, budget: int, threshold: int, size: int) -> None:
     start, end = pages * size, pages * size + remaining
     tokens = chunk_tokens(start, end, budget, threshold, size)

@@ -1,0 +1,114 @@
+"""Tiny random configurations of the decoder architectures that are served."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+WINDOW = 16
+_BASE: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+
+SERVED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen2 sliding": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    "qwen3": {},
+    "mistral": {"sliding_window": WINDOW},
+    "gemma": {},
+    "gemma2": {**_SLIDING, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": {**_SLIDING, "query_pre_attn_scalar": 12},
+    "gemma4_text": {**_SLIDING},
+    "phi3": {"sliding_window": WINDOW},
+    "phi": {"partial_rotary_factor": 0.5},
+    "gpt_neox": {},
+    "gpt2": {"n_embd": 48, "n_layer": 4, "n_head": 4, "n_positions": 256},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 48},
+    "mixtral": _MOE,
+    "qwen2_moe": _MOE,
+    "qwen3_moe": _MOE,
+    "olmoe": _MOE,
+    "olmo2": {},
+    "olmo3": _SLIDING,
+    "smollm3": {},
+    "granite": {},
+    "granitemoe": _MOE,
+    "cohere": {},
+    "cohere2": _SLIDING,
+    "starcoder2": {"sliding_window": WINDOW},
+    "stablelm": {"partial_rotary_factor": 0.5},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "glm4_moe": {**_MOE, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "exaone4": _SLIDING,
+    "helium": {},
+    "ernie4_5": {},
+    "deepseek_v2": _MLA,
+    "deepseek_v3": _MLA,
+    "gpt_oss": {**_MOE, **_SLIDING},
+    "hunyuan_v1_dense": {},
+    "seed_oss": {},
+    "arcee": {},
+    "apertus": {},
+    "dots1": {
+        **_MOE,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        **_SLIDING,
+    },
+    "nemotron": {},
+    "lfm2": {"layer_types": ["full_attention"] * 4, "full_attn_idxs": [0, 1, 2, 3]},
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "bloom": ({"n_layer": 4, "n_head": 4}, "attention"),
+    "mpt": ({"d_model": 48, "n_layers": 4, "n_heads": 4, "expansion_ratio": 2}, "attention"),
+    "gptj": ({"n_embd": 48, "n_layer": 4, "n_head": 4, "rotary_dim": 8}, "attention"),
+    "falcon": ({"head_dim": None}, "attention"),
+    "qwen3_next": ({**_MOE, "layer_types": ["linear_attention", "full_attention"] * 2}, "linear_attention"),
+    "minimax": ({**_MOE, "layer_types": ["linear_attention", "full_attention"] * 2}, "linear_attention"),
+    "mamba2": ({"num_heads": 8, "head_dim": 12, "state_size": 8, "n_groups": 1, "chunk_size": 8}, "layers"),
+    "llama4_text": ({**_MOE, "layer_types": ["chunked_attention", "full_attention"] * 2}, "chunked_attention"),
+}
+
+
+def build(name: str, options: dict[str, Any]) -> PreTrainedModel:
+    """A random fp32 model, large enough weights for attention to matter."""
+    torch.manual_seed(0)
+    values = {key: value for key, value in (_BASE | options).items() if value is not None}
+    config = AutoConfig.for_model(name.split()[0], **values)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    return model.eval()

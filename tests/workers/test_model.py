@@ -1,0 +1,117 @@
+"""Chunking is invisible to the model: through our pages every served architecture gives transformers' own logits."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from crossdock.kernels.attention import AttentionBatch
+from crossdock.workers.model import PagedModel, UnsupportedModelError, wrap_module
+
+from .architectures import REFUSED, SERVED, build
+
+PAGE_SIZE = 8
+
+
+@torch.inference_mode()
+def monolithic(module: PreTrainedModel, ids: Tensor) -> Tensor:
+    """transformers' own forward over the whole prompt: [T, vocab]."""
+    logits: Tensor = module(input_ids=ids[None], use_cache=False).logits[0]
+    return logits
+
+
+def through_pages(model: PagedModel, prompts: list[Tensor], steps: list[list[tuple[int, int, int]]]) -> list[Tensor]:
+    """Every token's logits, computed in `steps` of (sequence, start, end) parts, each step one flat forward pass."""
+    per_sequence = -(-max(map(len, prompts)) // PAGE_SIZE)
+    model.allocate_pool(per_sequence * len(prompts), PAGE_SIZE)
+    assert model.pool is not None
+    model.pool.fill_(float("nan"))  # a page slot that was never written must never be read
+    pages = torch.randperm(per_sequence * len(prompts)).view(len(prompts), -1).int()
+    logits = [torch.full((len(prompt), model.vocab_size), float("nan")) for prompt in prompts]
+    for parts in steps:
+        positions = torch.cat([torch.arange(start, end) for _, start, end in parts])
+        owners = torch.cat([torch.full((end - start,), s) for s, start, end in parts])
+        slots = pages[owners, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
+        lengths = [end - start for _, start, end in parts]
+        batch = AttentionBatch(
+            query_start=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
+            kv_len=torch.tensor([end for _, _, end in parts], dtype=torch.int32),
+            page_table=pages[[s for s, _, _ in parts]],
+            slots=slots,
+            max_query_len=max(lengths),
+            max_kv_len=max(end for _, _, end in parts),
+        )
+        ids = torch.cat([prompts[s][start:end] for s, start, end in parts])
+        flat = model.forward(ids, positions, batch, torch.arange(len(ids)))
+        for (s, start, end), part in zip(parts, flat.split(lengths), strict=True):
+            logits[s][start:end] = part
+    return logits
+
+
+def random_steps(lengths: list[int], seed: int) -> list[list[tuple[int, int, int]]]:
+    """Ragged chunks and single tokens of all sequences, mixed at random."""
+    rng = random.Random(seed)
+    done = [0] * len(lengths)
+    steps = []
+    while done != lengths:
+        parts = []
+        for s, length in enumerate(lengths):
+            if done[s] < length and rng.random() < 0.8:
+                end = min(length, done[s] + rng.choice([1, 1, 3, PAGE_SIZE, 13, 30]))
+                parts.append((s, done[s], end))
+                done[s] = end
+        rng.shuffle(parts)
+        if parts:
+            steps.append(parts)
+    return steps
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_logits_equal_transformers_at_every_chunk_boundary(name: str) -> None:
+    module = build(name, SERVED[name])
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 120, (n,), generator=generator) for n in (5, 23, 40, 57, 8)]
+    expected = [monolithic(module, prompt) for prompt in prompts]
+    model = wrap_module(module)
+    got = through_pages(model, prompts, random_steps([len(p) for p in prompts], seed=7))
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+        assert (ours.argmax(-1) == theirs.argmax(-1)).all()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_wrong_is_refused_with_the_reason(name: str) -> None:
+    options, reason = REFUSED[name]
+    with pytest.raises(UnsupportedModelError, match=reason):
+        wrap_module(build(name, options))
+
+
+@pytest.mark.parametrize(
+    "chunk", [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 2 * PAGE_SIZE - 1, 2 * PAGE_SIZE, 37, 64]
+)
+def test_chunk_ends_swept_around_page_sizes(chunk: int) -> None:
+    module = build("llama", {})
+    prompt = torch.randint(3, 120, (64,), generator=torch.Generator().manual_seed(2))
+    expected = monolithic(module, prompt)
+    steps = [[(0, start, min(start + chunk, 64))] for start in range(0, 64, chunk)]
+    torch.testing.assert_close(through_pages(wrap_module(module), [prompt], steps)[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_position_reset_is_caught() -> None:
+    """The mutation of the seed: positions that start at 0 in every chunk. The comparison above must see it."""
+    module = build("llama", {})
+    prompt = torch.randint(3, 120, (64,), generator=torch.Generator().manual_seed(2))
+    expected = monolithic(module, prompt)
+    model = wrap_module(module)
+
+    class Reset(PagedModel):
+        def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
+            return super().forward(token_ids, positions - positions[0], batch, rows)
+
+    broken = Reset(model.module, model.config, model.layers, model.max_model_len, model.eos_token_ids)
+    got = through_pages(broken, [prompt], [[(0, 0, 16)], [(0, 16, 64)]])[0]
+    torch.testing.assert_close(got[:16], expected[:16], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(got[16:], expected[16:], atol=1e-2)
