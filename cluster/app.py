@@ -24,6 +24,7 @@ from crossdock.cluster.dispatch import Dispatcher
 from crossdock.cluster.pinning import PinningRouter
 from crossdock.cluster.text import Text
 from crossdock.workers.checkpoint import resolve_model
+from crossdock.workers.profile import SchedulingProfile
 from crossdock.workers.replica import Replica
 from crossdock.workers.request import Submission, TokenDelta
 
@@ -84,7 +85,9 @@ class Ingress:
 
     def _update(self, handle: DeploymentHandle, members: membership.Members) -> None:
         for replica_id, advertised in members.items():
-            self.dispatcher.join(replica_id, ReplicaClient(handle, replica_id, self._name), advertised)
+            self.dispatcher.join(
+                replica_id, ReplicaClient(handle, replica_id, self._name), SchedulingProfile(**advertised)
+            )
         for replica_id in self.dispatcher.names() - set(members):
             self.dispatcher.leave(replica_id)
 

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from crossdock.router.placement import Bookings, Rates, choose
+from crossdock.router.placement import Bookings, choose
+from crossdock.workers.profile import SchedulingProfile
 from crossdock.workers.request import FinishReason, Submission, TokenDelta
 
 logger = logging.getLogger("ray.serve")
@@ -53,7 +54,7 @@ class _Link:
     """An open connection to one replica and the requests that run over it."""
 
     client: EngineClient
-    rates: Rates
+    profile: SchedulingProfile
     bookings: Bookings = field(default_factory=Bookings)
     queues: dict[str, asyncio.Queue[TokenDelta | Exception]] = field(default_factory=dict)
     pump: asyncio.Task[None] | None = None
@@ -110,7 +111,7 @@ class Dispatcher:
                 self._spawn(link.client.abort([submission.id]))
 
     def _choose(self, submission: Submission) -> _Link:
-        candidates = {name: (link.rates, link.bookings) for name, link in self._links.items() if link.is_open}
+        candidates = {name: (link.profile, link.bookings) for name, link in self._links.items() if link.is_open}
         if not candidates:
             raise ReplicaLost("no replica is up; the model may still be loading")
         return self._links[choose(candidates, len(submission.prompt_token_ids))]
@@ -125,13 +126,12 @@ class Dispatcher:
 
     # -- replicas come and go ----------------------------------------------------------------------------------------
 
-    def join(self, name: str, client: EngineClient, advertised: dict[str, Any]) -> None:
-        """A replica is up. `advertised` is what it said of itself when it started."""
+    def join(self, name: str, client: EngineClient, profile: SchedulingProfile) -> None:
+        """A replica is up, and this is what it advertises."""
         if name in self._links:
             return
-        self._card = ModelCard(self._model_name, self._created, advertised["max_model_len"], advertised["vocab_size"])
-        rates = Rates(advertised["seconds_per_prompt_token"], advertised["seconds_per_decode"])
-        link = self._links[name] = _Link(client, rates)
+        self._card = ModelCard(self._model_name, self._created, profile.max_model_len, profile.vocab_size)
+        link = self._links[name] = _Link(client, profile)
         link.pump = self._spawn(self._follow(name, link))
 
     def leave(self, name: str) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from crossdock.workers.profile import SchedulingProfile
+
 
 @dataclass(slots=True)
 class Bookings:
@@ -23,20 +25,12 @@ class Bookings:
         self.streams.discard(request_id)
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What a replica advertises that it needs, in seconds."""
-
-    seconds_per_prompt_token: float
-    seconds_per_decode: float  # added to a step by one more running stream
-
-
-def choose(candidates: Mapping[str, tuple[Rates, Bookings]], num_prompt_tokens: int) -> str:
+def choose(candidates: Mapping[str, tuple[SchedulingProfile, Bookings]], num_prompt_tokens: int) -> str:
     """The candidate with the least predicted time to first token; ties go to the smallest id."""
 
     def seconds(replica_id: str) -> float:
-        rates, bookings = candidates[replica_id]
+        profile, bookings = candidates[replica_id]
         tokens = num_prompt_tokens + sum(bookings.prompt_tokens.values())
-        return tokens * rates.seconds_per_prompt_token + len(bookings.streams) * rates.seconds_per_decode
+        return tokens * profile.seconds_per_prompt_token + len(bookings.streams) * profile.seconds_per_decode
 
     return min(sorted(candidates), key=seconds)

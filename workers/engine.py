@@ -1,6 +1,6 @@
 """One replica's engine: schedule, execute, sample, update. Synchronous and single-threaded; time is given to it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +11,8 @@ from torch import Tensor
 from crossdock.workers.grammar import GrammarCompiler, GrammarState
 from crossdock.workers.model import PagedModel
 from crossdock.workers.pages import PagePool
-from crossdock.workers.request import FinishReason, Request, Submission, TokenDelta, TokenLogprobs
+from crossdock.workers.profile import SchedulingProfile
+from crossdock.workers.request import FinishReason, Request, SamplingParams, Submission, TokenDelta, TokenLogprobs
 from crossdock.workers.runner import Runner
 from crossdock.workers.sampler import Sampler, SampleRow, logprobs_of
 from crossdock.workers.scheduler import Batch, Sampled, Scheduler, SchedulerConfig
@@ -56,7 +57,8 @@ class Engine:
             raise ValueError(
                 f"kv_cache_memory ({self.config.kv_cache_memory.human_readable()}) holds "
                 f"{num_pages * self.config.page_size} tokens of {layout.token_bytes} bytes; one request of "
-                f"max_model_len ({self.model.max_model_len}) needs {ByteSize(needed * layout.page_bytes).human_readable()}"
+                f"max_model_len ({self.model.max_model_len}) needs "
+                f"{ByteSize(needed * layout.page_bytes).human_readable()}"
             )
         self.model.allocate_pool(num_pages, self.config.page_size)
         self.pages = PagePool(num_pages, self.config.page_size, self.config.enable_prefix_caching)
@@ -150,3 +152,38 @@ class Engine:
             known = part.request.prompt_token_ids[part.start + 1 : part.start + part.num_tokens + 1]
             if known and len(found) == part.start + 1:  # not computed before a preemption
                 found += logprobs_of(logits[row.start : row.start + len(known)], known, top)
+
+
+def warm_up(engine: Engine, clock: Callable[[], float]) -> SchedulingProfile:
+    """Runs prompts and streams through an idle engine, so that no user pays for first calls, and times them."""
+    config, model = engine.config, engine.model
+    length = min(config.max_num_batched_tokens, 512, model.max_model_len - 16)
+    num_streams = min(config.max_num_seqs, 8)
+
+    def run(num_requests: int, num_tokens: int, max_tokens: int) -> list[float]:
+        for number in range(num_requests):
+            prompt = [(7 * position + number) % model.vocab_size for position in range(num_tokens)]
+            params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+            engine.add(Submission(f"warm-up-{number}", prompt, params), clock())
+        seconds = []
+        while engine.has_work:
+            started = clock()
+            engine.step(started)
+            seconds.append(clock() - started)
+        engine.pages.clear_cache()
+        return seconds
+
+    run(1, length, 4)
+    prefill = min(run(1, length, 1)[0] for _ in range(2))
+    alone = min(run(1, 4, 8)[1:])
+    together = min(run(num_streams, 4, 8)[1:])
+    return SchedulingProfile(
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        page_size=config.page_size,
+        num_pages=engine.pages.num_pages,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        seconds_per_prompt_token=prefill / length,
+        seconds_per_decode=max(together - alone, 0.0) / max(num_streams - 1, 1),
+    )

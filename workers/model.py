@@ -222,6 +222,7 @@ def _refuse_by_config(config: PretrainedConfig) -> None:
 def _fix_rope_to(module: nn.Module, max_model_len: int) -> None:
     """Rotary embeddings that change with the longest position *of the batch* would let one request change another's
     tokens. They are fixed to what `max_model_len` needs."""
+    rotary: Any
     for rotary in module.modules():
         kind = getattr(rotary, "rope_type", None)
         if not isinstance(kind, str):  # none, or one per layer type, which no model combines with the two below
@@ -244,7 +245,7 @@ def _probe(model: PagedModel) -> list[LayerShape]:
     module, config = model.module, model.config
     num_layers: int = _text_config(config).num_hidden_layers
     generator = torch.Generator().manual_seed(0)
-    lengths = (5, 8)
+    lengths = [5, 8]
     ids = torch.randint(0, min(model.vocab_size, 1000), (sum(lengths),), generator=generator).to(model.device)
     positions = torch.cat([torch.arange(n) for n in lengths]).to(model.device)
     context = _ForwardContext(probe_lengths=lengths)
@@ -258,7 +259,7 @@ def _probe(model: PagedModel) -> list[LayerShape]:
         )
     module.set_attn_implementation("eager")  # type: ignore[operator]
     try:
-        alone = [module(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths)]
+        alone = [module(input_ids=part[None], use_cache=False).logits[0] for part in torch.split(ids, lengths)]
     finally:
         module.set_attn_implementation(_IMPLEMENTATION)  # type: ignore[operator]
     theirs = torch.cat(alone).float()

@@ -1,7 +1,9 @@
 """The Ray side of a replica: a Serve deployment around one engine. An ingress opens one stream and submits by calls."""
 
+import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 
 from crossdock.workers.checkpoint import resolve_model
-from crossdock.workers.engine import Engine, EngineConfig
+from crossdock.workers.engine import Engine, EngineConfig, warm_up
 from crossdock.workers.loop import EngineLoop
 from crossdock.workers.metrics import EngineMetrics
 from crossdock.workers.model import load_model
@@ -24,11 +26,9 @@ class Replica:
     async def __init__(
         self, model: str | None, dtype: str, max_model_len: int | None, engine: EngineConfig, num_threads: int
     ) -> None:
-        import asyncio
-
-        self.loop = EngineLoop(
-            await asyncio.to_thread(_load, model, dtype, max_model_len, engine, num_threads), EngineMetrics()
-        )
+        loaded = await asyncio.to_thread(_load, model, dtype, max_model_len, engine, num_threads)
+        self.profile = await asyncio.to_thread(warm_up, loaded, time.perf_counter)
+        self.loop = EngineLoop(loaded, EngineMetrics())
 
     async def tokens(self, ingress: str) -> AsyncIterator[list[TokenDelta]]:
         """All tokens this replica produces for `ingress`, one message per step. The first message is empty: from
@@ -54,13 +54,7 @@ class Replica:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """The static part of what this replica advertises; Serve hands it to every router."""
-        engine = self.loop.engine
-        return {
-            "max_model_len": engine.model.max_model_len,
-            "vocab_size": engine.model.vocab_size,
-            "num_pages": engine.pages.num_pages,
-            "page_size": engine.pages.page_size,
-        }
+        return self.profile.model_dump()
 
     def check_health(self) -> None:
         if not self.loop.is_alive:

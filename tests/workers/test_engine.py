@@ -1,0 +1,220 @@
+"""Real weights: whatever the chunks, the company and the interruptions, the tokens are transformers' own."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ByteSize
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from crossdock.workers.engine import Engine, EngineConfig
+from crossdock.workers.model import PagedModel, load_model
+from crossdock.workers.request import FinishReason, SamplingParams, Submission, TokenDelta
+
+NUM_TOKENS = 16
+TOPICS = [
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "Es war einmal ein König, der",
+    "SELECT name FROM users WHERE",
+    "日本の首都は",
+    "🎉 Happy birthday to",
+    "1, 1, 2, 3, 5, 8,",
+    "Once upon a time there was a little girl who",
+    "The quick brown fox",
+    "\n\n",
+]
+
+
+@pytest.fixture(scope="module")
+def prompts(model_dir: Path) -> list[list[int]]:
+    """50 prompts of 1 to 700 tokens, some sharing their beginnings."""
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    rng = random.Random(0)
+    topics: list[list[int]] = [tokenizer(text).input_ids for text in TOPICS]
+    shared = [token for _ in range(20) for token in rng.choice(topics)]
+    prompts = [*topics, [5]]
+    while len(prompts) < 50:
+        body = [token for _ in range(rng.choice([1, 3, 10, 40])) for token in rng.choice(topics)]
+        prompts.append((shared if rng.random() < 0.3 else []) + body[: rng.randint(1, 500)])
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """transformers' greedy `generate`, one prompt at a time."""
+    module = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    greedy = GenerationConfig(max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0)
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        tokens = module.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
+        outputs.append(tokens[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Path) -> PagedModel:
+    return load_model(model_dir, torch.float32)
+
+
+def engine(model: PagedModel, memory: str = "1GiB", path: Path | None = None, **config: Any) -> Engine:
+    return Engine(model, EngineConfig(kv_cache_memory=ByteSize._validate(memory, None), **config), path)  # type: ignore[arg-type]
+
+
+def run(engine: Engine) -> dict[str, list[TokenDelta]]:
+    deltas: dict[str, list[TokenDelta]] = {}
+    now = 0.0
+    while engine.has_work:
+        now += 1
+        for delta in engine.step(now).deltas:
+            deltas.setdefault(delta.request_id, []).append(delta)
+    assert engine.pages.counts().owned == 0
+    return deltas
+
+
+def tokens_of(deltas: list[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def greedy(num_tokens: int = NUM_TOKENS, **params: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, min_tokens=num_tokens, temperature=0.0, **params)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_num_batched_tokens": 4096},
+        {"max_num_batched_tokens": 4096, "enable_prefix_caching": False},
+        {"max_num_batched_tokens": 512},
+        {"max_num_batched_tokens": 100, "max_num_seqs": 32, "enable_prefix_caching": False},
+        {"max_num_batched_tokens": 512, "long_prefill_token_threshold": 16},
+        {"max_num_batched_tokens": 8192, "enable_chunked_prefill": False},
+        {"max_num_batched_tokens": 300, "page_size": 32, "max_num_seqs": 50},
+    ],
+    ids=lambda config: ",".join(f"{key}={value}" for key, value in config.items()),
+)
+def test_greedy_equals_generate(
+    model: PagedModel, prompts: list[list[int]], expected: list[list[int]], config: dict[str, Any]
+) -> None:
+    it = engine(model, **config)
+    for number, prompt in enumerate(prompts):
+        it.add(Submission(f"{number}", prompt, greedy()), 0.0)
+    deltas = run(it)
+    assert [tokens_of(deltas[f"{number}"]) for number in range(len(prompts))] == expected
+    if it.config.enable_prefix_caching and it.config.enable_chunked_prefill:
+        assert any(delta.num_cached_tokens for its in deltas.values() for delta in its)
+
+
+def test_greedy_equals_generate_under_preemption(
+    model_dir: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    model = load_model(model_dir, torch.float32, max_model_len=1024)
+    it = engine(model, memory=f"{1024 * model.layout(16).token_bytes}B", max_num_batched_tokens=256)
+    short = [number for number, prompt in enumerate(prompts) if len(prompt) < 200]
+    for number in short:
+        it.add(Submission(f"{number}", prompts[number], greedy()), 0.0)
+    deltas = run(it)
+    assert it.scheduler.num_preemptions > 0
+    assert [tokens_of(deltas[f"{number}"]) for number in short] == [expected[number] for number in short]
+
+
+def test_sampled_output_depends_on_seed_alone(model_dir: Path, prompts: list[list[int]]) -> None:
+    """The same alone, in a batch, and after preemption; another with another seed."""
+    model = load_model(model_dir, torch.float32, max_model_len=1024)
+
+    def sampled(seed: int) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=24, min_tokens=24, temperature=0.9, top_p=0.95, top_k=40, repetition_penalty=1.1, seed=seed
+        )
+
+    prompt = prompts[7]
+    alone = engine(model)
+    alone.add(Submission("it", prompt, sampled(1)), 0.0)
+    first = tokens_of(run(alone)["it"])
+
+    crowd = engine(model)
+    for number, other in enumerate(prompts[:20]):
+        crowd.add(Submission(f"{number}", other, sampled(number + 10)), 0.0)
+    crowd.add(Submission("it", prompt, sampled(1)), 0.0)
+    crowd.add(Submission("other seed", prompt, sampled(2)), 0.0)
+    batched = run(crowd)
+    assert tokens_of(batched["it"]) == first
+    assert tokens_of(batched["other seed"]) != first
+
+    tight = engine(model, memory=f"{1024 * model.layout(16).token_bytes}B")
+    for number in range(20):
+        tight.add(Submission(f"{number}", prompt * 4, sampled(number + 10)), 0.0)
+    tight.add(Submission("it", prompt, sampled(1)), 0.0)
+    for _ in range(8):
+        tight.step(0.0)
+    victim = tight.scheduler.get("it")
+    assert victim is not None
+    if victim in tight.scheduler.running:
+        tight.scheduler._preempt(victim)
+    assert tokens_of(run(tight)["it"]) == first
+    assert tight.scheduler.num_preemptions > 0
+
+
+def test_prompt_logprobs_are_those_of_one_forward_pass(model: PagedModel, model_dir: Path) -> None:
+    prompt = list(range(100, 180))
+    reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
+    it = engine(model, max_num_batched_tokens=100, max_num_seqs=8, long_prefill_token_threshold=32)
+    it.add(Submission("warm the cache", prompt, greedy(1)), 0.0)
+    run(it)
+    it.add(Submission("a", prompt, greedy(2, prompt_logprobs=2, logprobs=3)), 0.0)
+    it.add(Submission("prompt only", prompt, SamplingParams(max_tokens=0, prompt_logprobs=0)), 0.0)
+    deltas = run(it)
+    found = deltas["a"][0].prompt_logprobs
+    assert found is not None
+    assert found[0] is None
+    assert len(found) == len(prompt)
+    for position in range(1, len(prompt)):
+        entry = found[position]
+        assert entry is not None
+        assert entry.token_id == prompt[position]
+        assert entry.logprob == pytest.approx(logits[position - 1, prompt[position]].item(), abs=2e-3)
+        assert [token for token, _ in entry.top] == logits[position - 1].topk(2).indices.tolist()
+    chosen = deltas["a"][0].logprobs
+    assert chosen is not None
+    assert chosen[0].logprob == pytest.approx(logits[-1].max().item(), abs=2e-3)
+    assert len(chosen[0].top) == 3
+    (last,) = deltas["prompt only"]
+    assert last.finish_reason is FinishReason.LENGTH
+    assert last.token_ids == []
+    assert last.prompt_logprobs is not None
+
+
+def test_json_schema_holds_under_sampling(model: PagedModel, model_dir: Path) -> None:
+    import json
+
+    from crossdock.workers.request import Grammar
+
+    schema = '{"type":"object","properties":{"name":{"type":"string","maxLength":8},"age":{"type":"integer","maximum":99}},"required":["name","age"],"additionalProperties":false}'
+    it = engine(model, path=model_dir)
+    for seed in range(4):
+        params = SamplingParams(max_tokens=80, temperature=1.0, seed=seed, grammar=Grammar("json_schema", schema))
+        it.add(Submission(f"{seed}", list(range(50, 60)), params), 0.0)
+    with pytest.raises(ValueError, match="(?i)schema|regex|grammar"):
+        it.add(Submission("bad", [1], SamplingParams(grammar=Grammar("regex", "("))), 0.0)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    for deltas in run(it).values():
+        assert deltas[-1].finish_reason is FinishReason.STOP
+        answer = json.loads(tokenizer.decode(tokens_of(deltas), skip_special_tokens=True))
+        assert set(answer) == {"name", "age"}
+
+
+def test_a_pool_too_small_for_one_request_is_refused_with_numbers(model: PagedModel) -> None:
+    with pytest.raises(ValueError, match=r"kv_cache_memory .* max_model_len \(8192\) needs"):
+        engine(model, memory="10MiB")
+
+
+def test_bad_token_ids_are_named(model: PagedModel) -> None:
+    it = engine(model)
+    with pytest.raises(ValueError, match="token id 49152"):
+        it.add(Submission("a", [1, 49152], greedy()), 0.0)
+    assert not it.has_work
