@@ -1,0 +1,342 @@
+"""Text and tokens: encoding, chat templates, and tokens back into text one at a time.
+
+A token's text cannot be had from the token alone: a character may span tokens, and a stop string may too. Yet for the
+decoders that language models use, a token's *bytes* can; so detokenising is a table of bytes and an incremental UTF-8
+decoder, exact and O(1) per token, and a sliding window of whole decodes is left for the others.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from transformers import AutoTokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_ONE_EACH = "crossdock.one_each"
+# As the ByteFallback decoder has it: one U+FFFD for every byte that belongs to no character.
+codecs.register_error(_ONE_EACH, lambda error: ("\ufffd" * (error.end - error.start), error.end))  # type: ignore[attr-defined]
+_PRIMING = 4  # tokens; no UTF-8 character is longer than four bytes
+
+
+class Detokenizer(Protocol):
+    """Turns tokens into text as they come. `add` never gives half a character; `flush` awaits the rest no more."""
+
+    def add(self, token_id: int) -> str: ...
+    def flush(self) -> str: ...
+
+
+class Text:
+    """A model's tokenizer, as the API needs it. `defaults` are sampling parameters for requests that give none."""
+
+    def __init__(self, tokenizer: Any, *, defaults: Mapping[str, Any] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self.defaults: dict[str, Any] = dict(defaults or {})
+        self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._pieces = _Pieces.of(tokenizer)
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)  # characters, and more than it stands for
+
+    @classmethod
+    def load(cls, model: str | Path, *, defaults: Mapping[str, Any] | None = None) -> Self:
+        """The tokenizer of a Hugging Face directory or hub name."""
+        return cls(AutoTokenizer.from_pretrained(str(model)), defaults=defaults)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds in the middle of a text."""
+        return self._pieces[token_id] if self._pieces is not None else self.decode([token_id]).encode()
+
+    def vocabulary_name(self, token_id: int) -> str:
+        """The token as the vocabulary writes it (`Ġthe`, `▁the`)."""
+        name: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        return name or ""
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt a chat stands for. Whatever the template raises (it judges the messages) comes as ValueError."""
+        if chat_template is None and not self.has_chat_template:
+            raise ValueError("this model has no chat template, so messages cannot be turned into a prompt")
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=tools,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **(variables or {}),
+            )
+        except Exception as error:  # a template is a program: it may raise anything
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+        return text
+
+    def detokenizer(self, *, after: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
+        """For text that goes on where the tokens of `after` end; without them, for a text from its start.
+
+        Some tokenizers drop a text's leading space, and a prompt may end in half a character: both make the first
+        output tokens depend on the prompt.
+        """
+        skip = self._special if skip_special_tokens else frozenset()
+        if self._pieces is None:
+            return _WindowDetokenizer(self.decode, skip, after[-_PRIMING:])
+        return _ByteDetokenizer(self._pieces, skip, after[-_PRIMING:])
+
+
+class TextStream:
+    """The text of one output that may be shown: whole characters, and nothing that may yet turn out a stop string.
+
+    Stop strings are looked for after `min_tokens` tokens. Once one is found its text is in `stopped` and the stream
+    is over.
+    """
+
+    __slots__ = ("_detokenizer", "_held", "_include", "_min_tokens", "_num_tokens", "_stops", "num_chars", "stopped")
+
+    def __init__(
+        self, detokenizer: Detokenizer, stop: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stop) if stop else None
+        self._include = include_stop
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._held = ""
+        self.num_chars = 0  # detokenised so far, shown or not
+        self.stopped: str | None = None
+
+    def add(self, token_id: int) -> str:
+        text = self._detokenizer.add(token_id)
+        self.num_chars += len(text)
+        self._num_tokens += 1
+        if self._stops is None or not text:
+            return text
+        hit = self._stops.find(text, ignore=self._num_tokens <= self._min_tokens)
+        end = len(self._held)
+        text = self._held + text
+        if hit is None:
+            end = len(text) - self._stops.held
+            self._held = text[end:]
+            return text[:end]
+        position, self.stopped = hit
+        end += position if self._include else position - len(self.stopped)
+        self._held = ""
+        return text[:end]
+
+    def finish(self) -> str:
+        """What was held back, at the end of the output. Half a character is not shown even now."""
+        text, self._held = self._held, ""
+        return text
+
+
+class StopStrings:
+    """Finds stop strings in a growing text, whatever its pieces: one Knuth-Morris-Pratt automaton each.
+
+    `held` is how many characters at the end of the text are the beginning of some stop string.
+    """
+
+    __slots__ = ("_failures", "_matched", "_stops", "held")
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._stops = list(stops)
+        self._failures = [_failures(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)
+        self.held = 0
+
+    def find(self, text: str, *, ignore: bool = False) -> tuple[int, str] | None:
+        """Goes on with `text`: where in it the first stop string to be complete ends, and which (of several, the
+        longest)."""
+        matched = self._matched
+        for position, char in enumerate(text, 1):
+            hit = ""
+            for k, stop in enumerate(self._stops):
+                failures = self._failures[k]
+                n = matched[k]
+                while n and stop[n] != char:
+                    n = failures[n - 1]
+                n += stop[n] == char
+                if n == len(stop):
+                    hit = max(hit, stop, key=len)
+                    n = failures[n - 1]
+                matched[k] = n
+            if hit and not ignore:
+                return position, hit
+        self.held = max(matched)
+        return None
+
+
+def _failures(stop: str) -> list[int]:
+    """For every prefix, the length of its longest proper prefix that is also its suffix."""
+    table = [0] * len(stop)
+    n = 0
+    for i in range(1, len(stop)):
+        while n and stop[i] != stop[n]:
+            n = table[n - 1]
+        n += stop[i] == stop[n]
+        table[i] = n
+    return table
+
+
+class _Pieces(dict[int, bytes]):
+    """The bytes of every token, worked out at first use."""
+
+    def __init__(
+        self, name: Callable[[int], str | None], rule: Callable[[str], bytes], errors: str, strip: tuple[str, int]
+    ) -> None:
+        super().__init__()
+        self._name = name
+        self._rule = rule
+        self.errors = errors  # how undecodable bytes show
+        self.strip = strip  # a character, and how many of it a text loses at its start
+
+    def __missing__(self, token_id: int) -> bytes:
+        name = self._name(token_id)
+        piece = self[token_id] = self._rule(name) if name is not None else b""
+        return piece
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Self | None:
+        """None where the decoder is not one whose tokens have bytes of their own."""
+        if not tokenizer.is_fast:
+            return None
+        backend = tokenizer.backend_tokenizer
+        if backend.decoder is None:
+            return None  # its tokens are joined by spaces
+        decoder: Any = json.loads(backend.decoder.__getstate__())
+        steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+        kinds = [step["type"] for step in steps]
+        if kinds == ["ByteLevel"]:
+            return cls(backend.id_to_token, _byte_level, "replace", ("", 0))
+        # SentencePiece: spaces are written as another character, rare characters as byte tokens
+        if "Fuse" not in kinds or not {"Replace", "ByteFallback", "Fuse", "Strip"}.issuperset(kinds):
+            return None
+        replace: dict[str, str] = {}
+        strip: tuple[str, int] = ("", 0)
+        for i, step in enumerate(steps):
+            if step["type"] == "Replace":
+                pattern = step["pattern"].get("String", "")
+                if len(pattern) != 1:
+                    return None  # might match across tokens
+                replace[pattern] = step["content"]
+            elif step["type"] == "Strip":
+                if step["stop"] or strip[1] or "Fuse" not in kinds[:i]:
+                    return None  # strips every token, or the end
+                strip = (step["content"], step["start"])
+        return cls(backend.id_to_token, _sentencepiece(replace, "ByteFallback" in kinds), _ONE_EACH, strip)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's way to write any byte as a printable character."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_level_alphabet()
+
+
+def _byte_level(name: str) -> bytes:
+    try:
+        return bytes([_ALPHABET[char] for char in name])
+    except KeyError:  # an added token, written as it is
+        return name.encode()
+
+
+def _sentencepiece(replace: Mapping[str, str], has_byte_tokens: bool) -> Callable[[str], bytes]:
+    def piece(name: str) -> bytes:
+        if has_byte_tokens and (match := _BYTE_TOKEN.fullmatch(name)):
+            return bytes([int(match[1], 16)])
+        for old, new in replace.items():
+            name = name.replace(old, new)
+        return name.encode()
+
+    return piece
+
+
+class _ByteDetokenizer:
+    """Tokens by their bytes.
+
+    Equals the tokenizer's own decoding, but for one case: a run of byte tokens that is partly undecodable shows the
+    characters that it does hold, where the ByteFallback decoder, which sees the whole run first, shows none.
+    """
+
+    __slots__ = ("_decode", "_pieces", "_skip", "_strip")
+
+    def __init__(self, pieces: _Pieces, skip: frozenset[int], after: Sequence[int]) -> None:
+        self._pieces = pieces
+        self._skip = skip
+        self._strip = pieces.strip[1]
+        self._decode = codecs.getincrementaldecoder("utf-8")(pieces.errors).decode
+        for token_id in after:
+            self.add(token_id)
+
+    def add(self, token_id: int) -> str:
+        if token_id in self._skip:
+            return ""
+        text = self._decode(self._pieces[token_id])
+        if self._strip and text:
+            n = min(self._strip, len(text) - len(text.lstrip(self._pieces.strip[0])))
+            self._strip = self._strip - n if n == len(text) else 0
+            text = text[n:]
+        return text
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class _WindowDetokenizer:
+    """Tokens by decoding the last few anew: what the newest adds is what their text is longer by.
+
+    The window reaches back to the token before the last one that gave text, so decoders that look at their left
+    neighbour see it.
+    """
+
+    __slots__ = ("_decode", "_ids", "_read", "_shown", "_skip")
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], skip: frozenset[int], after: Sequence[int]) -> None:
+        self._decode = decode
+        self._skip = skip
+        self._ids = [token_id for token_id in after if token_id not in skip]
+        self._read = len(self._ids)  # of these, how many are in _shown
+        self._shown = self._decode(self._ids)
+
+    def add(self, token_id: int) -> str:
+        if token_id in self._skip:
+            return ""
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        # A wait for the rest of a character ends: what four tokens do not complete is no character.
+        if len(text) <= len(self._shown) or (text.endswith("\ufffd") and len(self._ids) - self._read < _PRIMING):
+            return ""
+        return self._advance(text)
+
+    def flush(self) -> str:
+        return self._advance(self._decode(self._ids))
+
+    def _advance(self, text: str) -> str:
+        new = text[len(self._shown) :]
+        self._ids = self._ids[self._read :]
+        self._read = len(self._ids)
+        self._shown = self._decode(self._ids)
+        return new
