@@ -1,0 +1,164 @@
+"""Paged attention and the KV store, every path against float64 written out longhand."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from crossdock.kernels.attention import (
+    AttentionBatch,
+    paged_attention,
+    reference_paged_attention,
+    reference_store_kv,
+    store_kv,
+)
+
+
+@dataclass
+class Case:
+    """A ragged batch: (query_len, kv_len) per sequence, and the shape of the heads."""
+
+    lengths: list[tuple[int, int]]
+    q_heads: int = 4
+    kv_heads: int = 2
+    k_dim: int = 32
+    v_dim: int = 32
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    seed: int = 0
+    k_pages: Tensor = field(init=False)
+    v_pages: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        rng = torch.Generator().manual_seed(self.seed)
+        S = len(self.lengths)
+        P = max(-(-kv // self.page_size) for _, kv in self.lengths) + 2
+        num_pages, num_layers, layer = S * P + 3, 3, 1
+        # The pool's own layout, [page, head, layer, k|v, token, dim], all NaN until written.
+        row = (self.k_dim + self.v_dim) * self.page_size
+        self.pool = torch.full((num_pages * self.kv_heads * num_layers * row,), float("nan"), dtype=self.dtype)
+        strides = (self.kv_heads * num_layers * row, num_layers * row)
+        self.k_pages = self.pool.as_strided(
+            (num_pages, self.kv_heads, self.page_size, self.k_dim), (*strides, self.k_dim, 1), layer * row
+        )
+        self.v_pages = self.pool.as_strided(
+            (num_pages, self.kv_heads, self.page_size, self.v_dim),
+            (*strides, self.v_dim, 1),
+            layer * row + self.page_size * self.k_dim,
+        )
+        page_table = torch.randperm(num_pages, generator=rng)[: S * P].view(S, P).int()
+        T = sum(q for q, _ in self.lengths)
+        query_start = torch.tensor([0, *[q for q, _ in self.lengths]]).cumsum(0).int()
+        kv_len = torch.tensor([kv for _, kv in self.lengths]).int()
+        self.keys = [torch.randn(kv, self.kv_heads, self.k_dim, generator=rng).to(self.dtype) for _, kv in self.lengths]
+        self.values = [
+            torch.randn(kv, self.kv_heads, self.v_dim, generator=rng).to(self.dtype) for _, kv in self.lengths
+        ]
+        # One fused buffer, so that q is a strided view as it is in the models.
+        fused = torch.randn(T, self.q_heads * self.k_dim + 7, generator=rng).to(self.dtype)
+        self.q = fused[:, : self.q_heads * self.k_dim].view(T, self.q_heads, self.k_dim)
+        self.sink_logits = torch.randn(self.q_heads, generator=rng).to(self.dtype) if self.sinks else None
+        self.slots_of = [
+            page_table[s].long().repeat_interleave(self.page_size)[:kv] * self.page_size
+            + torch.arange(kv) % self.page_size
+            for s, (_, kv) in enumerate(self.lengths)
+        ]
+        slots = torch.cat([slots[kv - q :] for slots, (q, kv) in zip(self.slots_of, self.lengths, strict=True)])
+        self.batch = AttentionBatch(
+            query_start=query_start,
+            kv_len=kv_len,
+            page_table=page_table,
+            slots=slots,
+            max_query_len=max(q for q, _ in self.lengths),
+            max_kv_len=max(kv for _, kv in self.lengths),
+        )
+
+    def fill(self) -> None:
+        """Write every sequence's keys and values to its pages; all other slots stay NaN."""
+        for keys, values, slots in zip(self.keys, self.values, self.slots_of, strict=True):
+            reference_store_kv(keys, values, self.k_pages, self.v_pages, slots)
+
+    def arguments(self) -> dict[str, object]:
+        return {
+            "scale": self.k_dim**-0.5,
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": self.sink_logits,
+        }
+
+    def expected(self) -> Tensor:
+        """Attention row by row in float64, from the keys and values as they were before any page."""
+        out = []
+        starts = self.batch.query_start.tolist()
+        group = self.q_heads // self.kv_heads
+        for s, (q_len, kv_len) in enumerate(self.lengths):
+            for i in range(q_len):
+                position = kv_len - q_len + i
+                first = max(0, position - self.window + 1) if self.window is not None else 0
+                q = self.q[starts[s] + i].double()  # [Hq, Dk]
+                k = self.keys[s][first : position + 1].double().repeat_interleave(group, 1)  # [L, Hq, Dk]
+                v = self.values[s][first : position + 1].double().repeat_interleave(group, 1)
+                scores = torch.einsum("hd,lhd->hl", q, k) * self.k_dim**-0.5
+                if self.softcap is not None:
+                    scores = self.softcap * torch.tanh(scores / self.softcap)
+                if self.sink_logits is not None:
+                    scores = torch.cat([scores, self.sink_logits.double()[:, None]], 1)
+                weights = scores.softmax(1)[:, : position + 1 - first]
+                out.append(torch.einsum("hl,lhd->hd", weights, v))
+        return torch.stack(out)
+
+    def tolerance(self) -> float:
+        return 2e-5 if self.dtype == torch.float32 else 2e-2
+
+
+MIXED = [(1, 40), (37, 37), (1, 1), (20, 90), (1, 257), (3, 130)]
+
+
+@pytest.mark.parametrize("attention", [reference_paged_attention, paged_attention])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"window": 1},
+        {"window": 24},
+        {"softcap": 2.0},
+        {"sinks": True},
+        {"sinks": True, "softcap": 5.0, "window": 33},
+        {"k_dim": 48, "v_dim": 16},
+        {"k_dim": 24, "v_dim": 40},
+        {"q_heads": 3, "kv_heads": 3},
+        {"q_heads": 9, "kv_heads": 3, "k_dim": 64, "v_dim": 64},
+        {"q_heads": 8, "kv_heads": 2, "k_dim": 128, "v_dim": 128, "page_size": 32},
+        {"q_heads": 8, "kv_heads": 1, "k_dim": 16, "v_dim": 64, "page_size": 8},
+        {"q_heads": 4, "kv_heads": 1, "k_dim": 256, "v_dim": 256, "page_size": 64},
+        {"page_size": 1},
+    ],
+    ids=str,
+)
+def test_attention_matches_longhand(attention, dtype, shape):
+    case = Case(MIXED, dtype=dtype, seed=torch.seed() % 2**31, **shape)
+    case.fill()
+    out = attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
+    assert out.is_contiguous()
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), case.expected(), atol=case.tolerance(), rtol=case.tolerance())
+
+
+@pytest.mark.parametrize("store", [reference_store_kv, store_kv])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [1, 8, 16])
+def test_store_writes_its_slots_and_nothing_else(store, dtype, page_size):
+    case = Case([(5, 20), (1, 17), (30, 30)], k_dim=24, v_dim=40, dtype=dtype, page_size=page_size)
+    fused = torch.randn(36, 2 * (24 + 40)).to(dtype)
+    k = fused[:, :48].view(36, 2, 24)
+    v = fused[:, 48:].view(36, 2, 40)
+    store(k, v, case.k_pages, case.v_pages, case.batch.slots)
+    pages, offsets = case.batch.slots // page_size, case.batch.slots % page_size
+    assert torch.equal(case.k_pages[pages, :, offsets], k)
+    assert torch.equal(case.v_pages[pages, :, offsets], v)
+    assert int((~case.pool.isnan()).sum()) == fused.numel()
