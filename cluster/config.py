@@ -1,0 +1,239 @@
+"""The configuration: one frozen tree, from a YAML file and overrides. Nothing reads the environment after it."""
+
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self, cast, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from crossdock.cluster.api import HttpConfig
+from crossdock.workers.checkpoint import model_name
+from crossdock.workers.engine import EngineConfig
+
+Role = Literal["mixed", "prefill", "decode"]
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used. The message has one line per problem: where, what, and what is accepted."""
+
+
+class ModelConfig(BaseModel):
+    """What is served."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str | None = Field(
+        None, description="Directory, or hub name (org/name or org/name@revision); null is the embedded SmolLM2-135M."
+    )
+    served_name: str | None = Field(None, min_length=1, description="Clients' name of the model; null derives it.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="Of weights, activations and KV pages; auto is the checkpoint's."
+    )
+    max_model_len: int | None = Field(
+        None, ge=1, description="Prompt and output together, in tokens; null is the model's own limit."
+    )
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.served_name or model_name(self.path)
+
+
+class PoolConfig(BaseModel):
+    """Replicas of one kind."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field("mixed", pattern=r"^[a-z][a-z0-9-]*$", description="Name of the Serve deployment.")
+    role: Role = Field("mixed", description="What its replicas prefer to do; each can do all.")
+    replicas: int = Field(1, ge=1, description="How many to run.")
+    num_cpus: int = Field(0, ge=0, description="Cores of each replica; 0 reserves none and uses all.")
+    num_gpus: float = Field(0, ge=0, description="GPUs of each replica.")
+    engine: EngineConfig | None = Field(None, description="What differs from the cluster's engine settings.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_and_role_stand_for_each_other(cls, data: Any) -> Any:
+        """`name: prefill` alone has the role prefill, and `role: prefill` alone has the name."""
+        if isinstance(data, Mapping):
+            if "role" not in data and data.get("name") in get_args(Role):
+                return {**data, "role": data["name"]}
+            if "name" not in data and "role" in data:
+                return {**data, "name": data["role"]}
+        return data
+
+    @model_validator(mode="after")
+    def _leaves_the_ingress_its_name(self) -> Self:
+        if self.name == "ingress":
+            raise ValueError("name 'ingress' is the HTTP deployment's; choose another")
+        return self
+
+
+class ClusterConfig(BaseModel):
+    """All of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
+    engine: EngineConfig = Field(default_factory=lambda: EngineConfig.model_validate({}))
+    pools: tuple[PoolConfig, ...] = (PoolConfig.model_validate({}),)
+    http: HttpConfig = Field(default_factory=lambda: HttpConfig.model_validate({}))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pools_inherit_the_engine(cls, data: Any) -> Any:
+        """A pool's `engine` names only what differs."""
+        if not isinstance(data, Mapping):
+            return data
+        engine, pools = data.get("engine"), data.get("pools")
+        if not isinstance(engine, Mapping) or not isinstance(pools, list | tuple):
+            return data
+        return {**data, "pools": [_inherit(pool, engine) for pool in pools]}
+
+    @model_validator(mode="after")
+    def _pools_can_be_told_apart(self) -> Self:
+        names = [pool.name for pool in self.pools]
+        if not names:
+            raise ValueError("pools: at least one is needed")
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"pools: two are named {name!r}; give each its own name")
+        return self
+
+
+def load(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> ClusterConfig:
+    """Reads `path` (YAML; None: all defaults), then applies `overrides`, by dotted name: {"engine.max_num_seqs": 8}.
+
+    A member of a list is named by its position or its `name`: "pools.decode.replicas". ConfigError says what is wrong.
+    """
+    data = {} if path is None else _read(path)
+    for key, value in (overrides or {}).items():
+        _set(data, key, value)
+    try:
+        return ClusterConfig.model_validate(data)
+    except ValidationError as error:
+        source = f"{path}: " if path else ""
+        problems = [
+            source + _explain(tuple(detail["loc"]), detail["type"], detail["msg"], detail["input"])
+            for detail in error.errors(include_url=False)
+        ]
+        raise ConfigError("\n".join(problems)) from None
+
+
+def to_yaml(config: ClusterConfig) -> str:
+    """The whole tree, each setting with its description, readable by `load`. Secrets are hidden."""
+    return "\n".join(_lines(config, "")) + "\n"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a mapping is expected ({', '.join(ClusterConfig.model_fields)}), not {data!r}")
+    return data
+
+
+def _inherit(pool: Any, engine: Mapping[str, Any]) -> Any:
+    if isinstance(pool, Mapping) and isinstance(pool.get("engine"), Mapping):
+        return {**pool, "engine": {**engine, **pool["engine"]}}
+    return pool
+
+
+def _set(data: dict[str, Any], key: str, value: object) -> None:
+    """Sets `key` in the nested mapping, making the mappings on the way."""
+    parts = key.split(".")
+    if parts[0] == "pools" and len(parts) > 1 and "pools" not in data:
+        data["pools"] = [{"name": "mixed"}]
+    here: Any = data
+    for depth, part in enumerate(parts[:-1]):
+        if isinstance(here, list):
+            here = _member(here, part, key)
+        else:
+            if here.get(part) is None:
+                here[part] = {}
+            here = here[part]
+        if not isinstance(here, dict | list):
+            raise ConfigError(f"{key}: {'.'.join(parts[: depth + 1])} is {here!r}, which has no parts")
+    if isinstance(here, list):
+        raise ConfigError(f"{key}: names a whole member of a list; set its fields one by one")
+    here[parts[-1]] = value
+
+
+def _member(members: list[Any], part: str, key: str) -> Any:
+    names = [member.get("name", member.get("role")) for member in members if isinstance(member, dict)]
+    if part.isdigit() and int(part) < len(members):
+        return members[int(part)]
+    if part in names:
+        return members[names.index(part)]
+    raise ConfigError(f"{key}: no member {part!r} here; there are {', '.join(str(name) for name in names)}")
+
+
+def _explain(loc: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
+    where = ".".join(str(part) for part in loc)
+    if kind == "extra_forbidden":
+        return f"{where}: no such setting{_suggestion(loc)}"
+    if kind == "value_error":  # a rule of ours, which names the fields it is about
+        message = message.removeprefix("Value error, ")
+        return f"{where}: {message}" if where else message
+    message = message.replace("Input should", "must", 1)
+    message = message[:1].lower() + message[1:]
+    return f"{where}: {message}, not {value!r}"
+
+
+def _suggestion(loc: tuple[int | str, ...]) -> str:
+    fields = _fields_at(loc[:-1])
+    name = str(loc[-1]).replace("-", "_")
+    if close := difflib.get_close_matches(name, fields, n=1):
+        return f"; did you mean {close[0]}?"
+    for section, field in ClusterConfig.model_fields.items():  # the right name at the wrong place
+        if name in getattr(_model_of(field.annotation), "model_fields", {}):
+            return f"; did you mean {section}.{name}?"
+    return f"; there are {', '.join(fields)}"
+
+
+def _fields_at(loc: tuple[int | str, ...]) -> list[str]:
+    model: Any = ClusterConfig
+    for part in loc:
+        if isinstance(part, str):
+            model = _model_of(model.model_fields[part].annotation)
+    return list(model.model_fields)
+
+
+def _model_of(annotation: Any) -> Any:
+    """The pydantic model inside `Model`, `Model | None` or `tuple[Model, ...]`; None where there is none."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (typing.Union, types.UnionType, tuple):
+        return next((model for inner in get_args(annotation) if (model := _model_of(inner))), None)
+    return None
+
+
+def _lines(model: BaseModel, indent: str) -> list[str]:
+    lines = []
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        comment = f"  # {field.description}" if field.description else ""
+        if isinstance(value, BaseModel):
+            lines += [f"{indent}{name}:{comment}", *_lines(value, indent + "  ")]
+        elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+            lines.append(f"{indent}{name}:{comment}")
+            for member in cast(tuple[BaseModel, ...], value):
+                first, *rest = _lines(member, indent + "    ")
+                lines += [f"{indent}  - {first.lstrip()}", *rest]
+        else:
+            if not field.repr and value:
+                value = ["<hidden>"]
+            plain = model.model_dump(mode="json", include={name})[name] if field.repr else value
+            text = yaml.safe_dump(plain, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+            lines.append(f"{indent}{name}: {text}{comment}")
+    return lines
