@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
-from crossdock.kernels.build import cpu_library
+from crossdock.kernels.build import cpu_flags, cpu_library
 
 _PANEL = 16  # outputs that lie together in a packed weight
 
@@ -52,7 +52,9 @@ class DecoderShape:
     scale: float
 
     def why_not(self) -> str | None:
-        """Why the kernel cannot run these sizes; None if it can."""
+        """Why the kernel cannot run these sizes on this machine; None if it can."""
+        if "avx512_bf16" not in cpu_flags():
+            return "this CPU has no AVX512-BF16"
         if self.head_dim % 32 or self.head_dim > 256:
             return f"head_dim {self.head_dim} is not a multiple of 32 up to 256"
         if self.hidden % 16 or self.intermediate % 16:
