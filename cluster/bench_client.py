@@ -1,0 +1,218 @@
+"""Knows an OpenAI endpoint: how it wants to be asked, how long a prompt really is, and what came back for each job."""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from crossdock.cluster.bench_http import Address, BenchError, TokenStream, error_text
+from crossdock.cluster.bench_metrics import Sample
+from crossdock.cluster.workloads import WORDS, Job, Segment
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What of our way of asking the server takes, found out by asking."""
+
+    chat: bool = False  # /v1/chat/completions instead of /v1/completions
+    token_ids: bool = True  # the prompt as token ids; else as text
+    continuous_usage: bool = True
+    usage: bool = True
+    ignore_eos: bool = True
+
+
+# In the order in which servers are known to miss them; each is given up only after all before it.
+_WITHOUT = ("continuous_usage", "token_ids", "ignore_eos", "usage")
+
+
+@dataclass
+class Server:
+    """An OpenAI endpoint: its address, and after `connect` its model, its dialect and how long a text of it must be."""
+
+    url: str
+    model: str | None = None
+    api_key: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    timeout: float = 600.0
+    chat: bool = False
+    tokenizer: Path | None = None
+    seed: int = 0
+    salt: str = ""  # differs from run to run, so that no prefix cache remembers the last run
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        bearer = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        self._address = Address(self.url, {**bearer, **self.headers})
+        self.url = self._address.url
+        self._dialect = Dialect(chat=self.chat, token_ids=not self.chat)
+        self._ids: Sequence[int] = ()  # ordinary tokens of the vocabulary
+        self._words = (0.0, 1.0)  # prompt tokens of a text = first + second x words
+
+    # ---- one exchange
+
+    async def fetch(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+        """Status and body of a plain request.
+
+        Raises:
+            BenchError: the server cannot be reached, or does not answer in time.
+        """
+        try:
+            async with asyncio.timeout(self.timeout):
+                exchange = await self._address.exchange(method, path, b"" if body is None else _encode(body))
+        except TimeoutError:
+            raise BenchError(f"{self.url}{path} did not answer within {self.timeout:.0f} s") from None
+        except ConnectionError as error:
+            raise BenchError(f"{self.url}{path}: {error}") from None
+        return exchange.response.status, bytes(exchange.kept)
+
+    async def run(self, job: Job, sample: Sample) -> Sample:
+        """Makes a request and fills in its sample as tokens come. Cancelling closes the connection, on purpose."""
+        path, body = self._body(job)
+        content = _encode(body)
+        stream = TokenStream(sample)
+        sample.sent = time.perf_counter()
+        try:
+            async with asyncio.timeout(self.timeout):
+                exchange = await self._address.exchange("POST", path, content, stream.feed)
+            if exchange.response.status != 200:
+                sample.error = f"HTTP {exchange.response.status}: {error_text(exchange.kept)}"
+            elif sample.error is None and not stream.done:
+                sample.error = "the stream ended without a finish reason"
+        except asyncio.CancelledError:
+            sample.stopped = True
+            raise
+        except TimeoutError:
+            sample.error = f"no end after {self.timeout:.0f} s"
+        except (BenchError, OSError, ValueError) as error:
+            sample.error = str(error) or type(error).__name__
+        finally:
+            sample.ended = time.perf_counter()
+        return sample
+
+    def _body(self, job: Job) -> tuple[str, dict[str, Any]]:
+        dialect = self._dialect
+        body: dict[str, Any] = {
+            "model": self.model,
+            "stream": True,
+            "max_tokens": job.output_tokens,
+            "temperature": 0,
+        }
+        if dialect.ignore_eos:
+            # min_tokens beside it would ask the same of vLLM a second time, at the price of a logits mask in each step.
+            body["ignore_eos"] = True
+        if dialect.usage:
+            body["stream_options"] = {"include_usage": True}
+            if dialect.continuous_usage:
+                body["stream_options"]["continuous_usage_stats"] = True
+        if dialect.token_ids:
+            prompt: str | list[int] = [
+                token for part in job.prompt for token in self._draw(part, self._ids, part.tokens)
+            ]
+        else:
+            prompt = self._text(job.prompt)
+        if dialect.chat:
+            return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": prompt}]}
+        return "/v1/completions", {**body, "prompt": prompt}
+
+    def _draw(self, part: Segment, choices: Sequence[Any], count: int) -> list[Any]:
+        return random.Random(f"{self.seed}/{self.salt}/{part.key}").choices(choices, k=count)
+
+    def _text(self, parts: Sequence[Segment]) -> str:
+        fixed, per_word = self._words
+        words: list[str] = []
+        tokens = 0
+        for part in parts:
+            # Rounding on the running sum keeps the whole within a word of its length, however many the segments.
+            tokens += part.tokens
+            words += self._draw(part, WORDS, max(0, round((tokens - fixed) / per_word) - len(words)))
+        return " ".join(words) or WORDS[0]
+
+    # ---- getting to know the server
+
+    async def connect(self) -> None:
+        """Finds the model, the dialect, and how prompts of an exact length are made.
+
+        Raises:
+            BenchError: the server is not there, or takes none of the forms known here.
+        """
+        self.model = self.model or await self._first_model()
+        if self._dialect.token_ids:
+            self._ids = self._local_ids(self.tokenizer) if self.tokenizer else await self._server_ids()
+            if not self._ids:
+                self._dialect = Dialect(token_ids=False)
+        status, answer = await self._negotiate()
+        if status != 200:
+            raise BenchError(f"{self.url} refuses a plain completion: HTTP {status}: {error_text(answer)}")
+        if not self._dialect.token_ids:
+            await self._calibrate()
+
+    async def _first_model(self) -> str:
+        status, answer = await self.fetch("GET", "/v1/models")
+        try:
+            return str(json.loads(answer)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            raise BenchError(f"{self.url}/v1/models names no model (HTTP {status}); give one with --model") from None
+
+    @staticmethod
+    def _local_ids(directory: Path) -> list[int]:
+        from tokenizers import Tokenizer  # here: only this option needs it
+
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise BenchError(f"tokenizer: there is no {file}")
+        return sorted(set(Tokenizer.from_file(str(file)).encode(" ".join(WORDS), add_special_tokens=False).ids))
+
+    async def _server_ids(self) -> list[int]:
+        """Ordinary token ids, from the server's own tokenizer (vLLM and Crossdock ask for `prompt`, llama.cpp for
+        `content`); none if it has no such endpoint."""
+        text = " ".join(WORDS)
+        body = {"model": self.model, "prompt": text, "content": text, "add_special_tokens": False, "add_special": False}
+        status, answer = await self.fetch("POST", "/tokenize", body)
+        try:
+            ids = json.loads(answer)["tokens"] if status == 200 else ()
+        except (ValueError, LookupError, TypeError):
+            return []
+        return sorted({token for token in ids if isinstance(token, int)})
+
+    async def _negotiate(self) -> tuple[int, bytes]:
+        """Gives up one nicety after the other until a small request passes; the last answer otherwise."""
+        probe = Job((Segment("probe", 16),), 2)
+        path, body = self._body(probe)
+        first = status, answer = await self.fetch("POST", path, body)
+        if status == 404 and not self._dialect.chat:
+            self._dialect = Dialect(chat=True, token_ids=False)
+            self.notes.append("no /v1/completions here: using /v1/chat/completions")
+            path, body = self._body(probe)
+            first = status, answer = await self.fetch("POST", path, body)
+        for missing in _WITHOUT:
+            if status not in (400, 422, 500, 501):
+                break
+            if getattr(self._dialect, missing):
+                self._dialect = replace(self._dialect, **{missing: False})
+                path, body = self._body(probe)
+                status, answer = await self.fetch("POST", path, body)
+                if status == 200:
+                    self.notes.append(f"the server refuses {missing}: {error_text(first[1])}")
+        return (status, answer) if status == 200 else first
+
+    async def _calibrate(self) -> None:
+        """Tokens of a text as a line over its words, from two small requests: template first, then tokens per word."""
+        counted = []
+        for words in (16, 144):
+            sample = Sample("request", 1, 0)
+            await self.run(Job((Segment(f"calibrate/{words}", words),), 1), sample)
+            if not sample.prompt_tokens:
+                self.notes.append("the server counts no prompt tokens: prompts are taken as one token per word")
+                return
+            counted.append(sample.prompt_tokens)
+        per_word = (counted[1] - counted[0]) / 128
+        if per_word > 0:
+            self._words = (counted[0] - 16 * per_word, per_word)
+
+
+def _encode(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()

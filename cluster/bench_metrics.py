@@ -1,0 +1,191 @@
+"""From what a client saw of its requests to figures: times to first token, gaps, throughput, goodput. Pure functions.
+
+Definitions. *TTFT*: from sending the request (before the connection is made) to its first token. *Gap*: time between
+two moments at which tokens of one stream reached the client; tokens that arrive together are one moment, so a server
+that delivers in bunches shows long gaps, not many zeros. *TPOT*: time from first to last token over the tokens after
+the first moment. *E2E*: from sending to the end of the response.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from crossdock.cluster.workloads import Role
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Sample:
+    """One request as the client saw it. Times are seconds on one monotonic clock."""
+
+    role: Role
+    asked_tokens: int
+    prompt_tokens: int  # asked for; replaced by what the server counted, where it says
+    sent: float = 0.0
+    times: list[float] = field(default_factory=list)  # moments at which tokens arrived
+    counts: list[int] = field(default_factory=list)  # how many, at each
+    ended: float = 0.0
+    usage_tokens: int | None = None  # the server's own count of output tokens
+    error: str | None = None
+    stopped: bool = False  # closed by the client, on purpose
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(self.counts) if self.usage_tokens is None else self.usage_tokens
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and bool(self.times)
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.sent
+
+    @property
+    def e2e(self) -> float:
+        return self.ended - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """None when all tokens came at once."""
+        later = self.output_tokens - self.counts[0]
+        return (self.times[-1] - self.times[0]) / later if later > 0 and len(self.times) > 1 else None
+
+    @property
+    def gaps(self) -> Floats:
+        return np.diff(np.asarray(self.times, dtype=np.float64))
+
+
+def spread_ms(seconds: Iterable[float] | Floats) -> dict[str, float | int]:
+    """Percentiles in milliseconds and the count; an empty series gives the count alone."""
+    values = np.asarray(seconds if isinstance(seconds, np.ndarray) else list(seconds), dtype=np.float64) * 1000
+    if not values.size:
+        return {"count": 0}
+    p50, p90, p99 = np.percentile(values, [50, 90, 99])
+    return {
+        "count": int(values.size),
+        "mean": float(values.mean()),
+        "p50": float(p50),
+        "p90": float(p90),
+        "p99": float(p99),
+        "max": float(values.max()),
+    }
+
+
+GOODPUT_KEYS = ("ttft", "tpot", "gap", "e2e")
+
+
+def parse_goodput(specs: Sequence[str]) -> dict[str, float]:
+    """Limits in seconds from `ttft:500 tpot:50` (milliseconds; separated by spaces or commas, or given apart).
+
+    `gap` limits the longest gap of a request, `e2e` its whole time.
+    """
+    limits: dict[str, float] = {}
+    for item in " ".join(specs).replace(",", " ").split():
+        key, _, value = item.partition(":")
+        if key not in GOODPUT_KEYS:
+            raise ValueError(f"goodput: {item!r} is not KEY:MS with KEY one of {', '.join(GOODPUT_KEYS)}")
+        try:
+            limits[key] = float(value) / 1000
+        except ValueError:
+            raise ValueError(f"goodput: {item!r} needs a number of milliseconds after the colon") from None
+        if not limits[key] > 0:
+            raise ValueError(f"goodput: {item!r} must be above 0 ms")
+    return limits
+
+
+def meets(sample: Sample, limits: dict[str, float]) -> bool:
+    """Whether a request succeeded within every limit. One with a single token has no TPOT and no gap to miss."""
+    if not sample.ok:
+        return False
+    gaps = sample.gaps
+    measured = {
+        "ttft": sample.ttft,
+        "tpot": sample.tpot or 0.0,
+        "gap": float(gaps.max()) if gaps.size else 0.0,
+        "e2e": sample.e2e,
+    }
+    return all(measured[key] <= limit for key, limit in limits.items())
+
+
+def summarize(samples: Sequence[Sample], duration: float, limits: dict[str, float] | None = None) -> dict[str, Any]:
+    """Figures of a set of requests that were offered over `duration` seconds. Failed ones count nowhere but as failed.
+
+    Requests the client closed on purpose count their tokens and gaps, but have no end-to-end time.
+    """
+    ok = [s for s in samples if s.ok]
+    whole = [s for s in ok if not s.stopped]
+    output_tokens = sum(s.output_tokens for s in ok)
+    prompt_tokens = sum(s.prompt_tokens for s in ok)
+    seconds = max(duration, 1e-9)
+    summary: dict[str, Any] = {
+        "requests_ok": len(ok),
+        "requests_failed": len(samples) - len(ok),
+        "first_error": next((s.error or "no token came" for s in samples if not s.ok), None),
+        "short_outputs": sum(s.output_tokens < s.asked_tokens for s in whole),
+        "duration_s": duration,
+        "requests_per_s": len(ok) / seconds,
+        "output_tokens": output_tokens,
+        "output_tokens_per_s": output_tokens / seconds,
+        "prompt_tokens": prompt_tokens,
+        "prompt_tokens_per_s": prompt_tokens / seconds,
+        "ttft_ms": spread_ms(s.ttft for s in ok),
+        "gap_ms": spread_ms(np.concatenate([s.gaps for s in ok]) if ok else []),
+        "tpot_ms": spread_ms(s.tpot for s in ok if s.tpot is not None),
+        "e2e_ms": spread_ms(s.e2e for s in whole),
+    }
+    if limits:
+        good = sum(meets(s, limits) for s in samples)
+        summary["goodput"] = {
+            "limits_ms": {key: limit * 1000 for key, limit in limits.items()},
+            "share": good / len(samples) if samples else 0.0,
+            "requests_per_s": good / seconds,
+        }
+    return summary
+
+
+def gaps_within(sample: Sample, windows: Sequence[tuple[float, float]]) -> Floats:
+    """The gaps whose middle lies in one of the windows.
+
+    The middle, since a long prompt arrives in the middle of a step that knows nothing of it, and its first token leaves
+    in the same step as the last gap it caused: whole gaps at either edge would be credited by microseconds.
+    """
+    times = np.asarray(sample.times, dtype=np.float64)
+    middles = (times[1:] + times[:-1]) / 2
+    inside = np.zeros(middles.shape, dtype=bool)
+    for start, end in windows:
+        inside |= (middles >= start) & (middles <= end)
+    return np.diff(times)[inside]
+
+
+def interference(samples: Sequence[Sample], quiet: tuple[float, float]) -> dict[str, Any]:
+    """What long prompts did to established streams: the streams' gaps in the quiet window, and in the windows from each
+    long prompt's sending to its first token."""
+    streams = [s for s in samples if s.role == "stream" and s.ok]
+    long = [s for s in samples if s.role == "long" and s.ok]
+    windows = [(s.sent, s.times[0]) for s in long]
+    disturbed = [gaps_within(s, windows) for s in streams]
+    calm = [gaps_within(s, [quiet]) for s in streams]
+    prefilling = sum(end - start for start, end in windows)
+    return {
+        "streams": len(streams),
+        "long_prompts": len(long),
+        "quiet_gap_ms": spread_ms(np.concatenate(calm) if calm else []),
+        "interfered_gap_ms": spread_ms(np.concatenate(disturbed) if disturbed else []),
+        "interfered_tokens_per_s": _tokens_within(streams, windows) / max(prefilling, 1e-9),
+        "long_ttft_ms": spread_ms(s.ttft for s in long),
+        "long_prompt_tokens_per_s": sum(s.prompt_tokens for s in long) / max(prefilling, 1e-9),
+    }
+
+
+def _tokens_within(samples: Sequence[Sample], windows: Sequence[tuple[float, float]]) -> int:
+    return sum(
+        count
+        for s in samples
+        for time, count in zip(s.times, s.counts, strict=True)
+        if any(start <= time <= end for start, end in windows)
+    )

@@ -1,0 +1,136 @@
+"""Shows a benchmark's result: a table for the eye, JSON for programs, a plot of the gaps."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.markup import escape
+from rich.table import Table
+
+from crossdock.cluster.bench_run import BenchResult
+
+
+def table(result: BenchResult) -> Table:
+    """A two-column table; times in milliseconds."""
+    summary = result.summary
+    # A client that needs a good part of a core has measured itself as well as the server.
+    cpu = f"{result.client_cpu_share:.1%} of a core"
+    out = Table(title=f"{result.options.workload} on {result.model}", show_header=False, title_justify="left")
+    out.add_column(style="bold")
+    out.add_column(justify="right")
+    failed = summary["requests_failed"]
+    out.add_row("requests ok / failed", f"{summary['requests_ok']} / {failed}", style="red" if failed else None)
+    if failed:
+        out.add_row("first error", escape(str(summary["first_error"])), style="red")
+    if summary["short_outputs"]:
+        out.add_row("outputs shorter than asked", str(summary["short_outputs"]), style="yellow")
+    out.add_row("duration", f"{summary['duration_s']:.2f} s")
+    out.add_row("output", f"{summary['output_tokens_per_s']:.1f} tok/s")
+    if "interference" in summary:
+        what = summary["interference"]
+        out.add_section()
+        out.add_row("streams / long prompts", f"{what['streams']} / {what['long_prompts']}")
+        out.add_row("gap, quiet        p50 / p99 / max", _spread(what["quiet_gap_ms"]))
+        out.add_row("gap, interfered   p50 / p99 / max", _spread(what["interfered_gap_ms"]))
+        out.add_row("stream output while prefilling", f"{what['interfered_tokens_per_s']:.1f} tok/s")
+        out.add_row("long prompt TTFT  p50 / p99 / max", _spread(what["long_ttft_ms"]))
+        out.add_row("long prompt speed", f"{what['long_prompt_tokens_per_s']:.0f} tok/s")
+    else:
+        out.add_row("prompts", f"{summary['prompt_tokens_per_s']:.1f} tok/s")
+        out.add_row("requests", f"{summary['requests_per_s']:.2f} /s")
+        out.add_section()
+        out.add_row("TTFT      p50 / p90 / p99", _spread(summary["ttft_ms"], "p50", "p90", "p99"))
+        if summary["gap_ms"]["count"]:
+            out.add_row("token gap p50 / p99 / max", _spread(summary["gap_ms"]))
+            out.add_row("TPOT      p50 / p99", _spread(summary["tpot_ms"], "p50", "p99"))
+        out.add_row("E2E       p50 / p90 / p99", _spread(summary["e2e_ms"], "p50", "p90", "p99"))
+    if "goodput" in summary:
+        good = summary["goodput"]
+        limits = " ".join(f"{key}:{limit:g}" for key, limit in good["limits_ms"].items())
+        out.add_section()
+        out.add_row(f"goodput ({limits})", f"{good['share']:.1%}, {good['requests_per_s']:.2f} /s")
+    out.add_section()
+    out.add_row("client CPU", cpu, style="yellow" if result.client_cpu_share > 0.1 else "dim")
+    for note in result.notes:
+        out.add_row("note", escape(note), style="yellow")
+    return out
+
+
+def _spread(spread: dict[str, Any], *names: str) -> str:
+    if not spread["count"]:
+        return "-"
+    return " / ".join(f"{spread[name]:.1f}" for name in names or ("p50", "p99", "max")) + " ms"
+
+
+def as_json(result: BenchResult) -> dict[str, Any]:
+    """Everything but the API key and headers; one row per request, times in seconds from the start of the run."""
+    options = {
+        name: value
+        for name, value in vars(result.options).items()
+        if value is not None and name not in ("api_key", "headers", "interference")
+    }
+    if result.options.workload == "interference":
+        plan = result.options.interference
+        options["interference"] = {name: getattr(plan, name) for name in plan.__slots__}
+    return {
+        "date": result.date,
+        "model": result.model,
+        "options": {name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
+        "client_cpu_share": result.client_cpu_share,
+        "notes": result.notes,
+        "summary": result.summary,
+        "requests": [
+            {
+                "role": sample.role,
+                "sent": sample.sent - result.origin,
+                "ttft": sample.ttft if sample.ok else None,
+                "e2e": sample.e2e if sample.ok and not sample.stopped else None,
+                "max_gap": float(sample.gaps.max()) if sample.ok and sample.gaps.size else None,
+                "prompt_tokens": sample.prompt_tokens,
+                "output_tokens": sample.output_tokens,
+                "error": sample.error,
+            }
+            for sample in result.samples
+        ],
+    }
+
+
+def require_plotting() -> None:
+    """Raises ValueError when matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("plot: needs matplotlib: pip install 'crossdock[plot]'")
+
+
+def plot(result: BenchResult, path: Path) -> None:
+    """Above, every gap at the moment it ended, with the spans in which long prompts were prefilled; below, the share
+    of gaps longer than a given time."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (timeline, tail) = plt.subplots(2, 1, figsize=(10, 7), layout="constrained")
+    seen = [s for s in result.samples if s.ok and s.role != "long" and s.gaps.size]
+    for sample in seen:
+        timeline.plot(np.asarray(sample.times[1:]) - result.origin, sample.gaps * 1000, ".", markersize=3, alpha=0.6)
+    long = [s for s in result.samples if s.ok and s.role == "long"]
+    for number, sample in enumerate(long):
+        span = (sample.sent - result.origin, sample.times[0] - result.origin)
+        label = "a long prompt is prefilled" if not number else None
+        timeline.axvspan(*span, color="tab:red", alpha=0.12, label=label)
+        timeline.axvline(span[0], color="tab:red", linewidth=0.8)
+    if long:
+        timeline.legend(loc="upper right")
+    timeline.set(xlabel="seconds", ylabel="gap, ms", yscale="log", title=f"{result.options.workload}: {result.model}")
+
+    if seen:
+        gaps = np.sort(np.concatenate([s.gaps for s in seen])) * 1000
+        tail.plot(gaps, 1 - np.arange(gaps.size) / gaps.size)
+        for share in (50, 99):
+            value = float(np.percentile(gaps, share))
+            tail.axvline(value, color="tab:gray", linestyle=":")
+            tail.annotate(f"p{share} {value:.0f} ms", (value, 0.8), rotation=90, va="top", ha="right")
+        tail.set(xlabel="gap, ms", ylabel="share of gaps that are longer", xscale="log", yscale="log")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,222 @@
+"""Drives a benchmark: sends a workload's jobs when their turn comes and gathers what the client saw."""
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from crossdock.cluster import bench_metrics
+from crossdock.cluster.bench_client import Server
+from crossdock.cluster.bench_http import BenchError
+from crossdock.cluster.bench_metrics import Sample
+from crossdock.cluster.workloads import SHAPES, WORKLOADS, Interference, Job, Shape, at_rate, read_trace, shaped_jobs
+
+SendOne = Callable[[Job], Awaitable[Sample]]
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure. None means the workload's own default."""
+
+    url: str
+    workload: str = "chat"
+    num_requests: int | None = None
+    duration: float | None = None  # seconds; requests under way at its end are waited for
+    concurrency: int | None = None  # closed loop; in an open loop a ceiling on requests under way
+    request_rate: float | None = None  # per second; makes the loop open
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    prefix_tokens: int | None = None
+    streams: int | None = None  # of the interference workload
+    interference: Interference = field(default_factory=Interference)
+    trace: Path | None = None
+    trace_speed: float = 1.0
+    length_scale: float = 1.0
+    seed: int = 0
+    repeat_prompts: bool = False  # the same texts in every run of a seed, for measuring a warm prefix cache
+    warmup: int = 2
+    goodput: dict[str, float] = field(default_factory=dict)  # limits in seconds, see bench_metrics.parse_goodput
+    model: str | None = None
+    api_key: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    tokenizer: Path | None = None
+    chat: bool = False
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.workload not in WORKLOADS:
+            raise ValueError(f"workload: there is no {self.workload!r}; choose from {', '.join(WORKLOADS)}")
+        if (self.workload == "trace") != (self.trace is not None):
+            raise ValueError("trace: the workload trace and a trace file need each other")
+        if self.workload in ("interference", "trace") and self.request_rate is not None:
+            raise ValueError(f"request_rate: the workload {self.workload} has arrivals of its own")
+        for name in ("num_requests", "duration", "concurrency", "request_rate", "prompt_tokens", "output_tokens"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}: must be above 0, got {value}")
+
+    @property
+    def shape(self) -> Shape:
+        """The workload's shape with the user's numbers in place of its own. A trace has none."""
+        given = {
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "prefix_tokens": self.prefix_tokens,
+            "concurrency": self.concurrency,
+            "num_requests": self.streams if self.workload == "interference" else self.num_requests,
+        }
+        return replace(SHAPES[self.workload], **{name: value for name, value in given.items() if value is not None})
+
+
+@dataclass
+class BenchResult:
+    """A finished run. Times in the samples are on a monotonic clock that read `origin` at the first request."""
+
+    options: BenchOptions
+    date: str
+    model: str
+    notes: list[str]
+    samples: list[Sample]
+    origin: float
+    client_cpu_share: float  # of one core, over the run
+    summary: dict[str, Any]
+
+
+def bench_jobs(options: BenchOptions) -> Iterator[Job]:
+    """The jobs of every workload but interference, whose driver sends by what it sees."""
+    if options.trace is not None:
+        jobs = iter(read_trace(options.trace, speed=options.trace_speed, length_scale=options.length_scale))
+        limit = options.num_requests
+    else:
+        jobs = shaped_jobs(options.shape)
+        limit = options.num_requests or (None if options.duration else options.shape.num_requests)
+        if options.request_rate is not None:
+            jobs = at_rate(jobs, options.request_rate, options.seed)
+    return itertools.islice(jobs, limit)
+
+
+async def closed_loop(jobs: Iterator[Job], send: SendOne, concurrency: int, duration: float | None = None) -> None:
+    """Keeps `concurrency` requests under way until the jobs or the time run out."""
+    until = time.perf_counter() + duration if duration else float("inf")
+
+    async def slot() -> None:
+        for job in jobs:  # one iterator for all slots: whoever is free takes the next
+            await send(job)
+            if time.perf_counter() >= until:
+                return
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(slot())
+
+
+async def open_loop(
+    jobs: Iterator[Job], send: SendOne, ceiling: int | None = None, duration: float | None = None
+) -> None:
+    """Sends every job when it is due, whatever became of those before it."""
+    start = time.perf_counter()
+    free = asyncio.Semaphore(ceiling) if ceiling else nullcontext()
+
+    async def one(job: Job) -> None:
+        async with free:
+            await send(job)
+
+    async with asyncio.TaskGroup() as group:
+        for job in jobs:
+            assert job.due is not None
+            if duration is not None and job.due >= duration:
+                return
+            await asyncio.sleep(start + job.due - time.perf_counter())
+            group.create_task(one(job))
+
+
+async def interfere(
+    streams: Iterator[Job], plan: Interference, send: SendOne, samples: list[Sample]
+) -> tuple[float, float]:
+    """Lets streams run undisturbed for a while, then sends long prompts among them. Returns the quiet window.
+
+    Raises:
+        BenchError: no stream came to life, so that there is nothing to disturb.
+    """
+    tasks = [asyncio.ensure_future(send(job)) for job in streams]
+    try:
+        while len(samples) < len(tasks) or any(not s.ended and len(s.times) < plan.established_tokens for s in samples):
+            await asyncio.sleep(0.02)
+        if all(task.done() for task in tasks):
+            raise BenchError(f"no stream was established: {next((s.error for s in samples if s.error), 'all ended')}")
+        quiet_start = time.perf_counter()
+        await asyncio.sleep(plan.quiet)
+        quiet = (quiet_start, time.perf_counter())
+        for number, job in enumerate(plan.jobs()):
+            if number:
+                await asyncio.sleep(plan.interval)
+            await send(job)
+        return quiet
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run_bench(options: BenchOptions, on_done: Callable[[Sample], None] = lambda _: None) -> BenchResult:
+    """Runs a benchmark; `on_done` sees every request as it ends.
+
+    Raises:
+        BenchError: the server cannot be measured.
+        ValueError: an option or a trace is wrong.
+    """
+    jobs = bench_jobs(options) if options.workload != "interference" else iter(())
+    server = Server(
+        url=options.url,
+        model=options.model,
+        api_key=options.api_key,
+        headers=options.headers,
+        timeout=options.timeout,
+        chat=options.chat,
+        tokenizer=options.tokenizer,
+        seed=options.seed,
+        salt="" if options.repeat_prompts else secrets.token_hex(8),
+    )
+    await server.connect()
+    samples: list[Sample] = []
+
+    async def send(job: Job) -> Sample:
+        sample = Sample(job.role, job.output_tokens, job.prompt_tokens)
+        samples.append(sample)
+        await server.run(job, sample)
+        on_done(sample)
+        return sample
+
+    if options.warmup:
+        shape = replace(options.shape, output_tokens=8) if options.trace is None else SHAPES["chat"]
+        await closed_loop(
+            itertools.islice(shaped_jobs(shape, name="warmup"), options.warmup),
+            lambda job: server.run(job, Sample(job.role, job.output_tokens, job.prompt_tokens)),
+            shape.concurrency,
+        )
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    cpu, origin = time.process_time(), time.perf_counter()
+    quiet = None
+    if options.workload == "interference":
+        streams = itertools.islice(shaped_jobs(options.shape, role="stream"), options.shape.num_requests)
+        quiet = await interfere(streams, options.interference, send, samples)
+    elif options.trace is not None or options.request_rate is not None:
+        await open_loop(jobs, send, options.concurrency, options.duration)
+    else:
+        await closed_loop(jobs, send, options.shape.concurrency, options.duration)
+    cpu_share = (time.process_time() - cpu) / max(time.perf_counter() - origin, 1e-9)
+
+    duration = max((s.ended for s in samples), default=origin) - origin
+    summary = bench_metrics.summarize(samples, duration, options.goodput)
+    notes = list(server.notes)
+    if quiet is not None:
+        summary["interference"] = bench_metrics.interference(samples, quiet)
+        if any(s.role == "stream" and not s.stopped for s in samples):
+            notes.append("a stream ended before the long prompts did: raise the output tokens")
+    return BenchResult(options, date, server.model or "", notes, samples, origin, cpu_share, summary)

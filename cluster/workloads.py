@@ -1,0 +1,189 @@
+"""What a benchmark sends and when: jobs as plain data, drawn from a seed or read from a trace. No network here.
+
+A prompt is a chain of segments, each text decided by its key alone: two prompts share a prefix exactly when they start
+with the same segments. That one idea gives unique prompts, shared prefixes and the block hashes of a Mooncake trace.
+"""
+
+import csv
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+Role = Literal["request", "stream", "long"]
+
+MOONCAKE_BLOCK_TOKENS = 512  # one entry of hash_ids, https://github.com/kvcache-ai/Mooncake (FAST'25 traces)
+
+# Short common words: with a leading space nearly every one is a single token in nearly every vocabulary, so that even a
+# prompt sent as text comes out close to the length asked for.
+_WORD_TEXT = """
+able about above across add after again against age agree air all allow alone along also always among animal answer
+any appear area arm army around art ask away baby back bad ball bank base be bear beat beauty bed before begin
+behind believe best better between big bird black blood blue board boat body bone book born both bottom box boy
+break bright bring brother brown build burn busy but buy call came can capital car card care carry case cat catch
+cause center chair change chart check child choose church city claim class clean clear climb clock close clothes
+cloud coast coat cold color come common company complete consider contain control cook cool copy corn corner correct
+cost count country course cover cow create crop cross crowd cry current cut dad dance danger dark day dead deal dear
+death decide deep degree design desert develop did different direct discuss distance divide doctor does dog dollar
+door double down draw dream dress drink drive drop dry during each ear early earth ease east eat edge effect egg
+eight either electric else end enemy energy engine enough enter equal even evening event ever every exact example
+except expect experience experiment eye face fact fair fall family famous far farm fast fat father favor fear feed
+feel feet fell few field fight figure fill final find fine finger finish fire first fish fit five flat floor flow
+flower fly follow food foot force forest form forward four fraction free fresh friend from front fruit full fun game
+garden gas general gentle
+"""
+WORDS = tuple(_WORD_TEXT.split())
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of prompt. The same key gives the same text in one run; a shorter segment is a prefix of a longer."""
+
+    key: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request to make. `due` is in seconds after the start; None means as soon as a slot is free (closed loop)."""
+
+    prompt: tuple[Segment, ...]
+    output_tokens: int
+    due: float | None = None
+    role: Role = "request"
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(segment.tokens for segment in self.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The defaults of a workload: lengths in tokens, and how the load is offered."""
+
+    prompt_tokens: int
+    output_tokens: int
+    num_requests: int
+    concurrency: int
+    prefix_tokens: int = 0  # shared by all
+
+
+SHAPES = {
+    "chat": Shape(prompt_tokens=128, output_tokens=64, num_requests=64, concurrency=8),
+    "shared-prefix": Shape(prompt_tokens=64, output_tokens=32, num_requests=16, concurrency=4, prefix_tokens=2048),
+    "prefill": Shape(prompt_tokens=2048, output_tokens=1, num_requests=8, concurrency=1),
+    # The streams of the interference workload; its long prompts are an Interference beside it. The output is long only
+    # so that it outlasts the long prompts: the client closes the streams once it has seen what it came for.
+    "interference": Shape(prompt_tokens=128, output_tokens=4096, num_requests=4, concurrency=4),
+}
+WORKLOADS = (*SHAPES, "trace")
+
+
+@dataclass(frozen=True, slots=True)
+class Interference:
+    """Established streams decode while long prompts arrive, one after the other."""
+
+    long_prompts: int = 4
+    long_prompt_tokens: int = 4096
+    long_output_tokens: int = 4
+    interval: float = 1.0  # seconds from the end of one long prompt to the arrival of the next
+    quiet: float = 4.0  # seconds of undisturbed decoding measured before the first long prompt
+    established_tokens: int = 4  # a stream counts as established from this token on
+
+    def jobs(self) -> Iterator[Job]:
+        for i in range(self.long_prompts):
+            yield Job((Segment(f"long/{i}", self.long_prompt_tokens),), self.long_output_tokens, role="long")
+
+
+def shaped_jobs(shape: Shape, role: Role = "request", name: str = "unique") -> Iterator[Job]:
+    """Endlessly many jobs of one shape; prompts share the shape's prefix and nothing more."""
+    prefix = (Segment("prefix", shape.prefix_tokens),) if shape.prefix_tokens else ()
+    for i in itertools.count():
+        yield Job((*prefix, Segment(f"{name}/{i}", shape.prompt_tokens)), shape.output_tokens, role=role)
+
+
+def poisson_arrivals(rate: float, rng: random.Random) -> Iterator[float]:
+    """Endless arrival times, in seconds, of a Poisson process with `rate` arrivals per second. The first is at 0."""
+    if not rate > 0:
+        raise ValueError(f"request rate: must be above 0 per second, got {rate}")
+    now = 0.0
+    while True:
+        yield now
+        now += rng.expovariate(rate)
+
+
+def at_rate(jobs: Iterator[Job], rate: float, seed: int) -> Iterator[Job]:
+    """The same jobs, due at Poisson arrivals that depend on the seed alone."""
+    arrivals = poisson_arrivals(rate, random.Random(f"arrivals/{seed}"))
+    return (replace(job, due=due) for job, due in zip(jobs, arrivals, strict=False))
+
+
+def read_trace(path: Path, *, speed: float = 1.0, length_scale: float = 1.0) -> list[Job]:
+    """Jobs of a recorded trace, in order of arrival, the first due at 0.
+
+    Args:
+        path: JSONL with `timestamp` (ms), `input_length`, `output_length` and optionally `hash_ids` (Mooncake), or
+            the Azure LLM inference CSV with TIMESTAMP, ContextTokens, GeneratedTokens.
+        speed: 2 replays the trace in half the time.
+        length_scale: multiplies all lengths, so that a trace of a large model fits a small one's context.
+
+    Raises:
+        ValueError: names the file and line that cannot be read.
+    """
+    for name, value in (("trace speed", speed), ("length scale", length_scale)):
+        if not value > 0:
+            raise ValueError(f"{name}: must be above 0, got {value}")
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise ValueError(f"trace: cannot read {path}: {error.strerror}") from None
+    first = next((line for line in lines if line.strip()), "")
+    parse = _mooncake_job if first.lstrip().startswith("{") else _azure_job
+    header: list[str] = []
+    timed: list[tuple[float, Job]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if parse is _azure_job and not header:
+            header = [name.strip() for name in next(csv.reader([line]))]
+            continue
+        try:
+            timed.append(parse(number, line, header, length_scale))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"trace: {path} line {number}: {type(error).__name__}: {error}") from None
+    if not timed:
+        raise ValueError(f"trace: {path} holds no requests")
+    timed.sort(key=lambda entry: entry[0])
+    start = timed[0][0]
+    return [replace(job, due=(at - start) / speed) for at, job in timed]
+
+
+def _scaled(length: object, scale: float) -> int:
+    if isinstance(length, bool) or not isinstance(length, int | str):
+        raise ValueError(f"a length must be a whole number, got {length!r}")
+    return max(1, round(int(length) * scale))  # a request of no tokens does not exist
+
+
+def _mooncake_job(number: int, line: str, header: list[str], scale: float) -> tuple[float, Job]:
+    record = json.loads(line)
+    tokens = _scaled(record["input_length"], scale)
+    prompt: list[Segment] = []
+    left = tokens
+    for hash_id in record.get("hash_ids") or ():
+        if left > 0:
+            prompt.append(Segment(f"hash/{hash_id}", min(left, _scaled(MOONCAKE_BLOCK_TOKENS, scale))))
+            left -= prompt[-1].tokens
+    if left > 0:  # no hash ids, or what rounding left over
+        prompt.append(Segment(f"line/{number}", left))
+    return float(record["timestamp"]) / 1000, Job(tuple(prompt), _scaled(record["output_length"], scale))
+
+
+def _azure_job(number: int, line: str, header: list[str], scale: float) -> tuple[float, Job]:
+    record = dict(zip(header, next(csv.reader([line])), strict=True))
+    prompt = (Segment(f"line/{number}", _scaled(record["ContextTokens"], scale)),)
+    at = datetime.fromisoformat(record["TIMESTAMP"].strip()).timestamp()
+    return at, Job(prompt, _scaled(record["GeneratedTokens"], scale))
