@@ -9,13 +9,14 @@ import os
 import signal
 import threading
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
 
 from crossdock.cluster import membership
 from crossdock.cluster.api import build_api
@@ -62,7 +63,7 @@ class Ingress:
 
     async def __init__(self, config: ClusterConfig, engines: dict[str, DeploymentHandle]) -> None:
         path = resolve_model(config.model.path)
-        self.dispatcher = Dispatcher(config.model.served_name or path.name)
+        self.dispatcher = Dispatcher(config.model.name)
         self._name = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
         text = await asyncio.to_thread(Text.load, path)
@@ -149,16 +150,20 @@ def start_ray(config: ClusterConfig) -> None:
     )
 
 
-def serve_forever(config: ClusterConfig) -> None:
-    """Starts everything, prints where it is, and ends everything on SIGINT or SIGTERM."""
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    start_ray(config)
+def serve_forever(config: ClusterConfig, started: Callable[[], None]) -> None:
+    """Starts everything, calls `started`, and ends everything on SIGINT or SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end as KeyboardInterrupt, wherever we are
     try:
+        start_ray(config)
         serve.start(http_options=HTTPOptions(host=config.http.host, port=config.http.port))
-        serve.run(build(config), name=APP_NAME, blocking=False, _blocking=False)
-        stop.wait()
+        serve.run(build(config), name=APP_NAME, logging_config=LoggingConfig(enable_access_log=False))
+        started()
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        pass
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave processes behind
+        if ray.is_initialized():
+            serve.shutdown()
+            ray.shutdown()
