@@ -1,0 +1,68 @@
+"""One environment, one converted model and one Ray for all tests."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+# Before torch, transformers and ray are imported: they read these once. Ray's processes inherit them.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    USE_HUB_KERNELS="0",
+    TOKENIZERS_PARALLELISM="false",
+    OMP_WAIT_POLICY="PASSIVE",  # spinning threads of several engines on few cores starve each other
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_AUTH_MODE="disabled",  # else ray.init writes a token into the home directory
+    RAY_worker_niceness="0",
+    RAY_SERVE_CONTROL_LOOP_INTERVAL_S="0.02",
+)
+os.environ.pop("RAY_ADDRESS", None)  # tests never join a cluster
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> Path:
+    """The embedded model, converted on first use."""
+    from crossdock.workers.checkpoint import default_model_dir
+
+    return default_model_dir()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A light Ray, with Serve's own start left to the tests. Asserts at the end that nothing outlives it."""
+    import ray
+
+    temp_dir = tempfile.mkdtemp(prefix="cd-ray-", dir="/tmp")  # short: unix socket paths end at 107 bytes
+    shared_memory = _shared_memory()
+    ray.init(
+        address="local",
+        num_cpus=64,  # tests ask for more than the machine has; nothing is pinned
+        include_dashboard=False,
+        object_store_memory=75 << 20,
+        log_to_driver=False,
+        _temp_dir=temp_dir,
+    )
+    yield
+    from ray import serve
+
+    serve.shutdown()
+    processes = _processes(temp_dir)
+    ray.shutdown()
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not alive, f"these outlived Ray: {alive}"
+    assert _shared_memory() <= shared_memory, "segments outlived Ray in /dev/shm"
+    shutil.rmtree(temp_dir)
+
+
+def _processes(temp_dir: str) -> list[psutil.Process]:
+    """Ray's daemons, known by the session directory on their command lines, and all their children."""
+    daemons = [child for child in psutil.Process().children() if any(temp_dir in part for part in child.cmdline())]
+    return [*daemons, *(child for daemon in daemons for child in daemon.children(recursive=True))]
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("crossdock")}
