@@ -133,6 +133,7 @@ class Sampled(Body):
     structured_outputs: dict[str, Any] | None = None
 
     limit_field: ClassVar[str] = "max_tokens"
+    logprobs_field: ClassVar[str] = "logprobs"
 
     def num_logprobs(self) -> int | None:
         raise NotImplementedError
@@ -152,7 +153,7 @@ class Sampled(Body):
                 param="min_tokens",
                 code="invalid_value",
             )
-        for name, count in (("logprobs", self.num_logprobs()), ("prompt_logprobs", self.prompt_logprobs)):
+        for name, count in ((self.logprobs_field, self.num_logprobs()), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None and count > max_logprobs:
                 raise ApiError(
                     f"Invalid value for '{name}': at most {max_logprobs} are given, not {count}.",
@@ -256,6 +257,7 @@ class ChatCompletionRequest(Sampled):
     chat_template_kwargs: dict[str, Any] = {}
 
     limit_field: ClassVar[str] = "max_completion_tokens"
+    logprobs_field: ClassVar[str] = "top_logprobs"
 
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -372,13 +374,14 @@ def _template_calls(calls: Any, param: str) -> list[dict[str, Any]]:
 
 
 def _response_format(wanted: Mapping[str, Any] | None) -> Grammar | None:
-    kind = wanted.get("type") if wanted else "text"
+    if wanted is None:
+        return None
+    kind = wanted.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
         return Grammar("json_object")
     if kind == "json_schema":
-        assert wanted is not None
         holder = wanted.get("json_schema")
         schema = holder.get("schema") if isinstance(holder, dict) else None
         if not isinstance(schema, dict):

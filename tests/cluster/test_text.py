@@ -1,6 +1,7 @@
 """Streamed text is the decoded text, one token at a time; stop strings are found wherever tokens cut them."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -265,6 +266,16 @@ def test_encode_knows_special_tokens(tokenizers: Tokenizers) -> None:
     assert len(text.encode("<|im_start|>")) == 1
     assert text.longest_token >= len("<|endoftext|>")
     assert text.vocabulary_name(text.encode(" the")[0]).startswith("Ġ")
+
+
+def test_encoding_in_several_threads_at_once(tokenizers: Tokenizers) -> None:
+    """Long texts are encoded in threads while short ones are encoded in the event loop."""
+    text = Text(tokenizers["byte_level"])
+    with ThreadPoolExecutor(4) as threads:
+        long = threads.map(text.encode, ["The lazy dog. " * 5000] * 12)
+        short = [text.encode("dog") for _ in range(2000)]
+        assert len({len(ids) for ids in long}) == 1
+    assert all(ids == short[0] for ids in short)
 
 
 def test_a_chat_is_rendered_by_the_models_template(tokenizers: Tokenizers) -> None:
