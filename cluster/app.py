@@ -53,6 +53,9 @@ class ReplicaClient:
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._handle.abort.remote(request_ids)
 
+    async def close(self) -> None:
+        await self._handle.close.remote(self._ingress)
+
     async def metrics_text(self) -> str:
         text: str = await self._handle.metrics_text.remote()
         return text
@@ -68,18 +71,15 @@ class Ingress:
         self._loop = asyncio.get_running_loop()
         text = await asyncio.to_thread(Text.load, path)
         self._api = build_api(self.dispatcher, text, config.http)
-        self._wakers = [self._loop.create_task(self._wake(handle)) for handle in engines.values()]
         for deployment, handle in engines.items():
             membership.subscribe(deployment, lambda members, handle=handle: self._on_members(handle, members))
+            handle._init()  # a handle hears of its replicas only from its first use on; this is that, without a call
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._api
 
-    async def _wake(self, handle: DeploymentHandle) -> None:
-        """A handle learns of its replicas only once it is used."""
-        while not self.dispatcher.ready():
-            handle._init()
-            return
+    async def __del__(self) -> None:  # Serve awaits it when the replica stops
+        await self.dispatcher.close()
 
     def _on_members(self, handle: DeploymentHandle, members: membership.Members) -> None:
         self._loop.call_soon_threadsafe(self._update, handle, members)
@@ -103,6 +103,7 @@ def build(args: ClusterConfig) -> serve.Application:
         max_ongoing_requests=_NEVER_QUEUE,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=args.http.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=0.1,
     )
     return ingress.bind(args, engines)
 
@@ -123,6 +124,7 @@ def _engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applica
         },
         request_router_config=RequestRouterConfig(request_router_class=PinningRouter),
         graceful_shutdown_timeout_s=config.http.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=0.1,
     )
     engine = pool.engine or config.engine
     return deployment.bind(config.model.path, config.model.dtype, config.model.max_model_len, engine, num_threads)

@@ -46,6 +46,7 @@ class EngineClient(Protocol):
     def tokens(self) -> AsyncIterator[list[TokenDelta]]: ...
     async def submit(self, submission: Submission) -> None: ...
     async def abort(self, request_ids: Sequence[str]) -> None: ...
+    async def close(self) -> None: ...
     async def metrics_text(self) -> str: ...
 
 
@@ -59,6 +60,7 @@ class _Link:
     queues: dict[str, asyncio.Queue[TokenDelta | Exception]] = field(default_factory=dict)
     pump: asyncio.Task[None] | None = None
     is_open: bool = False
+    is_leaving: bool = False
 
 
 class Dispatcher:
@@ -109,6 +111,7 @@ class Dispatcher:
             link.queues.pop(submission.id, None)
             if not ended and link.is_open:
                 self._spawn(link.client.abort([submission.id]))
+            self._close_if_done(link)
 
     def _choose(self, submission: Submission) -> _Link:
         candidates = {name: (link.profile, link.bookings) for name, link in self._links.items() if link.is_open}
@@ -136,19 +139,22 @@ class Dispatcher:
 
     def leave(self, name: str) -> None:
         """A replica takes no new requests. Its running ones go on for as long as it lives."""
-        link = self._links.get(name)
-        if link is not None and link.pump is not None and not link.queues:
-            link.pump.cancel()
+        link = self._links.pop(name)
+        link.is_leaving = True
+        self._close_if_done(link)
 
     def names(self) -> set[str]:
         return set(self._links)
 
     async def close(self) -> None:
-        """Leaves every replica; what runs there is aborted by the closed streams."""
-        pumps = [link.pump for link in self._links.values() if link.pump is not None]
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        """Leaves every replica; what runs there for this ingress is aborted."""
+        links = list(self._links.values())
+        await asyncio.gather(*(link.client.close() for link in links), return_exceptions=True)
+
+    def _close_if_done(self, link: _Link) -> None:
+        """An open stream counts as a running request: left open, it would hold up the replica's drain."""
+        if link.is_leaving and not link.queues and link.is_open:
+            self._spawn(link.client.close())
 
     async def _follow(self, name: str, link: _Link) -> None:
         """Hands every message of a replica's stream to the requests it is for, until the stream ends."""

@@ -49,6 +49,12 @@ class Replica:
         """Frees everything these requests hold before the next step begins."""
         await self.loop.abort(request_ids)
 
+    async def close(self, ingress: str) -> None:
+        """Ends the stream of an ingress that leaves; what runs for it is aborted."""
+        channel = self.loop.channels.get(ingress)
+        if channel is not None:
+            channel.close()
+
     async def metrics_text(self) -> str:
         return self.loop.metrics.text()
 
