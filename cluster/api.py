@@ -501,10 +501,15 @@ def _too_long(card: ModelCard, num_tokens: str, param: str, limit: int | None = 
 
 
 def _engine_refusal(error: ValueError) -> ApiError:
-    """An engine's ValueError names the field: it is the first word that is one."""
+    """An engine's ValueError names the field: it is the first word that is one.
+
+    The error may have come from another process, wrapped in one whose text is a traceback. What it wraps is its first
+    argument, as the message is of a plain one.
+    """
+    reason = str(error.args[0]) if error.args else "The engine refuses the request."
     fields = CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
-    param = next((word for word in re.findall(r"\w+", str(error)) if word in fields), None)
-    return ApiError(str(error), param=param, code="invalid_value")
+    param = next((word for word in re.findall(r"\w+", reason) if word in fields), None)
+    return ApiError(reason, param=param, code="invalid_value")
 
 
 def _model(card: ModelCard, name: str) -> dict[str, Any]:

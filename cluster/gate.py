@@ -32,7 +32,9 @@ def as_api_error(error: BaseException) -> ApiError:
                 str(error), status=429, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers
             )
         case ReplicaLost():
-            return ApiError(str(error), status=503, kind="server_error", code="service_unavailable")
+            # Its own message may quote a remote traceback.
+            reason = "The model is not available now: its replica is starting or was lost. Try again."
+            return ApiError(reason, status=503, kind="server_error", code="service_unavailable")
     return ApiError("Internal server error.", status=500, kind="server_error", code="internal_error")
 
 
@@ -155,7 +157,7 @@ class _Answer:
         if told.status == 500:
             logger.error("request %s failed", self.request_id, exc_info=error)
         elif told.status > 500:
-            logger.warning("request %s failed: %s", self.request_id, told)
+            logger.warning("request %s failed: %s", self.request_id, error)
         if not self._has_started:
             await refusal(told)({"type": "http"}, _never, self.send)
         elif self._is_stream and not self._has_ended:
