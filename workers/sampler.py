@@ -190,7 +190,7 @@ def _draw_uncut(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     lanes, keys, temperatures = _lanes(scores), _keys(rows, scores.device), _temperatures(rows, scores.device)
     return torch.cat(
         [
-            _gumbel(lanes, keys[:, block]).add_(scores[block] / temperatures[block]).argmax(-1)
+            (scores[block] / temperatures[block]).sub_(_log_race(lanes, keys[:, block])).argmax(-1)
             for block in _blocks(scores)
         ]
     )
@@ -212,8 +212,8 @@ def _draw_cut(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         head, ids = part.sort(descending=True) if width == vocab_size else part.topk(width)  # [n, width] each
         head = head / temperatures[left]
         floor, is_settled = _floor(head, row_sums[left], cuts.take(left), is_all=width == vocab_size)
-        noise = _gumbel(lanes[ids], keys[:, left])
-        winner = noise.add_(head).masked_fill_(head < floor, -torch.inf).argmax(-1, keepdim=True)
+        finish = (head - _log_race(lanes[ids], keys[:, left])).masked_fill_(head < floor, -torch.inf)
+        winner = finish.argmax(-1, keepdim=True)
         token_ids[left] = ids.gather(-1, winner).squeeze(-1)
         left = left[~is_settled]
         if not len(left):
@@ -288,7 +288,7 @@ def _temperatures(rows: Sequence[SampleRow], device: torch.device) -> Tensor:
 
 
 def _row_sums(scores: Tensor, rows: Sequence[SampleRow], temperatures: Tensor) -> Tensor:
-    """Each row's sum of exp(scaled score - the highest) [N, 1] float64; inf but where top-p is a share of the whole row."""
+    """Where top-p is a share of the whole row, the row's sum of exp(scaled score - the highest), else inf. [N, 1]"""
     sums = torch.full((len(rows), 1), torch.inf, dtype=torch.float64, device=scores.device)
     params = [row.params for row in rows]
     is_nuclear = [p.top_p < 1 and p.top_k <= 0 and p.min_p <= 0 for p in params]
@@ -363,22 +363,23 @@ def _keys(rows: Sequence[SampleRow], device: torch.device) -> Tensor:
     return torch.from_numpy(words).unsqueeze(-1).to(device)
 
 
-def _gumbel(lanes: Tensor, keys: Tensor) -> Tensor:
-    """Standard Gumbel noise [N, K] for the tokens of `lanes` ([K] or [N, K]), each the same wherever it stands."""
-    bits = (lanes ^ keys[0]) * keys[1]  # a keyed, universal hash; the rest spreads it
-    bits = _mix32(bits)
-    # Near zero lie the likely winners, and float32 is finest there: 31 bits matter. One is left out, its log infinite.
-    uniform = _shift_right(bits, 1).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+def _log_race(lanes: Tensor, keys: Tensor) -> Tensor:
+    """Minus Gumbel noise [N, K] for the tokens of `lanes` ([K] or [N, K]), each the same wherever it stands.
+
+    Put otherwise, the log of an exponential variate: tokens race, each at the rate of its probability.
+    """
+    bits = _mix32((lanes ^ keys[0]) * keys[1])
+    # Near zero lie the likely winners, and float32 is finest there: all bits matter. At 1 the log would be infinite.
+    uniform = bits.float().abs_().mul_(2.0**-31).clamp_(2.0**-32, 1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_()
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """Wellons' lowbias32 on int32: an avalanche that is one to one."""
+    """Wellons' lowbias32 on int32, less its last step, which stirs low bits only."""
     x = x ^ _shift_right(x, 16)
-    x = x * 0x7FEB352D
+    x *= 0x7FEB352D
     x ^= _shift_right(x, 15)
     x *= 0x846CA68B - (1 << 32)
-    x ^= _shift_right(x, 16)
     return x
 
 
