@@ -1,0 +1,192 @@
+"""A request's life over engines in this process: real engines, no Ray."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from pydantic import ByteSize
+
+from crossdock.cluster.dispatch import Dispatcher, ReplicaLost, merge_metrics
+from crossdock.workers.engine import Engine, EngineConfig, warm_up
+from crossdock.workers.loop import EngineLoop
+from crossdock.workers.model import wrap_module
+from crossdock.workers.request import SamplingParams, Submission, TokenDelta
+from tests.workers.architectures import build
+
+
+class InProcess:
+    """An `EngineClient` without a process between: `replica.py` does the same behind a Serve handle."""
+
+    def __init__(self) -> None:
+        engine = Engine(wrap_module(build("llama", {})), EngineConfig(kv_cache_memory=ByteSize(4 << 20)))
+        self.profile = warm_up(engine, iter(range(10**9)).__next__)
+        self.loop = EngineLoop(engine)
+        self.is_killed = False
+
+    async def tokens(self) -> AsyncIterator[list[TokenDelta]]:
+        channel = self.loop.channel("test")
+        try:
+            yield []
+            async for deltas in channel.messages():
+                if self.is_killed:
+                    raise ConnectionError("killed")
+                yield deltas
+        finally:
+            await self.loop.close_channel("test", channel)
+
+    async def submit(self, submission: Submission) -> None:
+        await self.loop.submit("test", submission)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self.loop.abort(request_ids)
+
+    async def close(self) -> None:
+        self.loop.channels["test"].close()
+
+    async def metrics_text(self) -> str:
+        return self.loop.metrics.text()
+
+    async def owned_pages(self) -> int:
+        counts = []
+        await self.loop.call(lambda: counts.append(self.loop.engine.pages.counts().owned))
+        return counts[0]
+
+
+async def ready(dispatcher: Dispatcher) -> None:
+    while not dispatcher.ready():
+        await asyncio.sleep(0.001)
+
+
+async def tokens(dispatcher: Dispatcher, name: str, max_tokens: int = 20, prompt: int = 30) -> list[int]:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    output: list[int] = []
+    async for delta in dispatcher.generate(Submission(name, [3 + i % 100 for i in range(prompt)], params)):
+        output += delta.token_ids
+    return output
+
+
+def test_a_request_from_end_to_end() -> None:
+    async def story() -> None:
+        client, dispatcher = InProcess(), Dispatcher("tiny")
+        with pytest.raises(ReplicaLost, match="no replica is up"):
+            await tokens(dispatcher, "early")
+        dispatcher.join("one", client, client.profile)
+        await ready(dispatcher)
+        assert dispatcher.model.max_model_len == 256
+        outputs = await asyncio.gather(*(tokens(dispatcher, f"{i}") for i in range(10)))
+        assert all(output == outputs[0] for output in outputs)
+        assert len(outputs[0]) == 20
+        assert await client.owned_pages() == 0
+        text = await dispatcher.metrics_text()
+        assert 'crossdock_requests_total{finish_reason="length",replica="one"}' in text
+        assert "crossdock_time_to_first_token_seconds_count" in text
+        await dispatcher.close()
+        await client.loop.close()
+
+    asyncio.run(story())
+
+
+def test_a_refusal_is_a_value_error_and_disturbs_nobody() -> None:
+    async def story() -> None:
+        client, dispatcher = InProcess(), Dispatcher("tiny")
+        dispatcher.join("one", client, client.profile)
+        await ready(dispatcher)
+        good = asyncio.create_task(tokens(dispatcher, "good", 100))
+        with pytest.raises(ValueError, match="prompt has 300 tokens"):
+            await tokens(dispatcher, "bad", prompt=300)
+        assert len(await good) == 100
+        await client.loop.close()
+
+    asyncio.run(story())
+
+
+def test_leaving_early_frees_pages_at_every_stage() -> None:
+    async def story() -> None:
+        client, dispatcher = InProcess(), Dispatcher("tiny")
+        dispatcher.join("one", client, client.profile)
+        await ready(dispatcher)
+        for wait in (0.0, 0.001, 0.01, 0.05):
+            task = asyncio.create_task(tokens(dispatcher, f"{wait}", 200))
+            await asyncio.sleep(wait)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        stream = dispatcher.generate(Submission("closed", [5] * 40, SamplingParams(max_tokens=200, ignore_eos=True)))
+        async for delta in stream:
+            assert delta.finish_reason is None
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+        await asyncio.sleep(0.05)
+        assert await client.owned_pages() == 0
+        await client.loop.close()
+
+    asyncio.run(story())
+
+
+def test_a_replica_that_dies_tells_its_requests_and_another_serves_on() -> None:
+    async def story() -> None:
+        first, second, dispatcher = InProcess(), InProcess(), Dispatcher("tiny")
+        dispatcher.join("first", first, first.profile)
+        await ready(dispatcher)
+        running = asyncio.create_task(tokens(dispatcher, "running", 200))
+        await asyncio.sleep(0.02)
+        dispatcher.join("second", second, second.profile)
+        first.is_killed = True
+        with pytest.raises(ReplicaLost, match="first"):
+            await running
+        await ready(dispatcher)
+        assert len(await tokens(dispatcher, "next")) == 20
+        assert dispatcher.names() == {"second"}
+        await first.loop.close()
+        await second.loop.close()
+
+    asyncio.run(story())
+
+
+def test_a_replica_that_leaves_finishes_its_streams_and_is_let_go() -> None:
+    async def story() -> None:
+        client, dispatcher = InProcess(), Dispatcher("tiny")
+        dispatcher.join("one", client, client.profile)
+        await ready(dispatcher)
+        running = asyncio.create_task(tokens(dispatcher, "running", 100))
+        await asyncio.sleep(0.02)
+        dispatcher.leave("one")
+        with pytest.raises(ReplicaLost):
+            await tokens(dispatcher, "new")
+        assert len(await running) == 100
+        await asyncio.sleep(0.05)
+        assert not client.loop.channels  # its stream is closed: nothing holds up its drain
+        await client.loop.close()
+
+    asyncio.run(story())
+
+
+def test_a_step_that_raises_ends_its_requests_and_not_the_replica(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        client, dispatcher = InProcess(), Dispatcher("tiny")
+        dispatcher.join("one", client, client.profile)
+        await ready(dispatcher)
+        execute = type(client.loop.engine._runner).execute
+        try:
+            type(client.loop.engine._runner).execute = _fail  # type: ignore[method-assign, assignment]
+            with pytest.raises(RuntimeError, match="broken on purpose"):
+                await tokens(dispatcher, "bad")
+        finally:
+            type(client.loop.engine._runner).execute = execute  # type: ignore[method-assign]
+        assert await client.owned_pages() == 0
+        assert len(await tokens(dispatcher, "good")) == 20
+        await client.loop.close()
+
+    asyncio.run(story())
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("broken on purpose")
+
+
+def test_merged_metrics_describe_each_family_once() -> None:
+    text = '# HELP a A.\n# TYPE a gauge\na 1.0\n# HELP b B.\n# TYPE b counter\nb{x="y"} 2.0\n'
+    assert merge_metrics({"r1": text, "r2": text}) == (
+        '# HELP a A.\n# TYPE a gauge\na{replica="r1"} 1.0\na{replica="r2"} 1.0\n'
+        '# HELP b B.\n# TYPE b counter\nb{x="y",replica="r1"} 2.0\nb{x="y",replica="r2"} 2.0\n'
+    )
