@@ -1,0 +1,241 @@
+"""A terminal client: one conversation with any OpenAI endpoint, streamed as it comes."""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.markup import escape
+from rich.segment import Segment, Segments
+
+HELP = "/reset forgets the conversation · /system TEXT sets the system prompt · /quit leaves · Ctrl-C stops an answer"
+
+
+class ChatError(Exception):
+    """The server cannot be had, or refused; the message is for the user."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What was said so far. `http` has the server's address (ending in /v1) as its base URL."""
+
+    http: httpx.Client
+    model: str
+    system: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # of the request: temperature, max_tokens, …
+    turns: list[dict[str, str]] = field(default_factory=list)
+    usage: dict[str, Any] | None = None  # of the last answer, where it came to its end
+
+    def say(self, text: str) -> Generator[str, None, None]:
+        """Streams the answer. Close the iterator to stop the server: what it said until then is kept.
+
+        A turn that got no answer at all is forgotten.
+        """
+        self.turns.append({"role": "user", "content": text})
+        self.usage = None
+        said: list[str] = []
+        try:
+            for event in self._events():
+                self.usage = event.get("usage") or self.usage
+                for choice in event.get("choices", ()):
+                    if piece := choice.get("delta", {}).get("content"):
+                        said.append(piece)
+                        yield piece
+        finally:
+            if said:
+                self.turns.append({"role": "assistant", "content": "".join(said)})
+            else:
+                self.turns.pop()
+
+    def reset(self) -> None:
+        self.turns.clear()
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        body = {
+            "model": self.model,
+            "messages": system + self.turns,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.options,
+        }
+        with _reachable(self.http), self.http.stream("POST", "chat/completions", json=body) as response:
+            if response.is_error:
+                response.read()
+                raise ChatError(_reason(response))
+            for line in _lines(response.iter_bytes()):
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                event = json.loads(data)
+                if "error" in event:
+                    raise ChatError(event["error"].get("message", str(event["error"])))
+                yield event
+        raise ChatError("the server ended the answer before it was complete")
+
+
+def connect(url: str, api_key: str | None = None) -> httpx.Client:
+    """A client for the API at `url`, which may end in /v1 or not."""
+    base = url.rstrip("/").removesuffix("/v1") + "/v1/"
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    # No limit on reading: a prompt may have to wait its turn, and Ctrl-C is at hand.
+    return httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(None, connect=10))
+
+
+def first_model(http: httpx.Client) -> str:
+    """The model that the server names first."""
+    with _reachable(http):
+        response = http.get("models")
+        if response.is_error:
+            raise ChatError(_reason(response))
+        models = response.json().get("data", [])
+    if not models:
+        raise ChatError(f"{http.base_url} serves no model")
+    return str(models[0]["id"])
+
+
+def chat(
+    message: Annotated[str | None, typer.Argument(help="Say this, print the answer, and leave.")] = None,
+    url: Annotated[str, typer.Option(help="Address of the server, with or without /v1.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Default: the first the server names.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Sent as bearer token.", envvar=["CROSSDOCK_API_KEY", "OPENAI_API_KEY"])
+    ] = None,
+) -> None:
+    """Talk to a served model in the terminal. What comes through a pipe is one message."""
+    options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+    options = {name: value for name, value in options.items() if value is not None}
+    try:
+        with connect(url, api_key) as http:
+            talk = Conversation(http, model or first_model(http), system, options)
+            if message is None and not sys.stdin.isatty():
+                message = sys.stdin.read().strip()
+            if message is not None:
+                _print_plain(talk.say(message))
+            else:
+                _Terminal(talk).run()
+    except ChatError as error:
+        Console(stderr=True).print(f"[red]chat:[/red] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+class _Terminal:
+    """Reads lines, renders answers."""
+
+    def __init__(self, talk: Conversation) -> None:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # gives input() a history and editing
+        self.talk = talk
+        self.console = Console()
+
+    def run(self) -> None:
+        self.console.print(f"[bold]{escape(self.talk.model)}[/bold] [dim]{HELP}[/dim]", highlight=False)
+        while True:
+            try:
+                line = input("> ").strip()
+            except (EOFError, KeyboardInterrupt):
+                self.console.print()
+                return
+            if line in ("/quit", "/exit"):
+                return
+            if line.startswith("/"):
+                self._command(line)
+            elif line:
+                self._answer(line)
+
+    def _command(self, line: str) -> None:
+        command, _, rest = line.partition(" ")
+        match command:
+            case "/reset":
+                self.talk.reset()
+                told = "forgotten"
+            case "/system":
+                self.talk.system = rest.strip() or None
+                told = "system prompt set" if self.talk.system else "no system prompt"
+            case "/help":
+                told = HELP
+            case _:
+                told = f"no such command: {command}. {HELP}"
+        self.console.print(f"[dim]{escape(told)}[/dim]", highlight=False)
+
+    def _answer(self, line: str) -> None:
+        text, asked, first = "", time.perf_counter(), None
+        # While it grows only the end is shown, which fits the screen; the whole is printed once it is complete.
+        with contextlib.closing(self.talk.say(line)) as pieces, Live(console=self.console, transient=True) as live:
+            try:
+                for piece in pieces:
+                    first = first or time.perf_counter()
+                    text += piece
+                    live.update(self._end_of(text))
+                note = self._pace(asked, first or asked)
+            except KeyboardInterrupt:
+                note = "stopped"
+            except ChatError as error:
+                note = f"error: {error}"
+        if text:
+            self.console.print(Markdown(text))
+        self.console.print(f"[dim]{escape(note)}[/dim]", highlight=False)
+
+    def _end_of(self, text: str) -> Segments:
+        lines = self.console.render_lines(Markdown(text), pad=False)[-max(1, self.console.height - 2) :]
+        return Segments([segment for line in lines for segment in (*line, Segment.line())])
+
+    def _pace(self, asked: float, first: float) -> str:
+        note = f"first token after {first - asked:.2f} s"
+        tokens = (self.talk.usage or {}).get("completion_tokens", 0)
+        if tokens > 1:
+            note = f"{tokens} tokens · {note} · {(tokens - 1) / (time.perf_counter() - first):.1f} tokens/s"
+        return note
+
+
+def _print_plain(pieces: Generator[str, None, None]) -> None:
+    with contextlib.closing(pieces):
+        for piece in pieces:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Lines as server-sent events have them. httpx's own would also split at U+2028, which JSON leaves in texts."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from lines
+    if rest:
+        yield rest
+
+
+@contextlib.contextmanager
+def _reachable(http: httpx.Client) -> Iterator[None]:
+    try:
+        yield
+    except httpx.ConnectError:
+        raise ChatError(f"no server at {http.base_url}; start one with: crossdock serve") from None
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+        raise ChatError(f"url: {error}") from None
+    except httpx.HTTPError as error:
+        raise ChatError(f"the connection to {http.base_url} broke: {error or type(error).__name__}") from None
+
+
+def _reason(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered {response.status_code} {response.reason_phrase}"

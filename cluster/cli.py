@@ -1,0 +1,279 @@
+"""The `crossdock` command. Only what a command needs is imported, by the command: `--help` must not wait for torch."""
+
+import contextlib
+import inspect
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from crossdock.cluster.bench import bench
+from crossdock.cluster.chat import chat
+
+if TYPE_CHECKING:
+    from crossdock.cluster.config import ClusterConfig
+
+app = typer.Typer(
+    name="crossdock",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="An LLM serving cluster on Ray in which a long prompt does not make anyone else wait.",
+    epilog="Start with [bold]crossdock serve[/bold], then [bold]crossdock chat[/bold] in another terminal.",
+)
+
+_MODEL, _ENGINE, _HTTP, _FILES = "Model", "Engine (names as in vLLM)", "HTTP", "Cluster and file"
+_SWITCHES = "Engine: on unless switched off"
+
+_SERVE_EXAMPLES = """
+[bold]Examples[/bold]
+
+[cyan]crossdock serve[/cyan]
+the embedded SmolLM2-135M-Instruct on this machine
+
+[cyan]crossdock serve Qwen/Qwen3-0.6B --max-model-len 8192 --port 9000[/cyan]
+a model from the Hugging Face hub
+
+[cyan]crossdock serve ./my-model --long-prefill-token-threshold 256 --max-num-batched-tokens 1024[/cyan]
+chunks of at most 256 tokens, so that long prompts share every step
+
+[cyan]crossdock serve --pools mixed=2 --set pools.mixed.num_cpus=4[/cyan]
+two replicas of four cores each
+
+[cyan]crossdock config --pools prefill=1,decode=1 > cluster.yaml && crossdock serve --config cluster.yaml[/cyan]
+a configuration to keep
+"""
+
+
+def effective_config(
+    model: Annotated[
+        str | None, typer.Argument(help="Directory, or hub name (org/name, org/name@revision).", show_default="SmolLM2")
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="Name for clients; given again, further names.", rich_help_panel=_MODEL),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=_MODEL)
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest prompt and output together, in tokens.", rich_help_panel=_MODEL)
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Tokens one step may compute, decodes and chunks.", rich_help_panel=_ENGINE)
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Requests that may run at once, per replica.", rich_help_panel=_ENGINE)
+    ] = None,
+    long_prefill_token_threshold: Annotated[
+        int | None, typer.Option(help="Longest chunk of one prompt; 0: the whole step.", rich_help_panel=_ENGINE)
+    ] = None,
+    enable_chunked_prefill: Annotated[
+        bool | None,
+        typer.Option(
+            "--enable-chunked-prefill/--no-enable-chunked-prefill",
+            metavar="",
+            help="Cut prompts into chunks.",
+            rich_help_panel=_SWITCHES,
+        ),
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool | None,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            metavar="",
+            help="Compute equal beginnings of prompts once.",
+            rich_help_panel=_SWITCHES,
+        ),
+    ] = None,
+    kv_cache_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-cache-memory",
+            metavar="SIZE",
+            help="Memory for KV pages, e.g. 2GiB.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
+    page_size: Annotated[
+        int | None,
+        typer.Option("--page-size", "--block-size", help="Tokens a KV page holds.", rich_help_panel=_ENGINE),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.", rich_help_panel=_HTTP)
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.", rich_help_panel=_HTTP)] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Clients must send it; given again, any of them.", envvar="CROSSDOCK_API_KEY", rich_help_panel=_HTTP
+        ),
+    ] = None,
+    pools: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=REPLICAS,…", help="Pools of replicas: mixed, prefill, decode.", rich_help_panel=_FILES
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="YAML file; flags win over it.", rich_help_panel=_FILES)
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any setting by its dotted name, as in `crossdock config`.",
+            rich_help_panel=_FILES,
+        ),
+    ] = None,
+) -> "ClusterConfig":
+    """The configuration that these flags mean."""
+    from crossdock.cluster.config import load
+
+    names = served_model_name or []
+    flags: dict[str, object] = {
+        "model.path": model,
+        "model.served_name": names[0] if names else None,
+        "model.dtype": dtype,
+        "model.max_model_len": max_model_len,
+        "engine.max_num_batched_tokens": max_num_batched_tokens,
+        "engine.max_num_seqs": max_num_seqs,
+        "engine.long_prefill_token_threshold": long_prefill_token_threshold,
+        "engine.enable_chunked_prefill": enable_chunked_prefill,
+        "engine.enable_prefix_caching": enable_prefix_caching,
+        "engine.kv_cache_memory": kv_cache_memory,
+        "engine.page_size": page_size,
+        "http.host": host,
+        "http.port": port,
+        "http.api_keys": api_key or None,
+        "http.model_aliases": names[1:] or None,
+        "pools": _parse_pools(pools) if pools is not None else None,
+    }
+    overrides = {key: value for key, value in flags.items() if value is not None}
+    return load(config, overrides | dict(_parse_setting(setting) for setting in set_ or ()))
+
+
+def _takes_flags_of(source: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command with **flags the parameters of `source`, as typer sees them."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        command.__signature__ = inspect.signature(source)  # type: ignore[attr-defined]
+        command.__annotations__ = {name: kind for name, kind in source.__annotations__.items() if name != "return"}
+        return command
+
+    return decorate
+
+
+@app.command(epilog=_SERVE_EXAMPLES)
+@_takes_flags_of(effective_config)
+def serve(**flags: Any) -> None:
+    """Serve a model behind an OpenAI API, on this machine or on the cluster that RAY_ADDRESS names."""
+    console = Console(soft_wrap=True, highlight=False)
+    with _told_plainly():
+        config = effective_config(**flags)
+        if not os.environ.get("RAY_ADDRESS"):  # else model and port are those of other machines
+            _require_free(config.http.host, config.http.port)
+            _prepare_model(config, console)
+
+    from crossdock.cluster.app import serve_forever
+
+    console.print(f"[dim]Starting replicas: {_describe_pools(config)} …[/dim]")
+    serve_forever(config, lambda: _announce(config, console))
+
+
+@app.command("config", epilog="Its output is a file for [bold]crossdock serve --config[/bold].")
+@_takes_flags_of(effective_config)
+def show_config(**flags: Any) -> None:
+    """Print the configuration that the same flags give to `serve`, every setting with its meaning."""
+    with _told_plainly():
+        from crossdock.cluster.config import to_yaml
+
+        sys.stdout.write(to_yaml(effective_config(**flags)))
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of Crossdock and of what it stands on."""
+    for package in ("crossdock", "ray", "torch", "transformers"):
+        typer.echo(f"{package} {version_of(package)}")
+
+
+app.command(epilog="In an answer Ctrl-C stops it. [cyan]crossdock chat 'Why is the sky blue?'[/cyan] asks once.")(chat)
+app.command()(bench)
+
+
+def main() -> None:
+    app()
+
+
+@contextlib.contextmanager
+def _told_plainly() -> Iterator[None]:
+    """User errors end the command with their message, not with a traceback."""
+    try:
+        yield
+    except ValueError as error:
+        stderr = Console(stderr=True, soft_wrap=True, highlight=False)
+        for line in str(error).splitlines():
+            stderr.print(f"[red]error:[/red] {escape(line)}")
+        raise typer.Exit(2) from None
+
+
+def _parse_pools(text: str) -> list[dict[str, object]]:
+    pools: list[dict[str, object]] = []
+    for part in text.split(","):
+        name, equals, replicas = part.strip().partition("=")
+        if not name or (equals and not replicas.isdigit()):
+            raise ValueError(f"--pools: {text!r} is not of the form prefill=1,decode=2")
+        pools.append({"name": name, "replicas": int(replicas or 1)})
+    return pools
+
+
+def _parse_setting(text: str) -> tuple[str, object]:
+    import yaml
+
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--set: {text!r} is not of the form KEY=VALUE, e.g. engine.max_num_seqs=64")
+    try:
+        return key.strip(), yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ValueError(f"--set: the value of {key} is not YAML: {value!r}") from None
+
+
+def _require_free(host: str, port: int) -> None:
+    """Before the seconds that Ray needs to start, not after."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ValueError(f"cannot listen on {host} port {port}: {error.strerror}; see --host and --port") from None
+
+
+def _prepare_model(config: "ClusterConfig", console: Console) -> None:
+    """Fetched or converted here, where progress is seen and an error is told, before any replica asks for it."""
+    from crossdock.workers.checkpoint import resolve_model
+
+    with console.status(f"Preparing {escape(config.model.name)}: the first time it is fetched or converted …"):
+        path = resolve_model(config.model.path)
+    console.print(f"[dim]Model: {escape(str(path))}[/dim]")
+
+
+def _describe_pools(config: "ClusterConfig") -> str:
+    return ", ".join(f"{pool.replicas} {pool.name}" for pool in config.pools)
+
+
+def _announce(config: "ClusterConfig", console: Console) -> None:
+    host = "127.0.0.1" if config.http.host in ("0.0.0.0", "::") else config.http.host
+    url = f"http://[{host}]:{config.http.port}" if ":" in host else f"http://{host}:{config.http.port}"
+    console.print(f"[bold green]Crossdock[/bold green] serves [bold]{escape(config.model.name)}[/bold] at {url}/v1")
+    flag = "" if config.http.port == 8000 and host == "127.0.0.1" else f" --url {url}"
+    console.print(f"[dim]Talk to it: crossdock chat{flag}   Metrics: {url}/metrics   Stop: Ctrl-C[/dim]")
