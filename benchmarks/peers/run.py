@@ -1,0 +1,263 @@
+"""Measures servers side by side: one at a time, alone, with the same model and the same load; medians over repeats.
+
+    python benchmarks/peers/run.py MODEL_DIR --servers crossdock:512 vllm:512 vllm:128 --repeats 2
+
+A server is NAME[:BUDGET], the budget being the most tokens one of its steps may carry. The peers are installed first
+with their scripts beside this file (`vllm.sh install`). Repeats are interleaved, every server in turn, so that a machine
+that slows down slows all of them; a server starts afresh each time and nothing else should run beside it.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from crossdock.cluster.bench_http import BenchError
+from crossdock.cluster.bench_report import as_json
+from crossdock.cluster.bench_run import BenchOptions, run_bench
+from crossdock.cluster.workloads import Interference
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PEERS = ("vllm", "llamacpp", "transformers")
+WORKLOADS = ("chat", "prefill", "interference")
+# Inherited by whatever a server starts, in however many process groups: it is how we find and end all of it.
+MARK = "CROSSDOCK_PEER_RUN"
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """A server to measure. `name` is `crossdock` or one of the peers."""
+
+    name: str
+    budget: int
+
+    @classmethod
+    def parse(cls, text: str) -> "ServerSpec":
+        name, _, budget = text.partition(":")
+        if name not in ("crossdock", *PEERS):
+            raise argparse.ArgumentTypeError(f"no server {name!r}: crossdock, {', '.join(PEERS)}")
+        if budget and not budget.isdecimal():
+            raise argparse.ArgumentTypeError(f"{text!r}: the budget is a number of tokens")
+        return cls(name, int(budget or 512))
+
+    def command(self, args: argparse.Namespace, port: int) -> list[str]:
+        model = str(args.gguf if self.name == "llamacpp" and args.gguf else args.model)
+        if self.name == "crossdock":
+            command = [str(Path(sys.executable).with_name("crossdock")), "serve", model, "--port", str(port)]
+            return [*command, "--max-num-batched-tokens", str(self.budget), *args.crossdock_option]
+        command = [str(HERE / f"{self.name}.sh"), "serve", model, "--port", str(port), "--budget", str(self.budget)]
+        return [*command, *(["--venv", str(args.venvs / self.name)] if args.venvs else [])]
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Ids of living processes that were started, however indirectly, with this mark in their environment."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:  # gone meanwhile, or another user's
+                continue
+    return found
+
+
+def memory_mib(mark: str) -> float:
+    """Memory of all of a server's processes; pages they share count once (PSS)."""
+    total = 0
+    for pid in marked_processes(mark):
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total / 1024
+
+
+@contextmanager
+def serving(spec: ServerSpec, args: argparse.Namespace, log: Path) -> Iterator[tuple[str, str, float]]:
+    """Starts a server, waits until it answers, gives (address, mark, seconds to start), and ends all it started."""
+    port, mark = args.port, uuid.uuid4().hex
+    address = f"http://127.0.0.1:{port}"
+    started = time.monotonic()
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            spec.command(args, port),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, MARK: mark},
+            start_new_session=True,
+        )
+    try:
+        while not _answers(address):
+            if process.poll() is not None:
+                raise RuntimeError(f"{spec.name} ended with {process.returncode} before it was ready; see {log}")
+            if time.monotonic() - started > args.start_timeout:
+                raise RuntimeError(f"{spec.name} was not ready within {args.start_timeout} s; see {log}")
+            time.sleep(0.5)
+        yield address, mark, time.monotonic() - started
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+        deadline = time.monotonic() + 15
+        while (left := marked_processes(mark)) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        process.wait()
+
+
+def _answers(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/v1/models", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def measure(spec: ServerSpec, workload: str, address: str, args: argparse.Namespace) -> dict[str, Any]:
+    counts = {"chat": args.chat_requests, "prefill": args.prefill_requests, "interference": None}
+    options = BenchOptions(
+        url=address,
+        workload=workload,
+        num_requests=counts[workload],
+        # Its list of models holds whatever lies in the hub's cache, not what it was started with.
+        model=str(args.model) if spec.name == "transformers" else None,
+        tokenizer=args.model if (args.model / "tokenizer.json").is_file() else None,
+        interference=Interference(long_prompts=args.long_prompts),
+        seed=args.seed,
+    )
+    return as_json(asyncio.run(run_bench(options)))
+
+
+def figures(runs: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """The numbers of one pass over one server that stand in the table."""
+    row: dict[str, float] = {}
+    if "chat" in runs:
+        chat = runs["chat"]["summary"]
+        row["chat tok/s"] = chat["output_tokens_per_s"]
+        row["chat TTFT p50"] = chat["ttft_ms"].get("p50", float("nan"))
+        row["chat gap p50"] = chat["gap_ms"].get("p50", float("nan"))
+        row["chat gap p99"] = chat["gap_ms"].get("p99", float("nan"))
+    if "prefill" in runs:
+        row["prefill tok/s"] = runs["prefill"]["summary"]["prompt_tokens_per_s"]
+    if "interference" in runs:
+        what = runs["interference"]["summary"]["interference"]
+        row["quiet gap p50"] = what["quiet_gap_ms"].get("p50", float("nan"))
+        row["interfered gap p50"] = what["interfered_gap_ms"].get("p50", float("nan"))
+        row["interfered gap p99"] = what["interfered_gap_ms"].get("p99", float("nan"))
+        row["long TTFT p50"] = what["long_ttft_ms"].get("p50", float("nan"))
+    row["failed"] = sum(run["summary"]["requests_failed"] for run in runs.values())
+    row["client CPU %"] = 100 * max((run["client_cpu_share"] for run in runs.values()), default=0.0)
+    return row
+
+
+def medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = {name: None for row in rows for name in row}  # a set that keeps its order
+    return {name: statistics.median(row[name] for row in rows if name in row) for name in names}
+
+
+def hardware() -> str:
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+        memory = int(Path("/proc/meminfo").read_text().split()[1]) / 2**20
+    except OSError:
+        return model
+    return f"{os.cpu_count()} cores, {model}, {memory:.0f} GiB"
+
+
+def markdown(results: dict[str, dict[str, float]], caption: str) -> str:
+    """One row per server; times in milliseconds."""
+    names = {name: None for row in results.values() for name in row}
+    lines = [caption, "", "| server | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for server, row in results.items():
+        cells = (_cell(row.get(name)) for name in names)
+        lines.append(f"| {server} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="Hugging Face directory with bf16 safetensors")
+    parser.add_argument("--gguf", type=Path, help="the same weights for llamacpp (see bf16_gguf.py)")
+    parser.add_argument("--servers", nargs="+", type=ServerSpec.parse, default=[ServerSpec("crossdock", 512)])
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--chat-requests", type=int, default=32)
+    parser.add_argument("--prefill-requests", type=int, default=4)
+    parser.add_argument("--long-prompts", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--venvs", type=Path, help="directory of the peers' environments (default: .cache/peers)")
+    parser.add_argument("--port", type=int, default=8411)
+    parser.add_argument("--start-timeout", type=float, default=300.0)
+    parser.add_argument("--crossdock-option", action="append", default=[], metavar="--OPTION=VALUE")
+    parser.add_argument("--output", type=Path, default=ROOT / ".cache" / "peers" / "results", help="without suffix")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    passes: dict[str, list[dict[str, float]]] = {}
+    raw: list[dict[str, Any]] = []
+    for repeat in range(args.repeats):
+        for spec in args.servers:
+            label = f"{spec.name}, budget {spec.budget}"
+            log = args.output.with_name(f"{args.output.name}-{spec.name}.log")
+            print(f"[{repeat + 1}/{args.repeats}] {label}: starting", flush=True)
+            try:
+                with serving(spec, args, log) as (address, mark, start_seconds):
+                    load = os.getloadavg()[0]
+                    runs = {workload: measure(spec, workload, address, args) for workload in args.workloads}
+                    row = figures(runs) | {"memory MiB": memory_mib(mark), "start s": start_seconds}
+            except (RuntimeError, OSError, BenchError) as error:
+                print(f"  {error}", file=sys.stderr, flush=True)
+                continue
+            passes.setdefault(label, []).append(row)
+            raw.append({"server": label, "repeat": repeat, "load_average_before": load, "figures": row, "runs": runs})
+            print("  " + ", ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
+    date = datetime.now(UTC).date().isoformat()
+    caption = f"{args.model.name}, bf16; {hardware()}; {date}; medians of {args.repeats}; times in ms."
+    results = {label: medians(rows) for label, rows in passes.items()}
+    text = markdown(results, caption)
+    args.output.with_suffix(".md").write_text(text)
+    summary = {"date": date, "hardware": hardware(), "medians": results, "passes": raw}
+    args.output.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n")
+    print("\n" + text)
+    if not results:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
