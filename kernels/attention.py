@@ -1,14 +1,22 @@
 """Attention over the paged KV pool: one call for a ragged batch in which chunks of prompts and decodes are mixed.
 
-The torch functions here are the specification and run anywhere; on a CPU for which `cpu.cpp` compiles, that is used.
+The `reference_` functions in torch are the specification and run anywhere; on a CPU attention.cpp does it faster.
 """
 
+import ctypes
+import logging
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from crossdock.kernels.build import cpu_flags, cpu_library
+
+logger = logging.getLogger(__name__)
+
+_MAX_HEAD_DIM = 1024  # of attention.cpp
 # Query rows per explicit score matrix: bounds the reference's memory to 256 x context x heads floats.
 _REFERENCE_ROWS = 256
 
@@ -31,7 +39,18 @@ class AttentionBatch:
 
 def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """Write keys [T, Hkv, Dk] and values [T, Hkv, Dv] to their slots of [pages, Hkv, page, Dk] and [..., Dv]."""
-    reference_store_kv(k, v, k_pages, v_pages, slots)
+    library = _library_for(k, v, k_pages, v_pages)
+    if library is None:
+        reference_store_kv(k, v, k_pages, v_pages, slots)
+        return
+    slots = slots.contiguous()
+    for x, pages in ((k, k_pages), (v, v_pages)):
+        size, (T, H, D) = x.itemsize, x.shape
+        library.crossdock_store(
+            *(x.data_ptr(), x.stride(0) * size, x.stride(1) * size),
+            *(pages.data_ptr(), pages.stride(0) * size, pages.stride(1) * size, pages.shape[2]),
+            *(slots.data_ptr(), T, H, D * size),
+        )
 
 
 def paged_attention(
@@ -52,9 +71,73 @@ def paged_attention(
     only p - j < window. `softcap` c replaces a score s by c * tanh(s / c). `sinks` [Hq] is one more logit per head
     that takes its share of the softmax and has no value. Head h reads kv head h // (Hq // Hkv).
     """
-    return reference_paged_attention(
-        q, k_pages, v_pages, batch, scale=scale, window=window, softcap=softcap, sinks=sinks
+    library = _library_for(q, None, k_pages, v_pages)
+    if library is None:
+        return reference_paged_attention(
+            q, k_pages, v_pages, batch, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
+    (_, Hq, Dk), (_, Hkv, page_size, Dv) = q.shape, v_pages.shape
+    out = q.new_empty(len(q), Hq, Dv)
+    # These outlive the call, which the pointers below do not ensure.
+    query_start, kv_len = batch.query_start.contiguous(), batch.kv_len.contiguous()
+    sinks = sinks.float().contiguous() if sinks is not None else None
+    assert query_start.dtype == kv_len.dtype == batch.page_table.dtype == torch.int32
+    assert batch.page_table.stride(1) == 1 or batch.page_table.shape[1] == 1
+    call = _Call(
+        *(len(kv_len), batch.page_table.stride(0), Hq, Hkv, Dk, Dv, page_size),
+        *(q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1)),
+        *(window or 0, scale, softcap or 0.0, q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr()),
+        *(query_start.data_ptr(), kv_len.data_ptr(), batch.page_table.data_ptr()),
+        *(sinks.data_ptr() if sinks is not None else None, out.data_ptr()),
     )
+    library.crossdock_paged_attention(ctypes.byref(call), q.dtype == torch.bfloat16, torch.get_num_threads())
+    return out
+
+
+class _Call(ctypes.Structure):
+    """`struct Attention` of attention.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("S", "table_stride", "Hq", "Hkv", "Dk", "Dv", "page_size")),
+        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_page", "k_head", "v_page", "v_head", "window")),
+        *((name, ctypes.c_double) for name in ("scale", "softcap")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "query_start", "kv_len", "page_table", "sinks", "out")),
+    ]
+
+
+@lru_cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled attention.cpp; None, said once, where it cannot be had."""
+    flags = cpu_flags()
+    if "sse2" in flags and "avx2" not in flags:
+        logger.warning("paged attention runs in plain torch, several times slower: this CPU has no AVX2")
+        return None
+    try:
+        library = cpu_library("attention")
+    except OSError as error:
+        logger.warning("paged attention runs in plain torch, several times slower: %s", error)
+        return None
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    library.crossdock_paged_attention.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
+    library.crossdock_paged_attention.restype = None
+    library.crossdock_store.argtypes = [pointer, integer, integer, pointer, *[integer] * 3, pointer, *[integer] * 3]
+    library.crossdock_store.restype = None
+    return library
+
+
+def _library_for(x: Tensor, y: Tensor | None, k_pages: Tensor, v_pages: Tensor) -> ctypes.CDLL | None:
+    """The library if it can take these tensors; None sends the call to torch."""
+    if not x.device.type == k_pages.device.type == "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    if not x.dtype == k_pages.dtype == v_pages.dtype or (y is not None and y.dtype != x.dtype):
+        return None
+    if x.stride(-1) != 1 or (y is not None and y.stride(-1) != 1):
+        return None
+    for pages in (k_pages, v_pages):
+        D = pages.shape[3]
+        if D > _MAX_HEAD_DIM or pages.stride(3) != 1 or (pages.stride(2) != D and pages.shape[2] > 1):
+            return None
+    return _library()
 
 
 def reference_store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
