@@ -1,5 +1,6 @@
 """The configuration: one frozen tree, from a YAML file and overrides. Nothing reads the environment after it."""
 
+import copy
 import difflib
 import types
 import typing
@@ -112,7 +113,7 @@ def load(path: Path | None = None, overrides: Mapping[str, object] | None = None
     """
     data = {} if path is None else _read(path)
     for key, value in (overrides or {}).items():
-        _set(data, key, value)
+        _set(data, key, copy.deepcopy(value))
     try:
         return ClusterConfig.model_validate(data)
     except ValidationError as error:
@@ -187,7 +188,7 @@ def _explain(loc: tuple[int | str, ...], kind: str, message: str, value: object)
         return f"{where}: {message}" if where else message
     message = message.replace("Input should", "must", 1)
     message = message[:1].lower() + message[1:]
-    return f"{where}: {message}, not {value!r}"
+    return f"{where}: {message}" if _is_secret(loc) else f"{where}: {message}, not {value!r}"
 
 
 def _suggestion(loc: tuple[int | str, ...]) -> str:
@@ -197,7 +198,7 @@ def _suggestion(loc: tuple[int | str, ...]) -> str:
         return f"; did you mean {close[0]}?"
     for section, field in ClusterConfig.model_fields.items():  # the right name at the wrong place
         if name in getattr(_model_of(field.annotation), "model_fields", {}):
-            return f"; did you mean {section}.{name}?"
+            return f"; did you mean {section}{'.NAME' if section == 'pools' else ''}.{name}?"
     return f"; there are {', '.join(fields)}"
 
 
@@ -207,6 +208,20 @@ def _fields_at(loc: tuple[int | str, ...]) -> list[str]:
         if isinstance(part, str):
             model = _model_of(model.model_fields[part].annotation)
     return list(model.model_fields)
+
+
+def _is_secret(loc: tuple[int | str, ...]) -> bool:
+    """Fields that do not appear in a repr do not appear in messages either."""
+    names = [part for part in loc if isinstance(part, str)]
+    model: Any = ClusterConfig
+    for name in names:
+        field = getattr(model, "model_fields", {}).get(name)
+        if field is None:
+            return False
+        if not field.repr:
+            return True
+        model = _model_of(field.annotation)
+    return False
 
 
 def _model_of(annotation: Any) -> Any:

@@ -1,0 +1,175 @@
+"""The configuration tree: what files and overrides mean, and what is said of those that mean nothing."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from crossdock.cluster.config import ClusterConfig, ConfigError, ModelConfig, PoolConfig, load, to_yaml
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        """
+        model: {path: org/model, max_model_len: 4096}
+        engine: {max_num_seqs: 8, kv_cache_memory: 1GiB}
+        pools:
+          - {name: prefill, replicas: 2, engine: {max_num_batched_tokens: 2048}}
+          - {role: decode}
+        http: {port: 9000}
+        """
+    )
+    return path
+
+
+def test_nothing_is_one_mixed_replica_of_the_default() -> None:
+    config = load()
+    assert config.model.path is None
+    assert config.model.name == "SmolLM2-135M-Instruct"
+    assert [(pool.name, pool.role, pool.replicas) for pool in config.pools] == [("mixed", "mixed", 1)]
+    assert (config.http.host, config.http.port) == ("127.0.0.1", 8000)
+
+
+def test_file_is_read_and_overrides_win(file: Path) -> None:
+    config = load(file, {"http.port": 9001, "engine.page_size": 32, "pools.decode.num_cpus": 4, "pools.0.replicas": 3})
+    assert config.model.path == config.model.name == "org/model"
+    assert config.engine.kv_cache_memory == 1 << 30
+    assert (config.engine.max_num_seqs, config.engine.page_size) == (8, 32)
+    assert config.http.port == 9001
+    assert [(pool.name, pool.role, pool.replicas, pool.num_cpus) for pool in config.pools] == [
+        ("prefill", "prefill", 3, 0),
+        ("decode", "decode", 1, 4),
+    ]
+
+
+def test_a_pool_names_only_what_differs(file: Path) -> None:
+    prefill, decode = load(file, {"engine.max_num_seqs": 4}).pools
+    assert prefill.engine is not None
+    assert prefill.engine.max_num_batched_tokens == 2048
+    assert prefill.engine.max_num_seqs == 4  # the cluster's, and from an override at that
+    assert prefill.engine.kv_cache_memory == 1 << 30
+    assert decode.engine is None
+
+
+def test_default_pool_can_be_changed_by_name_and_by_position() -> None:
+    config = load(None, {"pools.mixed.replicas": 2, "pools.0.engine.max_num_seqs": 4})
+    assert config.pools[0].replicas == 2
+    assert config.pools[0].engine is not None
+    assert config.pools[0].engine.max_num_seqs == 4
+    assert load(None, {"pools": [{"name": "decode"}], "pools.decode.replicas": 2}).pools[0].replicas == 2
+
+
+def test_overrides_leave_the_callers_mapping_alone() -> None:
+    pools = [{"name": "decode"}]
+    load(None, {"pools": pools, "pools.decode.replicas": 2})
+    assert pools == [{"name": "decode"}]
+
+
+def test_tree_is_frozen() -> None:
+    config = load()
+    with pytest.raises(ValidationError):
+        config.http.port = 1  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        config.model = ModelConfig()  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ({"engine.max_num_seq": 3}, "engine.max_num_seq: no such setting; did you mean max_num_seqs?"),
+        ({"max_num_seqs": 3}, "max_num_seqs: no such setting; did you mean engine.max_num_seqs?"),
+        ({"engine.max-num-seqs": 3}, "engine.max-num-seqs: no such setting; did you mean max_num_seqs?"),
+        ({"replicas": 3}, "replicas: no such setting; did you mean pools.NAME.replicas?"),
+        ({"zzz": 3}, "zzz: no such setting; there are model, engine, pools, http"),
+        ({"pools.0.engine.page_siz": 3}, "pools.0.engine.page_siz: no such setting; did you mean page_size?"),
+        ({"engine.max_num_seqs": 0}, "engine.max_num_seqs: must be greater than or equal to 1, not 0"),
+        ({"engine.kv_cache_memory": "2 zorks"}, "engine.kv_cache_memory: could not interpret byte unit: zorks"),
+        ({"model.dtype": "int3"}, "model.dtype: must be 'auto', 'bfloat16', 'float16' or 'float32', not 'int3'"),
+        ({"model.path": 5}, "model.path: must be a valid string, not 5"),
+        ({"http.port": 70000}, "http.port: must be less than or equal to 65535, not 70000"),
+        ({"pools.x.replicas": 1}, "pools.x.replicas: no member 'x' here; there are mixed"),
+        ({"pools.1.replicas": 1}, "pools.1.replicas: no member '1' here; there are mixed"),
+        ({"pools.0": {}}, "pools.0: names a whole member of a list; set its fields one by one"),
+        ({"http.port": 1, "http.port.x": 1}, "http.port.x: http.port is 1, which has no parts"),
+        ({"pools": []}, "pools: at least one is needed"),
+        ({"pools": [{"name": "a"}, {"name": "a"}]}, "pools: two are named 'a'; give each its own name"),
+        ({"pools": [{"name": "ingress"}]}, "pools.0: name 'ingress' is the HTTP deployment's; choose another"),
+        ({"pools": [{"name": "a b"}]}, "pools.0.name: string should match pattern '^[a-z][a-z0-9-]*$', not 'a b'"),
+        ({"engine.max_num_batched_tokens": 10}, "engine: max_num_batched_tokens (10) must be at least max_num_seqs"),
+    ],
+)
+def test_errors_say_where_what_and_what_is_accepted(overrides: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(None, overrides)
+    assert str(error.value).startswith(told)
+    assert "\n" not in str(error.value)  # one problem, one line
+
+
+def test_all_problems_are_told_at_once_with_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("engine: {page_size: 0}\nhttp: {prot: 80}\n")
+    with pytest.raises(ConfigError) as error:
+        load(path)
+    first, second = str(error.value).splitlines()
+    assert first == f"{path}: engine.page_size: must be greater than or equal to 1, not 0"
+    assert second == f"{path}: http.prot: no such setting; did you mean port?"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: [1, 2", "not YAML: .* line 1"),
+        ("- a\n- b\n", "a mapping is expected"),
+        ("engine: 3\n", "engine: must be a valid dictionary"),
+        ("pools: {name: a}\n", "pools: must be a valid tuple"),
+    ],
+)
+def test_files_that_are_not_configurations(text: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        load(path)
+
+
+def test_absent_and_empty_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read: No such file"):
+        load(tmp_path / "absent.yaml")
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    assert load(tmp_path / "empty.yaml") == load()
+
+
+def test_printed_configuration_reads_back_as_itself(file: Path, tmp_path: Path) -> None:
+    for config in (load(), load(file)):
+        (tmp_path / "printed.yaml").write_text(to_yaml(config))
+        assert load(tmp_path / "printed.yaml") == config
+        # What Ray Serve does with the arguments in a RayService manifest.
+        assert ClusterConfig.model_validate(yaml.safe_load(to_yaml(config))) == config
+
+
+def test_printed_configuration_explains_itself_and_hides_secrets() -> None:
+    text = to_yaml(load(None, {"http.api_keys": ["hunter2"]}))
+    assert "hunter2" not in text
+    assert "<hidden>" in text
+    assert "max_num_seqs: 64  # Requests" in text
+    assert "hunter2" not in repr(load(None, {"http.api_keys": ["hunter2"]}))
+
+
+def test_a_bad_secret_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as error:
+        load(None, {"http.api_keys": [12345678]})
+    assert "12345678" not in str(error.value)
+
+
+def test_pool_name_and_role_stand_for_each_other() -> None:
+    assert PoolConfig.model_validate({"role": "decode"}).name == "decode"
+    assert PoolConfig.model_validate({"name": "prefill"}).role == "prefill"
+    assert PoolConfig.model_validate({"name": "big"}).role == "mixed"
+    assert PoolConfig.model_validate({"name": "prefill", "role": "mixed"}).role == "mixed"
+
+
+def test_model_name_is_the_clients() -> None:
+    assert ModelConfig.model_validate({"path": "org/model@v1"}).name == "org/model"
+    assert ModelConfig.model_validate({"path": "org/model", "served_name": "mine"}).name == "mine"
