@@ -114,6 +114,8 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     as given, before all of these. A row's answer is the same bit for bit whichever rows are sampled with it.
     """
     assert len(logits) == len(rows), f"{len(logits)} rows of logits for {len(rows)} requests"
+    if not rows:
+        return []
     token_ids = _choose(logits, rows)
     logprobs = _sampled_logprobs(logits, token_ids, rows)
     return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids.tolist())]
