@@ -53,6 +53,9 @@ class HttpConfig(BaseModel):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     replicas: int = Field(1, ge=1, description="Ingress replicas.")
+    direct: bool = Field(
+        False, description="Ingresses listen on host and port themselves, with no Serve proxy before them: one node only."
+    )
     drain_timeout_s: float = Field(60.0, ge=0, description="How long requests may run on after a stop is asked for.")
     api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), repr=False, description="None: open to all.")
     max_body_bytes: int = Field(20 << 20, ge=1)

@@ -5,8 +5,10 @@
 // Every row is computed in the same order whatever rows come with it, so results do not depend on the batch.
 
 #include <immintrin.h>
+#include <linux/futex.h>
 #include <omp.h>
-#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -54,23 +56,35 @@ inline __m512 exp16(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
+// Threads that wait spin for some microseconds, then sleep: a spinning thread holds a core on which the one it waits
+// for, pushed off its own by another process, could go on at once.
 struct Barrier {
-    std::atomic<int> waiting{0};
-    std::atomic<int> phase{0};
+    std::atomic<int> waiting{0}, phase{0}, sleeping{0};
     int size = 1;
 
     void wait() {
         if (size == 1) return;
-        int now = phase.load(std::memory_order_relaxed);
+        const int now = phase.load(std::memory_order_relaxed);
         if (waiting.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
             waiting.store(0, std::memory_order_relaxed);
-            phase.store(now + 1, std::memory_order_release);
+            phase.store(now + 1);
+            if (sleeping.load()) futex(FUTEX_WAKE_PRIVATE, size);
             return;
         }
-        for (int spin = 0; phase.load(std::memory_order_acquire) == now; ++spin) {
-            if (spin < 4000) _mm_pause();
-            else sched_yield();  // the other thread may be off its core: let whoever is there finish
+        for (int spin = 0; spin < SPINS; ++spin) {
+            if (phase.load(std::memory_order_acquire) != now) return;
+            _mm_pause();
         }
+        sleeping.fetch_add(1);
+        while (phase.load() == now) futex(FUTEX_WAIT_PRIVATE, now);
+        sleeping.fetch_sub(1);
+    }
+
+   private:
+    static constexpr int SPINS = 1000;
+
+    void futex(int operation, int value) {
+        syscall(SYS_futex, reinterpret_cast<int*>(&phase), operation, value, nullptr, nullptr, 0);
     }
 };
 
