@@ -54,7 +54,7 @@ class HttpConfig(BaseModel):
     port: int = Field(8000, ge=0, le=65535)
     replicas: int = Field(1, ge=1, description="Ingress replicas.")
     direct: bool = Field(
-        False, description="Ingresses listen on host and port themselves, with no Serve proxy before them: one node only."
+        False, description="Ingresses listen on host and port themselves, without Serve's proxies: for one node."
     )
     drain_timeout_s: float = Field(60.0, ge=0, description="How long requests may run on after a stop is asked for.")
     api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), repr=False, description="None: open to all.")

@@ -11,6 +11,7 @@ import socket
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -66,7 +67,9 @@ class ReplicaClient:
 class Ingress:
     """HTTP in, tokens out: one dispatcher over all pools, and the OpenAI API in front of it."""
 
-    async def __init__(self, config: ClusterConfig, engines: dict[str, DeploymentHandle]) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ClusterConfig, engines: dict[str, DeploymentHandle]
+    ) -> None:
         path = resolve_model(config.model.path)
         self.dispatcher = Dispatcher(config.model.name)
         self._name = uuid.uuid4().hex
@@ -77,7 +80,7 @@ class Ingress:
         if config.http.direct:
             self._server = await _listen(self._api, config.http.host, config.http.port)
         for deployment, handle in engines.items():
-            membership.subscribe(deployment, lambda members, handle=handle: self._on_members(handle, members))
+            membership.subscribe(deployment, partial(self._on_members, handle))
             handle._init()  # a handle hears of its replicas only from its first use on; this is that, without a call
 
     def __serve_build_asgi_app__(self) -> Any:

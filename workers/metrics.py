@@ -1,8 +1,11 @@
 """What a replica measures of itself, in Prometheus terms. No ray: the ingress fetches the text and merges it."""
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from crossdock.workers.engine import Engine, Step
+from crossdock.workers.pages import PagePool
 from crossdock.workers.request import FinishReason, Request
 
 _STEP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -35,7 +38,7 @@ class EngineMetrics:
     def watch(self, engine: Engine) -> None:
         """Reads the engine's gauges at every scrape."""
         for state in ("free", "owned", "cached", "quarantined"):
-            self._pages.labels(state).set_function(lambda state=state: getattr(engine.pages.counts(), state))
+            self._pages.labels(state).set_function(partial(_count, engine.pages, state))
         self._requests.labels("running").set_function(lambda: len(engine.scheduler.running))
         self._requests.labels("waiting").set_function(lambda: len(engine.scheduler.waiting))
         self._preemptions.set_function(lambda: engine.scheduler.num_preemptions)
@@ -62,3 +65,8 @@ class EngineMetrics:
 
     def text(self) -> str:
         return generate_latest(self.registry).decode()
+
+
+def _count(pages: PagePool, state: str) -> int:
+    count: int = getattr(pages.counts(), state)
+    return count

@@ -181,13 +181,13 @@ def load_model(
 
 
 def wrap_module(
-    module: nn.Module, max_model_len: int | None = None, generation: GenerationConfig | None = None
+    module: Any, max_model_len: int | None = None, generation: GenerationConfig | None = None
 ) -> PagedModel:
     """Puts a transformers causal LM behind our attention, or refuses it."""
-    config: PretrainedConfig = module.config  # type: ignore[assignment]
+    config: PretrainedConfig = module.config
     _refuse_by_config(config)
     module.eval().requires_grad_(False)
-    module.set_attn_implementation(_IMPLEMENTATION)  # type: ignore[operator]
+    module.set_attn_implementation(_IMPLEMENTATION)
     text_config = _text_config(config)
     longest = getattr(text_config, "max_position_embeddings", None)
     if max_model_len and longest and max_model_len > longest:
@@ -250,7 +250,8 @@ def _probe(model: PagedModel) -> None:
     """Two sequences in one flat batch must give what each gives alone to the model's own eager attention, with every
     layer reaching our function once. Models that keep state elsewhere, or never call the interface, would otherwise
     produce fluent nonsense in silence. Sets `model.layers`, and fuses layers where that gives the same again."""
-    module, config = model.module, model.config
+    module: Any = model.module
+    config = model.config
     num_layers: int = _text_config(config).num_hidden_layers
     generator = torch.Generator().manual_seed(0)
     lengths = [5, 24]
@@ -269,7 +270,9 @@ def _probe(model: PagedModel) -> None:
         )
     module.set_attn_implementation("eager")
     try:
-        theirs = torch.cat([module(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths)])
+        theirs = torch.cat(
+            [module(input_ids=part[None], use_cache=False).logits[0] for part in torch.split(ids, lengths)]
+        )
     finally:
         module.set_attn_implementation(_IMPLEMENTATION)
     tolerance = 2e-3 if model.dtype is torch.float32 else 0.1
@@ -298,4 +301,5 @@ def _probe(model: PagedModel) -> None:
 
 
 def _relative_error(ours: Tensor, theirs: Tensor) -> float:
-    return ((ours.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-6)).item()
+    error = (ours.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-6)
+    return float(error)

@@ -23,7 +23,7 @@ logger = logging.getLogger("ray.serve")
 class Replica:
     """One engine. Its constructor loads the model; Serve routes to it once that is done."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, model: str | None, dtype: str, max_model_len: int | None, engine: EngineConfig, num_threads: int
     ) -> None:
         loaded = await asyncio.to_thread(_load, model, dtype, max_model_len, engine, num_threads)

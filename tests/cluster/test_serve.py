@@ -142,7 +142,7 @@ def test_refusals_reach_the_client_in_openais_shape(client: openai.OpenAI) -> No
     assert error.value.body["param"]  # type: ignore[index]
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="gpt-5", prompt="hi")
-    with pytest.raises(openai.BadRequestError, match="(?i)json_schema|schema"):
+    with pytest.raises(openai.BadRequestError, match="schema"):
         client.chat.completions.create(
             model="smol",
             messages=[{"role": "user", "content": "hi"}],

@@ -205,12 +205,19 @@ def test_json_schema_holds_under_sampling(model: PagedModel, model_dir: Path) ->
 
     from crossdock.workers.request import Grammar
 
-    schema = '{"type":"object","properties":{"name":{"type":"string","maxLength":8},"age":{"type":"integer","maximum":99}},"required":["name","age"],"additionalProperties":false}'
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
     it = engine(model, path=model_dir)
     for seed in range(4):
-        params = SamplingParams(max_tokens=80, temperature=1.0, seed=seed, grammar=Grammar("json_schema", schema))
+        params = SamplingParams(
+            max_tokens=80, temperature=1.0, seed=seed, grammar=Grammar("json_schema", json.dumps(schema))
+        )
         it.add(Submission(f"{seed}", list(range(50, 60)), params), 0.0)
-    with pytest.raises(ValueError, match="(?i)schema|regex|grammar"):
+    with pytest.raises(ValueError, match=r"regex"):
         it.add(Submission("bad", [1], SamplingParams(grammar=Grammar("regex", "("))), 0.0)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     for deltas in run(it).values():

@@ -18,7 +18,13 @@ pytestmark = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="the fu
 WIDE = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}
 FUSED: dict[str, dict[str, Any]] = {
     "llama": WIDE,
-    "llama groups of 3": {**WIDE, "hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
+    "llama groups of 3": {
+        **WIDE,
+        "hidden_size": 144,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+    },
     "llama one group": {**WIDE, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 96},
     "qwen2 biases": WIDE,
     "qwen3 norms": {**WIDE, "head_dim": 128},
