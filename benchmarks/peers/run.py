@@ -3,8 +3,8 @@
     python benchmarks/peers/run.py MODEL_DIR --servers crossdock:512 vllm:512 vllm:128 --repeats 2
 
 A server is NAME[:BUDGET], the budget being the most tokens one of its steps may carry. The peers are installed first
-with their scripts beside this file (`vllm.sh install`). Repeats are interleaved, every server in turn, so that a machine
-that slows down slows all of them; a server starts afresh each time and nothing else should run beside it.
+with their scripts beside this file (`vllm.sh install`). Repeats are interleaved, every server in turn, so that a
+machine that slows down slows all of them; a server starts afresh each time and nothing else should run beside it.
 """
 
 import argparse
@@ -36,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PEERS = ("vllm", "llamacpp", "transformers")
 WORKLOADS = ("chat", "prefill", "interference")
-# Inherited by whatever a server starts, in however many process groups: it is how we find and end all of it.
+# Inherited by whatever a server starts, in however many process groups.
 MARK = "CROSSDOCK_PEER_RUN"
 
 
@@ -65,24 +65,43 @@ class ServerSpec:
         return [*command, *(["--venv", str(args.venvs / self.name)] if args.venvs else [])]
 
 
-def marked_processes(mark: str) -> list[int]:
-    """Ids of living processes that were started, however indirectly, with this mark in their environment."""
+def processes_of(session: int, mark: str) -> set[int]:
+    """Ids of all living processes of a server: those of its session, those marked in their environment, and all that
+    descend from either. One sign alone does not do: Ray's daemons leave the session, and processes that set their title
+    (vLLM's workers, Ray's) overwrite their environment."""
+    parents: dict[int, int] = {}
+    found = set()
     wanted = f"{MARK}={mark}".encode()
-    found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and int(entry.name) != os.getpid():
-            try:
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-            except OSError:  # gone meanwhile, or another user's
+        if not entry.name.isdecimal():
+            continue
+        pid = int(entry.name)
+        try:
+            # pid (name) state parent group session ...; the name may hold anything, so read from its closing bracket
+            state, parent, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            if state == "Z":
                 continue
+            parents[pid] = int(parent)
+            if int(its_session) == session or wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.add(pid)
+        except OSError:  # gone meanwhile, or another user's
+            continue
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
     return found
 
 
-def memory_mib(mark: str) -> float:
+def _living(pid: int) -> bool:
+    try:
+        return not Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].lstrip().startswith("Z")
+    except OSError:
+        return False
+
+
+def memory_mib(processes: set[int]) -> float:
     """Memory of all of a server's processes; pages they share count once (PSS)."""
     total = 0
-    for pid in marked_processes(mark):
+    for pid in processes:
         try:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         except OSError:
@@ -92,8 +111,8 @@ def memory_mib(mark: str) -> float:
 
 
 @contextmanager
-def serving(spec: ServerSpec, args: argparse.Namespace, log: Path) -> Iterator[tuple[str, str, float]]:
-    """Starts a server, waits until it answers, gives (address, mark, seconds to start), and ends all it started."""
+def serving(spec: ServerSpec, args: argparse.Namespace, log: Path) -> Iterator[tuple[str, set[int], float]]:
+    """Starts a server, waits until it answers, gives (address, its processes, seconds to start), and ends them all."""
     port, mark = args.port, uuid.uuid4().hex
     address = f"http://127.0.0.1:{port}"
     started = time.monotonic()
@@ -113,16 +132,20 @@ def serving(spec: ServerSpec, args: argparse.Namespace, log: Path) -> Iterator[t
             if time.monotonic() - started > args.start_timeout:
                 raise RuntimeError(f"{spec.name} was not ready within {args.start_timeout} s; see {log}")
             time.sleep(0.5)
-        yield address, mark, time.monotonic() - started
+        yield address, processes_of(process.pid, mark), time.monotonic() - started
     finally:
+        left = processes_of(process.pid, mark)
         process.send_signal(signal.SIGINT)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
             process.terminate()
         deadline = time.monotonic() + 15
-        while (left := marked_processes(mark)) and time.monotonic() < deadline:
+        while left and time.monotonic() < deadline:
             time.sleep(0.5)
+            # Some may have lost their parent meanwhile, and with it the way in which they were found.
+            process.poll()
+            left = {pid for pid in left if _living(pid)} | processes_of(process.pid, mark)
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -237,10 +260,10 @@ def main() -> None:
             log = args.output.with_name(f"{args.output.name}-{spec.name}.log")
             print(f"[{repeat + 1}/{args.repeats}] {label}: starting", flush=True)
             try:
-                with serving(spec, args, log) as (address, mark, start_seconds):
+                with serving(spec, args, log) as (address, processes, start_seconds):
                     load = os.getloadavg()[0]
                     runs = {workload: measure(spec, workload, address, args) for workload in args.workloads}
-                    row = figures(runs) | {"memory MiB": memory_mib(mark), "start s": start_seconds}
+                    row = figures(runs) | {"memory MiB": memory_mib(processes), "start s": start_seconds}
             except (RuntimeError, OSError, BenchError) as error:
                 print(f"  {error}", file=sys.stderr, flush=True)
                 continue
