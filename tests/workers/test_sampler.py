@@ -97,6 +97,17 @@ def test_successive_draws_are_independent() -> None:
     assert abs(chi_square(pairs, torch.full((64,), 1 / 64))) < 4
 
 
+def test_neighbours_in_seed_and_position_are_unrelated() -> None:
+    """Seed 7 at position 9 is no shifted copy of seed 8 at position 8, nor of anything else nearby."""
+    side, choices = 80, 16
+    rows = [make_row(seed=seed, position=2 + at) for seed in range(side) for at in range(side)]
+    grid = torch.tensor(draw(torch.zeros(len(rows), choices), rows)).reshape(side, side)
+    for down, right in ((0, 1), (1, 0), (1, 1), (1, -1), (2, -1), (1, -2)):
+        shifted = grid.roll((down, right), (0, 1))[2:-2, 2:-2]
+        pairs = choices * grid[2:-2, 2:-2] + shifted
+        assert abs(chi_square(pairs.flatten().tolist(), torch.full((choices**2,), 1 / choices**2))) < 4
+
+
 def test_rare_tokens_are_drawn_at_their_rate() -> None:
     """One token in a hundred thousand, shared among a thousand ids: the noise must be fine where it is large."""
     logits = torch.cat([torch.tensor([0.0]), torch.full((999,), math.log(1e-2 / 999))])
