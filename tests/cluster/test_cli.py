@@ -398,8 +398,9 @@ def test_serve_chat_and_stop(model_dir: Path, tmp_path: Path) -> None:
             assert server.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
+        asked, url = "What is the capital of France?", f"http://127.0.0.1:{port}"
         answer = subprocess.run(
-            [COMMAND, "chat", "The capital of France?", "--temperature", "0", "--url", f"http://127.0.0.1:{port}"],
+            [COMMAND, "chat", asked, "--temperature", "0", "--url", url],
             capture_output=True,
             text=True,
             check=True,
