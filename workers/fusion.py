@@ -62,7 +62,7 @@ def fuse(module: nn.Module, windows: Sequence[int | None], context: ForwardConte
     if reason := shape.why_not():
         raise NotFusableError(reason)
     head: Any = getattr(model, "lm_head", None)
-    if type(head) is not nn.Linear or head.bias is not None or head.out_features % 16:
+    if type(head) is not nn.Linear or getattr(head, "bias", None) is not None or head.out_features % 16:
         raise NotFusableError("its lm_head is not a plain linear of a multiple of 16 outputs")
     try:
         fused, fused_head = FusedLayers(DecoderStack(shape, weights), context), FusedHead(head.weight)
@@ -78,7 +78,11 @@ def fuse(module: nn.Module, windows: Sequence[int | None], context: ForwardConte
 
 def _expect(part: nn.Module | None, what: str, needed: Set[str], optional: Set[str] = frozenset()) -> None:
     """The children of `part` that have weights are exactly these."""
-    names = {name for name, child in part.named_children() if any(True for _ in child.parameters())} if part is not None else set()
+    names = (
+        {name for name, child in part.named_children() if any(True for _ in child.parameters())}
+        if part is not None
+        else set()
+    )
     if wrong := (names - optional) ^ needed:
         raise NotFusableError(f"its {what} differs in {', '.join(sorted(wrong))}")
 
