@@ -118,7 +118,9 @@ class Engine:
         if self._grammar_compiler is None:
             if self.tokenizer_dir is None:
                 raise ValueError("structured output needs the model's tokenizer, which this engine was started without")
-            self._grammar_compiler = GrammarCompiler(self.tokenizer_dir, self.model.vocab_size)
+            self._grammar_compiler = GrammarCompiler(
+                self.tokenizer_dir, self.model.vocab_size, tuple(self.model.eos_token_ids)
+            )
         return self._grammar_compiler.compile(grammar)  # type: ignore[arg-type]
 
     def _sample(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, Sampled]:
@@ -137,7 +139,8 @@ class Engine:
             if state is not None:
                 state.accept(token.token_id)
             ends = state is not None and state.finished
-            sampled[part.request.id] = Sampled(token.token_id, token.logprobs, ends)
+            error = state.error if state is not None else None
+            sampled[part.request.id] = Sampled(token.token_id, token.logprobs, ends, error)
         return sampled
 
     def _collect_prompt_logprobs(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> None:

@@ -76,6 +76,7 @@ class Sampled:
     token_id: int
     logprobs: TokenLogprobs | None = None
     ends: bool = False  # the grammar is complete: nothing may follow
+    error: str | None = None  # the grammar cannot go on: the request fails, others do not
 
 
 @dataclass(slots=True)
@@ -265,12 +266,15 @@ class Scheduler:
         may_stop = request.num_output_tokens > params.min_tokens
         is_eos = sampled.token_id in self.eos_token_ids and not params.ignore_eos
         is_stop = may_stop and (is_eos or sampled.token_id in params.stop_token_ids)
-        if is_stop or sampled.ends:
+        if sampled.error is not None:
+            self._finish(request, FinishReason.ERROR)
+        elif is_stop or sampled.ends:
             self._finish(request, FinishReason.STOP)
         elif request.num_output_tokens >= params.max_tokens or request.num_tokens >= self.max_model_len:
             self._finish(request, FinishReason.LENGTH)
         delta = self._delta(request, [sampled.token_id])
         delta.logprobs = [sampled.logprobs] if sampled.logprobs else None
+        delta.error = sampled.error
         delta.stop_token_id = sampled.token_id if is_stop else None
         return delta
 

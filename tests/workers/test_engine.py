@@ -30,7 +30,7 @@ TOPICS = [
 
 @pytest.fixture(scope="module")
 def prompts(model_dir: Path) -> list[list[int]]:
-    """50 prompts of 1 to 500 tokens, some sharing their beginnings."""
+    """50 prompts of 1 to 400 tokens, some sharing their beginnings."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     rng = random.Random(0)
     topics: list[list[int]] = [tokenizer(text).input_ids for text in TOPICS]
@@ -38,7 +38,7 @@ def prompts(model_dir: Path) -> list[list[int]]:
     prompts = [*topics, [5]]
     while len(prompts) < 50:
         body = [token for _ in range(rng.choice([1, 3, 10, 40])) for token in rng.choice(topics)]
-        prompts.append((shared if rng.random() < 0.3 else []) + body[: rng.randint(1, 300)])
+        prompts.append((shared if rng.random() < 0.3 else []) + body[: rng.randint(1, 200)])
     return prompts
 
 
@@ -122,19 +122,25 @@ def test_greedy_equals_generate_from_cached_prefixes(
 def test_greedy_equals_generate_under_preemption(
     model_dir: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    model = load_model(model_dir, torch.float32, max_model_len=1024)
-    it = engine(model, memory=f"{1024 * model.layout(16).token_bytes}B", max_num_batched_tokens=256)
-    short = [number for number, prompt in enumerate(prompts) if len(prompt) < 200]
-    for number in short:
-        it.add(Submission(f"{number}", prompts[number], greedy()), 0.0)
+    """A pool for one long request: streams that start together on 15 tokens each outgrow it together."""
+    model = load_model(model_dir, torch.float32, max_model_len=256)
+    it = engine(model, memory=f"{256 * model.layout(16).token_bytes}B", max_num_batched_tokens=512)
+    chosen = [number for number, prompt in enumerate(prompts) if len(prompt) >= 15]
+    starts = [(prompts[number] + expected[number])[:15] for number in chosen]
+    module = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    greedy_tokens = GenerationConfig(max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0)
+    batch = torch.tensor(starts)
+    wanted = module.generate(batch, attention_mask=torch.ones_like(batch), generation_config=greedy_tokens)
+    for number, start in enumerate(starts):
+        it.add(Submission(f"{number}", start, greedy(24)), 0.0)
     deltas = run(it)
-    assert it.scheduler.num_preemptions > 0
-    assert [tokens_of(deltas[f"{number}"]) for number in short] == [expected[number] for number in short]
+    assert it.scheduler.num_preemptions > 3
+    assert [tokens_of(deltas[f"{number}"]) for number in range(len(starts))] == wanted[:, 15:].tolist()
 
 
 def test_sampled_output_depends_on_seed_alone(model_dir: Path, prompts: list[list[int]]) -> None:
     """The same alone, in a batch, and after preemption; another with another seed."""
-    model = load_model(model_dir, torch.float32, max_model_len=1024)
+    model = load_model(model_dir, torch.float32)
 
     def sampled(seed: int) -> SamplingParams:
         return SamplingParams(
@@ -155,18 +161,15 @@ def test_sampled_output_depends_on_seed_alone(model_dir: Path, prompts: list[lis
     assert tokens_of(batched["it"]) == first
     assert tokens_of(batched["other seed"]) != first
 
-    tight = engine(model, memory=f"{1024 * model.layout(16).token_bytes}B")
-    for number in range(20):
-        tight.add(Submission(f"{number}", prompt * 4, sampled(number + 10)), 0.0)
+    small = load_model(model_dir, torch.float32, max_model_len=256)
+    tight = engine(small, memory=f"{256 * small.layout(16).token_bytes}B")
+    for number in range(7):  # eight are admitted, and the last one goes when they outgrow the pool
+        tight.add(Submission(f"{number}", [number + 5] * 15, sampled(number + 10)), 0.0)
     tight.add(Submission("it", prompt, sampled(1)), 0.0)
-    for _ in range(8):
-        tight.step(0.0)
-    victim = tight.scheduler.get("it")
-    assert victim is not None
-    if victim in tight.scheduler.running:
-        tight.scheduler._preempt(victim)
+    it = tight.scheduler.get("it")
+    assert it is not None
     assert tokens_of(run(tight)["it"]) == first
-    assert tight.scheduler.num_preemptions > 0
+    assert it.num_preemptions > 0
 
 
 def test_prompt_logprobs_are_those_of_one_forward_pass(model: PagedModel, model_dir: Path) -> None:
