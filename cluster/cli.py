@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from crossdock.cluster.bench import bench
+from crossdock.cluster.bench.command import bench
 from crossdock.cluster.chat import chat
 
 if TYPE_CHECKING:

@@ -27,10 +27,10 @@ from typing import Any
 
 import httpx
 
-from crossdock.cluster.bench_http import BenchError
-from crossdock.cluster.bench_report import as_json
-from crossdock.cluster.bench_run import BenchOptions, run_bench
-from crossdock.cluster.workloads import Interference
+from crossdock.cluster.bench.http import BenchError
+from crossdock.cluster.bench.report import as_json
+from crossdock.cluster.bench.run import BenchOptions, run_bench
+from crossdock.cluster.bench.workloads import Interference
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -22,13 +22,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from crossdock.cluster import bench_metrics, bench_report
-from crossdock.cluster.bench import bench
-from crossdock.cluster.bench_client import Server
-from crossdock.cluster.bench_http import BenchError, HttpResponse, TokenStream, error_text
-from crossdock.cluster.bench_metrics import Sample, gaps_within, meets, parse_goodput, spread_ms, summarize
-from crossdock.cluster.bench_run import BenchOptions, bench_jobs, open_loop, run_bench
-from crossdock.cluster.workloads import (
+from crossdock.cluster.bench import metrics, report
+from crossdock.cluster.bench.client import Server
+from crossdock.cluster.bench.command import bench
+from crossdock.cluster.bench.http import BenchError, HttpResponse, TokenStream, error_text
+from crossdock.cluster.bench.metrics import Sample, gaps_within, meets, parse_goodput, spread_ms, summarize
+from crossdock.cluster.bench.run import BenchOptions, bench_jobs, open_loop, run_bench
+from crossdock.cluster.bench.workloads import (
     SHAPES,
     WORDS,
     Interference,
@@ -214,7 +214,7 @@ def test_interference_figures() -> None:
     stream = sample(*[0.1 * i for i in range(11)], 1.5, 2.0, 2.1, role="stream", stopped=True)
     long = sample(2.0, sent=1.0, role="long", prompt_tokens=4000)
     failed = sample(role="long", sent=2.05, error="refused")
-    figures = bench_metrics.interference([stream, long, failed], quiet=(0.0, 1.0))
+    figures = metrics.interference([stream, long, failed], quiet=(0.0, 1.0))
     assert figures["quiet_gap_ms"]["p99"] == pytest.approx(100)
     assert figures["interfered_gap_ms"]["p50"] == pytest.approx(500)
     assert figures["long_ttft_ms"]["p50"] == pytest.approx(1000)
@@ -516,7 +516,7 @@ def test_interference(scripted: tuple[Scripted, str], tmp_path: Path) -> None:
     assert script.closed_early == 3  # the server sees its clients go
     assert [len(body["prompt"]) for body in script.measured if len(body["prompt"]) > 1000] == [1500, 1500]
 
-    bench_report.plot(result, tmp_path / "gaps.png")
+    report.plot(result, tmp_path / "gaps.png")
     assert (tmp_path / "gaps.png").read_bytes().startswith(b"\x89PNG")
     short = measure(url, workload="interference", streams=1, output_tokens=30, interference=plan)
     assert any("raise the output tokens" in note for note in short.notes)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from crossdock.cluster.bench_metrics import Sample
+from crossdock.cluster.bench.metrics import Sample
 
 
 class BenchError(Exception):

@@ -8,7 +8,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from crossdock.cluster.bench_run import BenchResult
+from crossdock.cluster.bench.run import BenchResult
 
 
 def table(result: BenchResult) -> Table:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from crossdock.cluster.workloads import Role
+from crossdock.cluster.bench.workloads import Role
 
 Floats = npt.NDArray[np.float64]
 

@@ -11,11 +11,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from crossdock.cluster import bench_metrics
-from crossdock.cluster.bench_client import Server
-from crossdock.cluster.bench_http import BenchError
-from crossdock.cluster.bench_metrics import Sample
-from crossdock.cluster.workloads import SHAPES, WORKLOADS, Interference, Job, Shape, at_rate, read_trace, shaped_jobs
+from crossdock.cluster.bench import metrics
+from crossdock.cluster.bench.client import Server
+from crossdock.cluster.bench.http import BenchError
+from crossdock.cluster.bench.metrics import Sample
+from crossdock.cluster.bench.workloads import (
+    SHAPES,
+    WORKLOADS,
+    Interference,
+    Job,
+    Shape,
+    at_rate,
+    read_trace,
+    shaped_jobs,
+)
 
 SendOne = Callable[[Job], Awaitable[Sample]]
 
@@ -41,7 +50,7 @@ class BenchOptions:
     seed: int = 0
     repeat_prompts: bool = False  # the same texts in every run of a seed, for measuring a warm prefix cache
     warmup: int = 2
-    goodput: dict[str, float] = field(default_factory=dict)  # limits in seconds, see bench_metrics.parse_goodput
+    goodput: dict[str, float] = field(default_factory=dict)  # limits in seconds, see metrics.parse_goodput
     model: str | None = None
     api_key: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
@@ -213,10 +222,10 @@ async def run_bench(options: BenchOptions, on_done: Callable[[Sample], None] = l
     cpu_share = (time.process_time() - cpu) / max(time.perf_counter() - origin, 1e-9)
 
     duration = max((s.ended for s in samples), default=origin) - origin
-    summary = bench_metrics.summarize(samples, duration, options.goodput)
+    summary = metrics.summarize(samples, duration, options.goodput)
     notes = list(server.notes)
     if quiet is not None:
-        summary["interference"] = bench_metrics.interference(samples, quiet)
+        summary["interference"] = metrics.interference(samples, quiet)
         if any(s.role == "stream" and not s.stopped for s in samples):
             notes.append("a stream ended before the long prompts did: raise the output tokens")
     return BenchResult(options, date, server.model or "", notes, samples, origin, cpu_share, summary)

@@ -1,7 +1,7 @@
 """`crossdock bench URL`: offers a seeded load to any OpenAI endpoint and reports what its users would feel.
 
-This file is the command line. workloads.py says what is sent, bench_run.py when, bench_client.py how; bench_metrics.py
-turns what came back into figures, and bench_report.py shows them.
+This file is the command line. workloads.py says what is sent, run.py when, client.py how; metrics.py
+turns what came back into figures, and report.py shows them.
 """
 
 import asyncio
@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from crossdock.cluster import bench_metrics, bench_report
-from crossdock.cluster.bench_http import BenchError
-from crossdock.cluster.bench_run import BenchOptions, BenchResult, run_bench
-from crossdock.cluster.workloads import WORKLOADS, Interference
+from crossdock.cluster.bench import metrics, report
+from crossdock.cluster.bench.http import BenchError
+from crossdock.cluster.bench.run import BenchOptions, BenchResult, run_bench
+from crossdock.cluster.bench.workloads import WORKLOADS, Interference
 
 
 def bench(
@@ -81,7 +81,7 @@ def bench(
             seed=seed,
             repeat_prompts=repeat_prompts,
             warmup=warmup,
-            goodput=bench_metrics.parse_goodput(goodput or ()),
+            goodput=metrics.parse_goodput(goodput or ()),
             model=model,
             api_key=api_key,
             headers=_parse_headers(header or ()),
@@ -90,18 +90,18 @@ def bench(
             timeout=timeout,
         )
         if plot_file is not None:
-            bench_report.require_plotting()  # before the minutes of measuring, not after
+            report.require_plotting()  # before the minutes of measuring, not after
         result = _run_with_progress(options)
     except (BenchError, ValueError) as error:
         Console(stderr=True).print(f"[red]bench:[/red] {escape(str(error))}", highlight=False)
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    Console().print(bench_report.table(result))
+    Console().print(report.table(result))
     if json_file is not None:
-        json_file.write_text(json.dumps(bench_report.as_json(result), indent=1) + "\n")
+        json_file.write_text(json.dumps(report.as_json(result), indent=1) + "\n")
     if plot_file is not None:
-        bench_report.plot(result, plot_file)
+        report.plot(result, plot_file)
     if not result.summary["requests_ok"]:
         raise typer.Exit(1)
 

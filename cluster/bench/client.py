@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from crossdock.cluster.bench_http import Address, BenchError, TokenStream, error_text
-from crossdock.cluster.bench_metrics import Sample
-from crossdock.cluster.workloads import WORDS, Job, Segment
+from crossdock.cluster.bench.http import Address, BenchError, TokenStream, error_text
+from crossdock.cluster.bench.metrics import Sample
+from crossdock.cluster.bench.workloads import WORDS, Job, Segment
 
 
 @dataclass(frozen=True)
