@@ -53,11 +53,17 @@ inline vec iota() {
     return v;
 }
 inline float sum(vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#endif
     for (int step = LANES / 2; step > 0; step /= 2)
         for (int i = 0; i < step; ++i) v[i] += v[i + step];
     return v[0];
 }
 inline float largest(vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#endif
     for (int step = LANES / 2; step > 0; step /= 2)
         for (int i = 0; i < step; ++i) v[i] = std::max(v[i], v[i + step]);
     return v[0];
@@ -154,21 +160,16 @@ inline void product(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t l
         for (int n = 0; n < NB; ++n) store(out + m * ldo + n * LANES, acc[m][n]);
 }
 
-template <class C, int MB, int NB>
-void rows(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int W, float* out, int64_t ldo, bool add, int R) {
-    for (; R >= MB; R -= MB, a += MB * lda, out += MB * ldo) product<C, MB, NB>(a, lda, b, ldb, W, out, ldo, add);
+// the same for 1 <= R <= MB rows and `vectors` vectors of lanes
+template <class C, int MB = MAX_MB>
+inline void matmul(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int W, float* out, int64_t ldo, bool add, int R,
+                   int vectors) {
     if constexpr (MB > 1)
-        if (R) rows<C, MB - 1, NB>(a, lda, b, ldb, W, out, ldo, add, R);
-}
-
-// the same for R rows and `vectors` vectors of lanes
-template <class C>
-void matmul(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int W, float* out, int64_t ldo, bool add, int R,
-            int vectors) {
+        if (R < MB) return matmul<C, MB - 1>(a, lda, b, ldb, W, out, ldo, add, R, vectors);
     int n = 0;
-    for (; n + 4 <= vectors; n += 4) rows<C, MAX_MB, 4>(a, lda, b + n * LANES, ldb, W, out + n * LANES, ldo, add, R);
-    for (; n + 2 <= vectors; n += 2) rows<C, MAX_MB, 2>(a, lda, b + n * LANES, ldb, W, out + n * LANES, ldo, add, R);
-    for (; n < vectors; ++n) rows<C, MAX_MB, 1>(a, lda, b + n * LANES, ldb, W, out + n * LANES, ldo, add, R);
+    for (; n + 4 <= vectors; n += 4) product<C, MB, 4>(a, lda, b + n * LANES, ldb, W, out + n * LANES, ldo, add);
+    for (; n + 2 <= vectors; n += 2) product<C, MB, 2>(a, lda, b + n * LANES, ldb, W, out + n * LANES, ldo, add);
+    for (; n < vectors; ++n) product<C, MB, 1>(a, lda, b + n * LANES, ldb, W, out + n * LANES, ldo, add);
 }
 
 #if defined(__AVX512F__)
@@ -313,8 +314,8 @@ class Worker {
         const size_t max_rows = std::max<int64_t>(TILE_ROWS, group_);
         const size_t sizes[] = {
             size_t(words_) * KEYS * 4,   size_t(KEYS) / PER_WORD * width_ * 4, max_rows * words_ * 4,
-            max_rows * KEYS * 4,         max_rows * KEYS * sizeof(element),    max_rows * width_ * 4,
-            max_rows * width_ * 4,       max_rows * 4 * 4,
+            MAX_MB * KEYS * 4,           MAX_MB * KEYS * sizeof(element),      max_rows * width_ * 4,
+            max_rows * width_ * 4,       max_rows * 4 * 4,                     max_rows * sizeof(vec),
         };
         size_t total = 0;
         for (size_t size : sizes) total += ceil_div(size, 64) * 64 + 64;
@@ -327,6 +328,7 @@ class Worker {
         now_.out = static_cast<float*>(memory.take(sizes[5]));
         all_.out = static_cast<float*>(memory.take(sizes[6]));
         now_.max = static_cast<float*>(memory.take(sizes[7]));
+        sums_ = static_cast<float*>(memory.take(sizes[8]));
         now_.sum = now_.max + max_rows;
         all_.max = now_.sum + max_rows;
         all_.sum = all_.max + max_rows;
@@ -408,32 +410,21 @@ class Worker {
         alignas(64) static const In zeros[1024] = {};  // head_dim is at most that
         const int32_t* table = a_.page_table + tile.sequence * a_.table_stride;
         const In *k[KEYS], *v[KEYS];
-        for (int j = 0; j < KEYS; ++j) {
-            const int64_t token = from + j;
-            if (token < low || token >= high) {
-                k[j] = v[j] = zeros;
-                continue;
+        const int64_t first = std::max(from, low), end = std::min(from + KEYS, high);
+        for (int64_t j = 0; j < first - from; ++j) k[j] = v[j] = zeros;
+        for (int64_t token = first; token < end;) {
+            const int64_t offset = token % a_.page_size, count = std::min(a_.page_size - offset, end - token);
+            const int64_t page = table[token / a_.page_size];
+            const In* key = static_cast<const In*>(a_.k) + page * a_.k_page + tile.head * a_.k_head + offset * a_.Dk;
+            const In* value = static_cast<const In*>(a_.v) + page * a_.v_page + tile.head * a_.v_head + offset * a_.Dv;
+            for (int64_t i = 0; i < count; ++i, ++token, key += a_.Dk, value += a_.Dv) {
+                k[token - from] = key;
+                v[token - from] = value;
             }
-            const int64_t page = table[token / a_.page_size], offset = token % a_.page_size;
-            k[j] = static_cast<const In*>(a_.k) + page * a_.k_page + tile.head * a_.k_head + offset * a_.Dk;
-            v[j] = static_cast<const In*>(a_.v) + page * a_.v_page + tile.head * a_.v_head + offset * a_.Dv;
         }
-        prefetch(tile, table, from + KEYS, high);
+        for (int64_t j = end - from; j < KEYS; ++j) k[j] = v[j] = zeros;
         pack_keys(k);
         pack_values(v);
-    }
-
-    // The next block is somewhere else entirely, which no hardware prefetcher can know.
-    void prefetch(const Tile& tile, const int32_t* table, int64_t from, int64_t high) const {
-        for (int64_t token = from; token < std::min(from + KEYS, high);) {
-            const int64_t offset = token % a_.page_size, count = std::min(a_.page_size - offset, from + KEYS - token);
-            const int64_t page = table[token / a_.page_size];
-            const char* k = (const char*)(static_cast<const In*>(a_.k) + page * a_.k_page + tile.head * a_.k_head + offset * a_.Dk);
-            const char* v = (const char*)(static_cast<const In*>(a_.v) + page * a_.v_page + tile.head * a_.v_head + offset * a_.Dv);
-            for (int64_t i = 0; i < count * a_.Dk * int64_t(sizeof(In)); i += 64) __builtin_prefetch(k + i, 0, 2);
-            for (int64_t i = 0; i < count * a_.Dv * int64_t(sizeof(In)); i += 64) __builtin_prefetch(v + i, 0, 2);
-            token += count;
-        }
     }
 
     void pack_keys(const In* const (&k)[KEYS]) {  // to [words][KEYS]
@@ -491,23 +482,30 @@ class Worker {
     // Softmax state of the tile's rows over one span, into now_.
     void attend(const Tile& tile, int R, int64_t span) {
         reset(now_, R);
+        std::memset(sums_, 0, sizeof(vec) * R);
         const int64_t past = a_.kv_len[tile.sequence] - a_.query_start[tile.sequence + 1];
         const int64_t low = a_.window ? std::max<int64_t>(0, past + tile.first - a_.window + 1) : 0;
         const int64_t high = std::min(past + tile.end, (span + 1) * SPAN);
         for (int64_t from = std::max(low / KEYS * KEYS, span * SPAN); from < high; from += KEYS) {
             pack(tile, from, low, high);
-            const int count = int(std::min<int64_t>(KEYS, high - from));
-            matmul<C>(queries_, words_, keys_, KEYS, words_, scores_, KEYS, false, R, KEYS / LANES);
-            for (int r = 0; r < R; ++r) softmax(r, past + tile.first + r / group_, from, count);
-            matmul<C>(reinterpret_cast<const uint32_t*>(weights_), KEYS / PER_WORD, values_, width_,
-                      int(ceil_div(count, PER_WORD)), now_.out, width_, true, R, width_ / LANES);
+            for (int r = 0; r < R; r += MAX_MB) {  // few rows at a time: keys and values stay in the first-level cache
+                const int rows = std::min(MAX_MB, R - r);
+                const int64_t position = past + tile.first;
+                const int count = int(std::min<int64_t>(KEYS, position + (r + rows - 1) / group_ + 1 - from));
+                if (count <= 0) continue;  // all of them come before this block
+                matmul<C>(queries_ + r * words_, words_, keys_, KEYS, words_, scores_, KEYS, false, rows, KEYS / LANES);
+                for (int i = 0; i < rows; ++i) softmax(r + i, scores_ + i * KEYS, weights_ + i * KEYS, position + (r + i) / group_, from);
+                matmul<C>(reinterpret_cast<const uint32_t*>(weights_), KEYS / PER_WORD, values_, width_,
+                          int(ceil_div(count, PER_WORD)), now_.out + r * width_, width_, true, rows, width_ / LANES);
+            }
         }
+        for (int r = 0; r < R; ++r) now_.sum[r] = sum(load(sums_ + r * LANES));
     }
 
-    void softmax(int r, int64_t position, int64_t from, int count) {
-        const float* scores = scores_ + r * KEYS;
+    // Scores of the row at `position` with the keys from `from` on, to weights; takes them into the row's state.
+    inline void softmax(int r, const float* scores, element* weights, int64_t position, int64_t from) {
         const int64_t low = a_.window ? std::clamp<int64_t>(position - a_.window + 1 - from, 0, KEYS) : 0;
-        const int64_t high = std::clamp<int64_t>(position + 1 - from, 0, count);
+        const int64_t high = std::clamp<int64_t>(position + 1 - from, 0, KEYS);
         const bool whole = low == 0 && high == KEYS;
         constexpr int N = KEYS / LANES;
         vec score[N];
@@ -526,7 +524,14 @@ class Worker {
         vec top = score[0];
         for (int n = 1; n < N; ++n) top = max(top, score[n]);
         const float peak = std::max(now_.max[r], largest(top));
-        vec total{};
+        vec total = load(sums_ + r * LANES);
+        if (peak > now_.max[r]) {
+            const float shrink = exp2(now_.max[r] - peak);
+            float* out = now_.out + r * width_;
+            for (int d = 0; d < width_; d += LANES) store(out + d, load(out + d) * shrink);
+            total *= shrink;
+            now_.max[r] = peak;
+        }
         for (int n = 0; n < N; ++n) {
             vec p = exp2(score[n] - peak);
             if (!whole) {
@@ -534,16 +539,9 @@ class Worker {
                 p = (at >= float(low)) & (at < float(high)) ? p : vec{};
             }
             total += p;
-            C::store_weights(weights_ + r * KEYS + n * LANES, p);
+            C::store_weights(weights + n * LANES, p);
         }
-        if (peak > now_.max[r]) {
-            const float shrink = exp2(now_.max[r] - peak);
-            float* out = now_.out + r * width_;
-            for (int d = 0; d < width_; d += LANES) store(out + d, load(out + d) * shrink);
-            now_.sum[r] *= shrink;
-            now_.max[r] = peak;
-        }
-        now_.sum[r] += sum(total);
+        store(sums_ + r * LANES, total);
     }
 
     void finish(const Tile& tile, int R) {
@@ -567,7 +565,7 @@ class Worker {
     std::atomic<int>* done_;
     const int group_, words_, width_;
     uint32_t *keys_, *values_, *queries_;
-    float* scores_;
+    float *scores_, *sums_;  // sums_: of each row's weights, lane by lane
     element* weights_;
     State now_, all_;
 };
