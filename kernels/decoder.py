@@ -4,6 +4,7 @@ Needs a CPU with AVX512-BF16. Rows come out the same whatever rows come with the
 """
 
 import ctypes
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.build import cpu_flags, cpu_library
 
 _PANEL = 16  # outputs that lie together in a packed weight
+_HUGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,25 @@ class _Batch(ctypes.Structure):
 def pack(weight: Tensor) -> Tensor:
     """[N, K] to panels [N/16, K/2, 16, 2], whose loads each feed 16 outputs with two inputs."""
     N, K = weight.shape
-    return weight.view(N // _PANEL, _PANEL, K // 2, 2).transpose(1, 2).contiguous()
+    panels = weight.view(N // _PANEL, _PANEL, K // 2, 2).transpose(1, 2)
+    return _on_huge_pages(panels.numel()).view(panels.shape).copy_(panels)
+
+
+def _on_huge_pages(num_elements: int) -> Tensor:
+    """Uninitialised bfloat16 memory for which the kernel is asked for 2 MiB pages: a step streams through all weights,
+    and with 4 KiB pages the translation of addresses becomes part of what it waits for."""
+    size = -(-2 * num_elements // _HUGE_PAGE) * _HUGE_PAGE
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.bfloat16, count=num_elements)
+
+
+def _interleave(gate: Tensor, up: Tensor) -> Tensor:
+    """Packed panels of both, taking turns."""
+    both = _on_huge_pages(2 * gate.numel()).view(len(gate), 2, *gate.shape[1:])
+    both[:, 0], both[:, 1] = gate, up
+    return both
 
 
 class DecoderStack:
@@ -113,7 +133,6 @@ class DecoderStack:
 
     @staticmethod
     def _pack(layer: DecoderLayer) -> dict[str, Tensor | None]:
-        gate, up = pack(layer.gate), pack(layer.up)
         return {
             "input_norm": layer.input_norm.contiguous(),
             "qkv": pack(torch.cat([layer.q, layer.k, layer.v])),
@@ -122,7 +141,7 @@ class DecoderStack:
             "k_norm": layer.k_norm,
             "out": pack(layer.out),
             "post_norm": layer.post_norm.contiguous(),
-            "gate_up": torch.stack([gate, up], 1).flatten(0, 1).contiguous(),  # panels alternate
+            "gate_up": _interleave(pack(layer.gate), pack(layer.up)),
             "down": pack(layer.down),
         }
 
