@@ -2,7 +2,8 @@
 
     python benchmarks/peers/run.py MODEL_DIR --servers crossdock:512 vllm:512 vllm:128 --repeats 2
 
-A server is NAME[:BUDGET], the budget being the most tokens one of its steps may carry. The peers are installed first
+A server is NAME[:BUDGET], the budget being the most tokens one of its steps may carry; `crossdock:unchunked` computes
+every prompt in one step, whatever waits. The peers are installed first
 with their scripts beside this file (`vllm.sh install`). Repeats are interleaved, every server in turn, so that a
 machine that slows down slows all of them; a server starts afresh each time and nothing else should run beside it.
 """
@@ -36,6 +37,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PEERS = ("vllm", "llamacpp", "transformers")
 WORKLOADS = ("chat", "prefill", "interference")
+_UNCHUNKED = 8192  # tokens: the longest prompt of the model that is measured, in one step
 # Inherited by whatever a server starts, in however many process groups.
 MARK = "CROSSDOCK_PEER_RUN"
 
@@ -50,6 +52,8 @@ class ServerSpec:
     @classmethod
     def parse(cls, text: str) -> "ServerSpec":
         name, _, budget = text.partition(":")
+        if text == "crossdock:unchunked":
+            return cls(name, _UNCHUNKED)
         if name not in ("crossdock", *PEERS):
             raise argparse.ArgumentTypeError(f"no server {name!r}: crossdock, {', '.join(PEERS)}")
         if budget and not budget.isdecimal():
@@ -60,7 +64,8 @@ class ServerSpec:
         model = str(args.gguf if self.name == "llamacpp" and args.gguf else args.model)
         if self.name == "crossdock":
             command = [str(Path(sys.executable).with_name("crossdock")), "serve", model, "--port", str(port)]
-            return [*command, "--max-num-batched-tokens", str(self.budget), *args.crossdock_option]
+            whole = ["--no-enable-chunked-prefill"] if self.budget == _UNCHUNKED else []
+            return [*command, "--max-num-batched-tokens", str(self.budget), *whole, *args.crossdock_option]
         command = [str(HERE / f"{self.name}.sh"), "serve", model, "--port", str(port), "--budget", str(self.budget)]
         return [*command, *(["--venv", str(args.venvs / self.name)] if args.venvs else [])]
 
