@@ -183,6 +183,7 @@ def serve_forever(config: ClusterConfig, started: Callable[[], None]) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end as KeyboardInterrupt, wherever we are
     try:
         start_ray(config)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own there, which aborts
         if not os.environ.get("RAY_ADDRESS"):  # one node
             config = config.model_copy(update={"http": config.http.model_copy(update={"direct": True})})
         location = ProxyLocation.Disabled if config.http.direct else ProxyLocation.EveryNode

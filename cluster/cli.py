@@ -47,7 +47,7 @@ chunks of at most 256 tokens, so that long prompts share every step
 [cyan]crossdock serve --pools mixed=2 --set pools.mixed.num_cpus=4[/cyan]
 two replicas of four cores each
 
-[cyan]crossdock config --pools prefill=1,decode=1 > cluster.yaml && crossdock serve --config cluster.yaml[/cyan]
+[cyan]crossdock config --pools mixed=2 > cluster.yaml && crossdock serve --config cluster.yaml[/cyan]
 a configuration to keep
 """
 
@@ -119,7 +119,9 @@ def effective_config(
     pools: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME=REPLICAS,…", help="Pools of replicas: mixed, prefill, decode.", rich_help_panel=_FILES
+            metavar="NAME=REPLICAS,…",
+            help="Pools of replicas, by name: mixed=2, or big=1,small=4.",
+            rich_help_panel=_FILES,
         ),
     ] = None,
     config: Annotated[
@@ -231,7 +233,7 @@ def _parse_pools(text: str) -> list[dict[str, object]]:
     for part in text.split(","):
         name, equals, replicas = part.strip().partition("=")
         if not name or (equals and not replicas.isdigit()):
-            raise ValueError(f"--pools: {text!r} is not of the form prefill=1,decode=2")
+            raise ValueError(f"--pools: {text!r} is not of the form big=1,small=2")
         pools.append({"name": name, "replicas": int(replicas or 1)})
     return pools
 

@@ -15,8 +15,6 @@ from crossdock.cluster.api import HttpConfig
 from crossdock.workers.checkpoint import model_name
 from crossdock.workers.engine import EngineConfig
 
-Role = Literal["mixed", "prefill", "decode"]
-
 
 class ConfigError(ValueError):
     """The configuration cannot be used. The message has one line per problem: where, what, and what is accepted."""
@@ -45,32 +43,22 @@ class ModelConfig(BaseModel):
 
 
 class PoolConfig(BaseModel):
-    """Replicas of one kind."""
+    """Replicas of one kind. Each prefills and decodes in mixed steps."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field("mixed", pattern=r"^[a-z][a-z0-9-]*$", description="Name of the Serve deployment.")
-    role: Role = Field("mixed", description="What its replicas prefer to do; each can do all.")
     replicas: int = Field(1, ge=1, description="How many to run.")
     num_cpus: int = Field(0, ge=0, description="Cores of each replica; 0 reserves none and uses all.")
     num_gpus: float = Field(0, ge=0, description="GPUs of each replica.")
     engine: EngineConfig | None = Field(None, description="What differs from the cluster's engine settings.")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _name_and_role_stand_for_each_other(cls, data: Any) -> Any:
-        """`name: prefill` alone has the role prefill, and `role: prefill` alone has the name."""
-        if isinstance(data, Mapping):
-            if "role" not in data and data.get("name") in get_args(Role):
-                return {**data, "role": data["name"]}
-            if "name" not in data and "role" in data:
-                return {**data, "name": data["role"]}
-        return data
-
     @model_validator(mode="after")
     def _leaves_the_ingress_its_name(self) -> Self:
         if self.name == "ingress":
             raise ValueError("name 'ingress' is the HTTP deployment's; choose another")
+        if self.name in ("prefill", "decode"):
+            raise ValueError(f"name {self.name!r} is kept for pools that ship KV pages, which this version has not")
         return self
 
 
@@ -109,7 +97,7 @@ class ClusterConfig(BaseModel):
 def load(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> ClusterConfig:
     """Reads `path` (YAML; None: all defaults), then applies `overrides`, by dotted name: {"engine.max_num_seqs": 8}.
 
-    A member of a list is named by its position or its `name`: "pools.decode.replicas". ConfigError says what is wrong.
+    A member of a list is named by its position or its `name`: "pools.mixed.replicas". ConfigError says what is wrong.
     """
     data = {} if path is None else _read(path)
     for key, value in (overrides or {}).items():
@@ -171,7 +159,7 @@ def _set(data: dict[str, Any], key: str, value: object) -> None:
 
 
 def _member(members: list[Any], part: str, key: str) -> Any:
-    names = [member.get("name", member.get("role")) for member in members if isinstance(member, dict)]
+    names = [member.get("name") for member in members if isinstance(member, dict)]
     if part.isdigit() and int(part) < len(members):
         return members[int(part)]
     if part in names:

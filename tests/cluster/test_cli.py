@@ -47,8 +47,8 @@ def test_every_flag_reaches_its_setting() -> None:
         org/model --served-model-name mine --served-model-name also --dtype float32 --max-model-len 4096
         --max-num-batched-tokens 1024 --max-num-seqs 8 --long-prefill-token-threshold 256
         --no-enable-chunked-prefill --no-enable-prefix-caching --kv-cache-memory 1GiB --page-size 32
-        --host 0.0.0.0 --port 9000 --pools prefill=2,decode
-        --set pools.decode.num_cpus=3 --set http.request_timeout_s=1.5
+        --host 0.0.0.0 --port 9000 --pools big=2,small
+        --set pools.small.num_cpus=3 --set http.request_timeout_s=1.5
     """
     config = printed_config(*flags.split())
     model, engine, http = config.model, config.engine, config.http
@@ -59,9 +59,9 @@ def test_every_flag_reaches_its_setting() -> None:
     assert not engine.enable_prefix_caching
     assert (engine.kv_cache_memory, engine.page_size) == (1 << 30, 32)
     assert (http.host, http.port, http.model_aliases, http.request_timeout_s) == ("0.0.0.0", 9000, ("also",), 1.5)
-    assert [(pool.name, pool.role, pool.replicas, pool.num_cpus) for pool in config.pools] == [
-        ("prefill", "prefill", 2, 0),
-        ("decode", "decode", 1, 3),
+    assert [(pool.name, pool.replicas, pool.num_cpus) for pool in config.pools] == [
+        ("big", 2, 0),
+        ("small", 1, 3),
     ]
 
 
@@ -90,7 +90,7 @@ def test_api_keys_come_from_the_environment_and_are_not_printed(monkeypatch: pyt
         (["--set", "engine.max_num_seq=1"], "did you mean max_num_seqs?"),
         (["--set", "engine"], "--set: 'engine' is not of the form KEY=VALUE"),
         (["--set", "engine.page_size=[1"], "--set: the value of engine.page_size is not YAML"),
-        (["--pools", "prefill=x"], "--pools: 'prefill=x' is not of the form prefill=1,decode=2"),
+        (["--pools", "big=x"], "--pools: 'big=x' is not of the form big=1,small=2"),
         (["--config", "absent.yaml"], "absent.yaml: cannot be read: No such file or directory"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from crossdock.cluster.config import ClusterConfig, ConfigError, ModelConfig, PoolConfig, load, to_yaml
+from crossdock.cluster.config import ClusterConfig, ConfigError, ModelConfig, load, to_yaml
 
 
 @pytest.fixture
@@ -17,8 +17,8 @@ def file(tmp_path: Path) -> Path:
         model: {path: org/model, max_model_len: 4096}
         engine: {max_num_seqs: 8, kv_cache_memory: 1GiB}
         pools:
-          - {name: prefill, replicas: 2, engine: {max_num_batched_tokens: 2048}}
-          - {role: decode}
+          - {name: big, replicas: 2, engine: {max_num_batched_tokens: 2048}}
+          - {name: small}
         http: {port: 9000}
         """
     )
@@ -29,29 +29,29 @@ def test_nothing_is_one_mixed_replica_of_the_default() -> None:
     config = load()
     assert config.model.path is None
     assert config.model.name == "SmolLM2-135M-Instruct"
-    assert [(pool.name, pool.role, pool.replicas) for pool in config.pools] == [("mixed", "mixed", 1)]
+    assert [(pool.name, pool.replicas) for pool in config.pools] == [("mixed", 1)]
     assert (config.http.host, config.http.port) == ("127.0.0.1", 8000)
 
 
 def test_file_is_read_and_overrides_win(file: Path) -> None:
-    config = load(file, {"http.port": 9001, "engine.page_size": 32, "pools.decode.num_cpus": 4, "pools.0.replicas": 3})
+    config = load(file, {"http.port": 9001, "engine.page_size": 32, "pools.small.num_cpus": 4, "pools.0.replicas": 3})
     assert config.model.path == config.model.name == "org/model"
     assert config.engine.kv_cache_memory == 1 << 30
     assert (config.engine.max_num_seqs, config.engine.page_size) == (8, 32)
     assert config.http.port == 9001
-    assert [(pool.name, pool.role, pool.replicas, pool.num_cpus) for pool in config.pools] == [
-        ("prefill", "prefill", 3, 0),
-        ("decode", "decode", 1, 4),
+    assert [(pool.name, pool.replicas, pool.num_cpus) for pool in config.pools] == [
+        ("big", 3, 0),
+        ("small", 1, 4),
     ]
 
 
 def test_a_pool_names_only_what_differs(file: Path) -> None:
-    prefill, decode = load(file, {"engine.max_num_seqs": 4}).pools
-    assert prefill.engine is not None
-    assert prefill.engine.max_num_batched_tokens == 2048
-    assert prefill.engine.max_num_seqs == 4  # the cluster's, and from an override at that
-    assert prefill.engine.kv_cache_memory == 1 << 30
-    assert decode.engine is None
+    big, small = load(file, {"engine.max_num_seqs": 4}).pools
+    assert big.engine is not None
+    assert big.engine.max_num_batched_tokens == 2048
+    assert big.engine.max_num_seqs == 4  # the cluster's, and from an override at that
+    assert big.engine.kv_cache_memory == 1 << 30
+    assert small.engine is None
 
 
 def test_default_pool_can_be_changed_by_name_and_by_position() -> None:
@@ -59,13 +59,13 @@ def test_default_pool_can_be_changed_by_name_and_by_position() -> None:
     assert config.pools[0].replicas == 2
     assert config.pools[0].engine is not None
     assert config.pools[0].engine.max_num_seqs == 4
-    assert load(None, {"pools": [{"name": "decode"}], "pools.decode.replicas": 2}).pools[0].replicas == 2
+    assert load(None, {"pools": [{"name": "small"}], "pools.small.replicas": 2}).pools[0].replicas == 2
 
 
 def test_overrides_leave_the_callers_mapping_alone() -> None:
-    pools = [{"name": "decode"}]
-    load(None, {"pools": pools, "pools.decode.replicas": 2})
-    assert pools == [{"name": "decode"}]
+    pools = [{"name": "small"}]
+    load(None, {"pools": pools, "pools.small.replicas": 2})
+    assert pools == [{"name": "small"}]
 
 
 def test_tree_is_frozen() -> None:
@@ -163,11 +163,10 @@ def test_a_bad_secret_is_not_repeated() -> None:
     assert "12345678" not in str(error.value)
 
 
-def test_pool_name_and_role_stand_for_each_other() -> None:
-    assert PoolConfig.model_validate({"role": "decode"}).name == "decode"
-    assert PoolConfig.model_validate({"name": "prefill"}).role == "prefill"
-    assert PoolConfig.model_validate({"name": "big"}).role == "mixed"
-    assert PoolConfig.model_validate({"name": "prefill", "role": "mixed"}).role == "mixed"
+@pytest.mark.parametrize("name", ["ingress", "prefill", "decode", "Big Pool"])
+def test_names_a_pool_cannot_have(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"pools\.0\.name|pools\.0"):
+        load(None, {"pools": [{"name": name}]})
 
 
 def test_model_name_is_the_clients() -> None:
