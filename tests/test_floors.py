@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +98,11 @@ def test_packages_are_named_as_they_must_be() -> None:
         assert len(body) == 1, f"{folder}/__init__.py holds more than a docstring"
         assert ast.get_docstring(ast.Module(body, [])), f"{folder}/__init__.py has no docstring"
     assert not list(ROOT.glob("*.py")), "the root is not a place for modules"
+
+
+def test_the_wheel_holds_every_folder() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert set(listed) == {"crossdock", *(f"crossdock.{path.rpartition('/')[0].replace('/', '.')}" for path in SOURCES)}
 
 
 def test_pure_modules_need_neither_torch_nor_ray() -> None:
