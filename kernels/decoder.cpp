@@ -7,6 +7,7 @@
 #include <immintrin.h>
 #include <linux/futex.h>
 #include <omp.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -55,6 +56,36 @@ inline __m512 exp16(__m512 x) {
     p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
     return _mm512_scalef_ps(p, n);
 }
+
+// Where all of the machine's cores are ours, each thread of a pass keeps to one of them. Left alone, the scheduler wakes
+// a thread on the core of the one that woke it, and for milliseconds both share that core while the other idles.
+class OwnCore {
+   public:
+    OwnCore(int tid, int nt) : is_master_(tid == 0) {
+        if (CPU_COUNT(&allowed()) != nt) return;
+        int cpu = 0;
+        for (int seen = -1; (seen += CPU_ISSET(cpu, &allowed()) != 0) < tid; ++cpu) {}
+        cpu_set_t one;
+        CPU_ZERO(&one);
+        CPU_SET(cpu, &one);
+        is_set_ = sched_setaffinity(0, sizeof one, &one) == 0;
+    }
+    ~OwnCore() {  // the calling thread is not ours to keep: what it starts would inherit its one core
+        if (is_set_ && is_master_) sched_setaffinity(0, sizeof(cpu_set_t), &allowed());
+    }
+
+   private:
+    static cpu_set_t& allowed() {
+        static cpu_set_t set = [] {
+            cpu_set_t all;
+            CPU_ZERO(&all);
+            sched_getaffinity(0, sizeof all, &all);
+            return all;
+        }();
+        return set;
+    }
+    bool is_master_, is_set_ = false;
+};
 
 // Threads that wait spin for some microseconds, then sleep: a spinning thread holds a core on which the one it waits
 // for, pushed off its own by another process, could go on at once.
@@ -422,6 +453,7 @@ void crossdock_decode_stack(const Stack* stack, const Batch* batch, bf16* hidden
 #pragma omp parallel num_threads(num_threads)
     {
         const int tid = omp_get_thread_num(), nt = omp_get_num_threads();
+        const OwnCore core(tid, nt);
 #pragma omp single
         barrier.size = nt;
         const int64_t t0 = T * tid / nt, t1 = T * (tid + 1) / nt;
