@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from crossdock.workers.chunking import chunk_tokens
 from crossdock.workers.pages import PagePool
@@ -345,3 +352,8 @@ class AnyHistory(RuleBasedStateMachine):
 
 AnyHistory.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestAnyHistory = AnyHistory.TestCase
+
+
+@pytest.mark.soak
+def test_any_history_at_length() -> None:
+    run_state_machine_as_test(AnyHistory, settings=settings(max_examples=5000, stateful_step_count=100, deadline=None))
