@@ -71,10 +71,13 @@ class Ingress:
         self, config: ClusterConfig, engines: dict[str, DeploymentHandle]
     ) -> None:
         path = resolve_model(config.model.path)
-        self.dispatcher = Dispatcher(config.model.name)
+        self.dispatcher = Dispatcher(config.model.name, self._all_ingress_metrics)
         self._name = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
         self._server: uvicorn.Server | None = None
+        context = serve.get_replica_context()
+        self._every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
+        self._every_ingress._init()
         text = await asyncio.to_thread(Text.load, path)
         self._api = build_api(self.dispatcher, text, config.http)
         if config.http.direct:
@@ -90,6 +93,14 @@ class Ingress:
         if self._server is not None:
             self._server.should_exit = True
         await self.dispatcher.close()
+
+    async def ingress_metrics(self) -> tuple[str, str]:
+        """This ingress's name and what its clients experienced: its part of a scrape that another one answers."""
+        return self._name, self.dispatcher.metrics.text()
+
+    async def _all_ingress_metrics(self) -> dict[str, str]:
+        texts = await self._every_ingress.broadcast("ingress_metrics").results_async()
+        return dict([await self.ingress_metrics(), *texts])
 
     def _on_members(self, handle: DeploymentHandle, members: membership.Members) -> None:
         self._loop.call_soon_threadsafe(self._update, handle, members)

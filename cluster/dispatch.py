@@ -5,7 +5,7 @@ import contextvars
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,13 +66,17 @@ class _Link:
 class Dispatcher:
     """Serves requests on the replicas it is told of. One per ingress; belongs to one event loop."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(
+        self, model_name: str, ingress_texts: Callable[[], Awaitable[Mapping[str, str]]] | None = None
+    ) -> None:
+        """`ingress_texts` fetches the metrics of all ingresses, by name; None: this is the only one."""
         self._model_name = model_name
         self._created = int(time.time())
         self._card: ModelCard | None = None
         self._links: dict[str, _Link] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self.metrics = _IngressMetrics()
+        self._ingress_texts = ingress_texts or self._own_text
 
     # -- the story ---------------------------------------------------------------------------------------------------
 
@@ -199,23 +203,28 @@ class Dispatcher:
         return any(link.is_open for link in self._links.values())
 
     async def metrics_text(self) -> str:
-        """Prometheus text of every replica this ingress knows, each sample labelled with its replica, and its own."""
+        """Prometheus text of the whole deployment: every replica's samples, labelled `replica`, and every ingress's,
+        labelled `ingress`."""
         names = [name for name, link in self._links.items() if link.is_open]
         texts = await asyncio.gather(
             *(self._links[name].client.metrics_text() for name in names), return_exceptions=True
         )
         parts = {name: text for name, text in zip(names, texts, strict=True) if isinstance(text, str)}
-        return merge_metrics(parts) + self.metrics.text()
+        return merge_metrics(parts, "replica") + merge_metrics(await self._ingress_texts(), "ingress")
+
+    async def _own_text(self) -> dict[str, str]:
+        return {"0": self.metrics.text()}
 
 
 def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
-def merge_metrics(texts: dict[str, str]) -> str:
-    """One exposition out of several: every sample gains the label `replica`, every family is described once."""
+def merge_metrics(texts: Mapping[str, str], label: str) -> str:
+    """One exposition out of several: every sample gains `label`, its value the text's name; every family is described
+    once."""
     families: dict[str, list[str]] = {}
-    for replica, text in texts.items():
+    for source, text in texts.items():
         name = ""
         for line in text.splitlines():
             if line.startswith("# HELP "):
@@ -225,7 +234,7 @@ def merge_metrics(texts: dict[str, str]) -> str:
                 if len(families[name]) == 1:
                     families[name].append(line)
             elif line:
-                families[name].append(_with_label(line, "replica", replica))
+                families[name].append(_with_label(line, label, source))
     return "".join(line + "\n" for lines in families.values() for line in lines)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
             "model.served_name": "smol",
             "model.dtype": "float32",
             "http.port": port,
+            "http.replicas": 2,
             "engine.max_num_batched_tokens": 256,
         },
     )
@@ -213,5 +215,9 @@ def test_metrics_describe_the_whole_deployment(url: str, client: openai.OpenAI) 
         "crossdock_inter_token_seconds_bucket",
     ):
         assert f"\n{name}" in text, name
+    deadline = time.monotonic() + 20
+    while len(set(re.findall(r'ingress="(\w+)"', text))) < 2:  # both ingresses, whichever one answers
+        assert time.monotonic() < deadline, "one ingress is missing from the scrape"
+        text = httpx.get(f"{url}/metrics").text
     families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(families) == len(set(families))
