@@ -28,6 +28,9 @@ class Detokenizer(Protocol):
     def flush(self) -> str: ...
 
 
+_RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
 class Text:
     """A model's tokenizer, as the API needs it. `defaults` are sampling parameters for requests that give none."""
 
@@ -39,8 +42,11 @@ class Text:
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)  # characters, and more than it stands for
 
     @classmethod
-    def load(cls, model: str | Path, *, defaults: Mapping[str, Any] | None = None) -> Self:
-        """The tokenizer of a Hugging Face directory or hub name."""
+    def load(cls, model: Path) -> Self:
+        """The tokenizer of a Hugging Face directory, and the sampling its authors recommend (as vLLM applies it)."""
+        recommended = model / "generation_config.json"
+        settings = json.loads(recommended.read_text()) if recommended.is_file() else {}
+        defaults = {name: settings[name] for name in _RECOMMENDED if settings.get(name) is not None}
         return cls(AutoTokenizer.from_pretrained(str(model)), defaults=defaults)
 
     @property

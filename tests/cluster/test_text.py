@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -310,9 +311,10 @@ def test_a_model_without_template_says_so(tokenizers: Tokenizers) -> None:
         text.render_chat([{"role": "user", "content": "Hi"}])
 
 
-def test_load_reads_a_directory(tokenizers: Tokenizers, tmp_path: object) -> None:
+def test_load_reads_a_directory(tokenizers: Tokenizers, tmp_path: Path) -> None:
     tokenizers["byte_level"].save_pretrained(tmp_path)
-    text = Text.load(str(tmp_path), defaults={"temperature": 0.5})
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "top_p": null, "eos_token_id": 2}')
+    text = Text.load(tmp_path)
     assert text.has_chat_template
     assert text.defaults == {"temperature": 0.5}
     assert text.decode(text.encode("Größe 🙂")) == "Größe 🙂"
