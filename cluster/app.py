@@ -189,16 +189,23 @@ def start_ray(config: ClusterConfig) -> None:
     )
 
 
-def serve_forever(config: ClusterConfig, started: Callable[[], None]) -> None:
-    """Starts everything, calls `started`, and ends everything on SIGINT or SIGTERM."""
+STARTING = ("Ray", "Serve", "replicas: model and warm-up")  # what `serve_forever` goes through, in this order
+
+
+def serve_forever(config: ClusterConfig, starting: Callable[[str], None], started: Callable[[], None]) -> None:
+    """Starts everything and ends everything on SIGINT or SIGTERM. Calls `starting` with each of `STARTING` as it
+    begins, then `started`."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end as KeyboardInterrupt, wherever we are
     try:
+        starting(STARTING[0])
         start_ray(config)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own there, which aborts
         if not os.environ.get("RAY_ADDRESS"):  # one node
             config = config.model_copy(update={"http": config.http.model_copy(update={"direct": True})})
         location = ProxyLocation.Disabled if config.http.direct else ProxyLocation.EveryNode
+        starting(STARTING[1])
         serve.start(proxy_location=location, http_options=HTTPOptions(host=config.http.host, port=config.http.port))
+        starting(STARTING[2])
         serve.run(build(config), name=APP_NAME, logging_config=LoggingConfig(enable_access_log=False))
         started()
         threading.Event().wait()

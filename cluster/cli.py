@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from crossdock.cluster.bench.command import bench
 from crossdock.cluster.chat import chat
@@ -185,10 +186,22 @@ def serve(**flags: Any) -> None:
             _require_free(config.http.host, config.http.port)
             _prepare_model(config, console)
 
-    from crossdock.cluster.app import serve_forever
+    from crossdock.cluster.app import STARTING, serve_forever
 
     console.print(f"[dim]Starting replicas: {_describe_pools(config)} …[/dim]")
-    serve_forever(config, lambda: _announce(config, console))
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=console, transient=True)  # drawn on a terminal only
+    task = bar.add_task("", total=len(STARTING))
+    bar.start()
+
+    def started() -> None:
+        bar.stop()
+        _announce(config, console)
+
+    try:
+        serve_forever(config, lambda what: bar.update(task, description=what, completed=STARTING.index(what)), started)
+    finally:
+        bar.stop()
 
 
 @app.command("config", epilog="Its output is a file for [bold]crossdock serve --config[/bold].")

@@ -114,7 +114,7 @@ class Served:
 def served(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> Served:
     record = Served()
 
-    def serve_forever(config: ClusterConfig, started: Callable[[], None]) -> None:
+    def serve_forever(config: ClusterConfig, starting: Callable[[str], None], started: Callable[[], None]) -> None:
         record.config = config
         started()
 
