@@ -4,7 +4,6 @@ import asyncio
 import contextvars
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -214,10 +213,6 @@ class Dispatcher:
 
     async def _own_text(self) -> dict[str, str]:
         return {"0": self.metrics.text()}
-
-
-def new_request_id() -> str:
-    return uuid.uuid4().hex
 
 
 def merge_metrics(texts: Mapping[str, str], label: str) -> str:

@@ -23,12 +23,6 @@ using bf16 = uint16_t;
 
 namespace {
 
-inline float to_float(bf16 x) {
-    uint32_t bits = uint32_t(x) << 16;
-    float out;
-    std::memcpy(&out, &bits, 4);
-    return out;
-}
 inline __m512 load16(const bf16* p) {
     return _mm512_castsi512_ps(
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));

@@ -68,10 +68,11 @@ def _attend(
     if context.batch is None:
         shape = LayerShape(k.shape[1], k.shape[2], v.shape[2])
         context.probe_hits.append((layer, shape, sliding_window))
-        k_pages, v_pages, batch = _one_page_each(k, v, context.probe_lengths)
+        batch = _one_page_each(context.probe_lengths, k.device)
+        k_pages, v_pages = (x.new_zeros(len(batch.kv_len), x.shape[1], batch.max_kv_len, x.shape[2]) for x in (k, v))
     else:
         (k_pages, v_pages), batch = context.pages[layer], context.batch
-        store_kv(k, v, k_pages, v_pages, batch.slots)
+    store_kv(k, v, k_pages, v_pages, batch.slots)
     out = paged_attention(
         q, k_pages, v_pages, batch, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
     )  # [T, H, Dv]
@@ -81,17 +82,14 @@ def _attend(
 AttentionInterface.register(_IMPLEMENTATION, _attend)
 
 
-def _one_page_each(k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor, AttentionBatch]:
-    """Keys and values of a flat probe, each sequence in a page of its own."""
+def _one_page_each(lengths: Sequence[int], device: torch.device) -> AttentionBatch:
+    """A flat probe from the start of its sequences, each in a page of its own that holds the longest."""
     longest = max(lengths)
-    k_pages = k.new_zeros(len(lengths), k.shape[1], longest, k.shape[2])
-    v_pages = v.new_zeros(len(lengths), v.shape[1], longest, v.shape[2])
-    slots = torch.cat([torch.arange(n) + i * longest for i, n in enumerate(lengths)]).to(k.device)
-    store_kv(k, v, k_pages, v_pages, slots)
-    lens = torch.tensor(lengths, dtype=torch.int32, device=k.device)
+    slots = torch.cat([torch.arange(n) + i * longest for i, n in enumerate(lengths)]).to(device)
+    lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     starts = nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-    table = torch.arange(len(lengths), dtype=torch.int32, device=k.device)[:, None]
-    return k_pages, v_pages, AttentionBatch(starts, lens, table, slots, longest, longest)
+    table = torch.arange(len(lengths), dtype=torch.int32, device=device)[:, None]
+    return AttentionBatch(starts, lens, table, slots, longest, longest)
 
 
 @dataclass(slots=True, eq=False)
@@ -289,12 +287,7 @@ def _probe(model: PagedModel) -> None:
         logger.info("decoder layers run as transformers wrote them: %s", reason)
         return
     model.allocate_pool(2, max(lengths))
-    table = torch.arange(2, dtype=torch.int32)[:, None]
-    starts = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32)
-    slots = positions + torch.arange(2).repeat_interleave(torch.tensor(lengths)) * max(lengths)
-    kv_len = torch.tensor(lengths, dtype=torch.int32)
-    batch = AttentionBatch(starts, kv_len, table, slots, max(lengths), max(lengths))
-    fused = model.forward(ids, positions, batch, rows)
+    fused = model.forward(ids, positions, _one_page_each(lengths, model.device), rows)
     if not (error := _relative_error(fused, theirs)) <= tolerance:
         logger.info("decoder layers run as transformers wrote them: fused ones differ by %.1f %%", 100 * error)
         undo()
