@@ -17,6 +17,7 @@ from typing import Any
 import ray
 import uvicorn
 from ray import serve
+from ray.exceptions import RayTaskError
 from ray.serve.config import HTTPOptions, ProxyLocation, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
@@ -30,7 +31,7 @@ from crossdock.cluster.text import Text
 from crossdock.workers.checkpoint import resolve_model
 from crossdock.workers.profile import SchedulingProfile
 from crossdock.workers.replica import Replica
-from crossdock.workers.request import Submission, TokenDelta
+from crossdock.workers.request import Overloaded, Submission, TokenDelta
 
 logger = logging.getLogger("ray.serve")
 
@@ -51,7 +52,12 @@ class ReplicaClient:
             yield deltas
 
     async def submit(self, submission: Submission) -> None:
-        await self._handle.submit.remote(self._ingress, submission)
+        try:
+            await self._handle.submit.remote(self._ingress, submission)
+        except RayTaskError as error:
+            if isinstance(error.cause, ValueError | Overloaded):
+                raise error.cause from None  # its own words, without the remote traceback
+            raise
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._handle.abort.remote(request_ids)

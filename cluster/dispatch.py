@@ -12,21 +12,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from crossdock.router.placement import Bookings, choose
 from crossdock.workers.profile import SchedulingProfile
-from crossdock.workers.request import FinishReason, Submission, TokenDelta
+from crossdock.workers.request import FinishReason, Overloaded, Submission, TokenDelta
 
 logger = logging.getLogger("ray.serve")
 
 
 class ReplicaLost(RuntimeError):
     """The replica that served a request is gone, or none is up."""
-
-
-class Overloaded(RuntimeError):
-    """No replica takes the request now; `retry_after` is in seconds."""
-
-    def __init__(self, message: str, retry_after: float) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +76,7 @@ class Dispatcher:
 
         Raises:
             ValueError: the replica refuses the request; the message names the field.
+            Overloaded: the replica cannot give it its first token in time.
             ReplicaLost: its replica died, or none is up.
         """
         link = self._choose(submission)
@@ -105,7 +98,7 @@ class Dispatcher:
                 link.bookings.first_token(submission.id)
                 watch.tokens(len(delta.token_ids), len(submission.prompt_token_ids))
                 yield delta
-        except ValueError:
+        except (ValueError, Overloaded):
             ended = True  # refused: the replica never had it
             raise
         finally:
@@ -125,7 +118,7 @@ class Dispatcher:
     async def _submit(self, link: _Link, submission: Submission) -> None:
         try:
             await link.client.submit(submission)
-        except (ValueError, asyncio.CancelledError):
+        except (ValueError, Overloaded, asyncio.CancelledError):
             raise
         except Exception as error:
             raise ReplicaLost(f"the replica did not take the request: {error}") from error

@@ -13,8 +13,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from crossdock.cluster import openai
-from crossdock.cluster.dispatch import Overloaded, ReplicaLost
+from crossdock.cluster.dispatch import ReplicaLost
 from crossdock.cluster.openai import ApiError
+from crossdock.workers.request import Overloaded
 
 logger = logging.getLogger(__name__)
 

@@ -31,6 +31,8 @@ def choose(candidates: Mapping[str, tuple[SchedulingProfile, Bookings]], num_pro
     def seconds(replica_id: str) -> float:
         profile, bookings = candidates[replica_id]
         tokens = num_prompt_tokens + sum(bookings.prompt_tokens.values())
-        return tokens * profile.seconds_per_prompt_token + len(bookings.streams) * profile.seconds_per_decode
+        return profile.cost.prefill_seconds(0, tokens, profile.max_num_batched_tokens) + profile.cost.decode_seconds(
+            len(bookings.streams), 0
+        )
 
     return min(sorted(candidates), key=seconds)

@@ -1,18 +1,182 @@
-"""How many prefill tokens a step may carry, and where a chunk ends. Pure functions: a policy is changed here."""
+"""How many prefill tokens this step may carry, and whose. Pure functions of data: a policy is changed here."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from crossdock.workers.profile import StepCost
+from crossdock.workers.request import Request
+from crossdock.workers.slo import SloClass
+
+# -- how much --------------------------------------------------------------------------------------------------------
+
+MARGIN = 0.85  # of a stream's slack a step may fill: predictions err, and the token still has to travel
 
 
-def prefill_budget(max_num_batched_tokens: int, num_decodes: int) -> int:
-    """Tokens left for prefill chunks in a step that `num_decodes` running streams share (vLLM's fixed budget)."""
-    return max_num_batched_tokens - num_decodes
+@dataclass(slots=True)
+class Room:
+    """What a step has left for prefill chunks: tokens, and seconds where `cost` says what they buy."""
+
+    tokens: int
+    seconds: float = inf
+    floor: int = 0  # tokens the step carries whatever the seconds say: prompts never stand still
+    cost: StepCost | None = None
+    reason: str = "token budget"  # why it is not larger
+    lane_tokens: int = 0  # of the tokens and seconds above, what long prompts may not take
+    lane_seconds: float = 0.0
+
+    def keep_lane(self, share: float, short_tokens: int) -> None:
+        """Keeps up to `share` of the room for short prompts, of which `short_tokens` wait: they start in this step
+        even while a long one is ahead of them."""
+        within = self.cost.tokens_within(self.seconds, 0) if self.cost and self.seconds < inf else self.tokens
+        share = min(share, short_tokens / max(min(within, self.tokens), 1))
+        self.lane_tokens = int(self.tokens * share)
+        self.lane_seconds = self.seconds * share if self.seconds < inf else 0.0
+
+    def end_lane(self) -> None:
+        self.lane_tokens, self.lane_seconds = 0, 0.0
+
+    def chunk(self, start: int, end: int, is_long: bool, threshold: int, page_size: int) -> int:
+        """How many tokens to compute now of those in `[start, end)`, the uncached rest of a prompt."""
+        budget = self.tokens - self.lane_tokens * is_long
+        if self.cost is not None and self.seconds < inf:
+            seconds = self.seconds - self.lane_seconds * is_long
+            budget = min(budget, max(self.cost.tokens_within(seconds, start), self.floor))
+        return chunk_tokens(start, end, budget, threshold, page_size)
+
+    def take(self, start: int, num_tokens: int, is_long: bool) -> None:
+        seconds = self.cost.chunk_seconds(start, num_tokens) if self.cost is not None else 0.0
+        self.tokens -= num_tokens
+        self.seconds -= seconds
+        self.floor = max(self.floor - num_tokens, 0)
+        if not is_long:
+            self.lane_tokens = max(self.lane_tokens - num_tokens, 0)
+            self.lane_seconds = max(self.lane_seconds - seconds, 0.0)
 
 
 def chunk_tokens(start: int, end: int, budget: int, threshold: int, page_size: int) -> int:
-    """How many tokens to compute now of those in `[start, end)`, the uncached rest of a prompt.
-
-    At most `budget`, and at most `threshold` where that is not 0. Every chunk but the last ends on a page boundary, so
-    that a finished chunk leaves only full pages, which others can share and which can be shipped. 0: not this step.
+    """How many tokens to compute now of those in `[start, end)`: at most `budget`, and at most `threshold` where that
+    is not 0. Every chunk but the last ends on a page boundary, so that a finished chunk leaves only full pages, which
+    others can share and which can be shipped. 0: not this step.
     """
     stop = min(end, start + budget, start + threshold if threshold else end)
     if stop < end:
         stop -= stop % page_size
     return max(stop - start, 0)
+
+
+def fixed_room(max_num_batched_tokens: int, num_decodes: int) -> Room:
+    """vLLM's rule: whatever the decodes leave of a fixed number of tokens."""
+    return Room(max_num_batched_tokens - num_decodes)
+
+
+def adaptive_room(
+    max_num_batched_tokens: int,
+    floor: int,
+    contexts: Sequence[int],
+    slack: float,
+    idle_seconds: float,
+    cost: StepCost,
+) -> Room:
+    """As much as keeps the step inside `slack`, the seconds until the first of the streams in it must have its token.
+
+    `contexts`: tokens of each decode in the step. While no stream runs, `slack` is infinite and the step may take
+    `idle_seconds`: whoever arrives meanwhile waits for its end. Never more tokens than the ceiling,
+    `max_num_batched_tokens`; never less than `floor`.
+    """
+    tokens = max_num_batched_tokens - len(contexts)
+    fixed = cost.base + cost.decode_seconds(len(contexts), sum(contexts))
+    if slack < inf:
+        seconds, reason = slack * MARGIN - fixed, f"slack of {slack * 1e3:.0f} ms, {len(contexts)} decodes"
+    else:
+        seconds, reason = idle_seconds - fixed, f"idle step of {idle_seconds * 1e3:.0f} ms"
+    return Room(tokens, max(seconds, 0.0), min(floor, tokens), cost, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A running decode as the choice of who may skip a step sees it."""
+
+    request_id: str
+    rank: int  # of its class, 0 the most urgent
+    due: float  # when its next token is promised, on the scheduler's clock
+    context: int  # tokens
+
+
+def skip_decodes(streams: Sequence[Stream], now: float, cost: StepCost) -> set[str]:
+    """The streams to leave out of this step, so that those of more urgent classes keep their promise.
+
+    Only a stream of a less urgent class than the tightest one may be left out, the least urgent class and the latest
+    due first, and only while its own promise can wait for one more such step. So decodes are reserved for the urgent;
+    the others take what is left, and are late only when there is nothing else to give.
+    """
+    skipped: set[str] = set()
+    seconds = cost.base + cost.decode_seconds(len(streams), sum(stream.context for stream in streams))
+    for stream in sorted(streams, key=lambda it: (-it.rank, -it.due, it.request_id)):
+        above = min((it.due for it in streams if it.rank < stream.rank), default=inf)
+        if now + seconds <= above or stream.due <= now + 2 * seconds:
+            continue
+        skipped.add(stream.request_id)
+        seconds -= cost.decode_seconds(1, stream.context)
+    return skipped
+
+
+def next_due(due: float, now: float, tpot: float) -> float:
+    """When the token after the one just made at `now` is promised. What a stream is ahead it banks, up to a quarter of
+    its TPOT, so that a gap never exceeds 1.25 TPOT on purpose; what it is behind is forgiven: a stream that stalled
+    once must not hold everyone at the floor until it has caught up."""
+    return min(max(due, now) + tpot, now + 1.25 * tpot)
+
+
+# -- whose -----------------------------------------------------------------------------------------------------------
+
+
+def response_ratio(request: Request, work_done: int) -> float:
+    """1 + waited work / uncached tokens. Work is what the replica has prefilled since the request arrived, in tokens:
+    a ratio that needs no clock, is the same on every device, and stands still when nothing is computed."""
+    return 1 + (work_done - request.arrival_work) / max(request.num_uncached_tokens, 1)
+
+
+def is_starving(request: Request, now: float, starvation_s: float) -> bool:
+    return now - request.queued_at >= starvation_s
+
+
+def order_prefills(requests: Iterable[Request], now: float, work_done: int, starvation_s: float) -> list[Request]:
+    """Who prefills first: those that have waited `starvation_s` and longer, oldest first; then by class; in a class
+    the preempted, whose clients already read, then the highest response ratio. Ties go by arrival, then by id."""
+
+    def key(request: Request) -> tuple[int, float, float, str]:
+        if is_starving(request, now, starvation_s):
+            return (-1, 0.0, request.arrival_time, request.id)
+        ratio = inf if request.num_preemptions else response_ratio(request, work_done)
+        return (request.rank, -ratio, request.arrival_time, request.id)
+
+    return sorted(requests, key=key)
+
+
+def prefill_reason(request: Request, now: float, work_done: int, starvation_s: float) -> str:
+    """Why `order_prefills` put it where it did, for the request's timeline."""
+    if is_starving(request, now, starvation_s):
+        return f"waited {now - request.queued_at:.0f} s"
+    if request.num_preemptions:
+        return "preempted before"
+    return f"response ratio {response_ratio(request, work_done):.2f}"
+
+
+def reserved_slots(classes: Sequence[SloClass], max_num_seqs: int, running_ranks: Sequence[int], rank: int) -> int:
+    """Of the free places for streams, how many are kept for classes more urgent than `rank`."""
+    return sum(
+        max(int(slo.decode_share * max_num_seqs) - running_ranks.count(urgent), 0)
+        for urgent, slo in enumerate(classes[:rank])
+    )
+
+
+def predicted_ttft(own_seconds: float, rank: int, backlog: Iterable[tuple[int, float]], prefill_share: float) -> float:
+    """Seconds until the first token of a prompt that takes `own_seconds` alone.
+
+    `backlog`: (rank, seconds) of every prompt not finished yet. More urgent classes go before it entirely; those of
+    its own class share with it, so that each delays it by at most its own length, as under processor sharing.
+    `prefill_share`: what running streams leave of a step's time.
+    """
+    ahead = sum(seconds if other < rank else min(seconds, own_seconds) for other, seconds in backlog if other <= rank)
+    return (ahead + own_seconds) / max(prefill_share, 0.05)

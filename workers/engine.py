@@ -1,5 +1,6 @@
-"""One replica's engine: schedule, execute, sample, update. Synchronous and single-threaded; time is given to it."""
+"""One replica's engine: schedule, execute, sample, update. Synchronous, single-threaded, on the clock it is given."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +12,11 @@ from torch import Tensor
 from crossdock.workers.grammar import GrammarCompiler, GrammarState
 from crossdock.workers.model import PagedModel
 from crossdock.workers.pages import PagePool
-from crossdock.workers.profile import SchedulingProfile
+from crossdock.workers.profile import SchedulingProfile, StepCostFit, StepWork
 from crossdock.workers.request import FinishReason, Request, SamplingParams, Submission, TokenDelta, TokenLogprobs
 from crossdock.workers.runner import Runner
 from crossdock.workers.sampler import SampleRow, logprobs_of, sample
-from crossdock.workers.scheduler import Batch, Sampled, Scheduler, SchedulerConfig
+from crossdock.workers.scheduler import Batch, Sampled, Scheduled, Scheduler, SchedulerConfig
 
 
 class EngineConfig(SchedulerConfig):
@@ -27,10 +28,13 @@ class EngineConfig(SchedulerConfig):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step did."""
+    """What one step did, and when: seconds on the engine's clock."""
 
     batch: Batch
     deltas: Sequence[TokenDelta]
+    started: float
+    seconds: float = 0.0
+    predicted: float = 0.0  # seconds; 0 before the engine is warm
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +44,8 @@ class Engine:
     model: PagedModel
     config: EngineConfig
     tokenizer_dir: Path | None = None  # needed for grammars only
+    clock: Callable[[], float] = time.monotonic  # seconds
+    cost_fit: StepCostFit | None = None  # set by `warm_up`
     pages: PagePool = field(init=False)
     scheduler: Scheduler = field(init=False)
     _runner: Runner = field(init=False)
@@ -68,14 +74,19 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add(self, submission: Submission, now: float) -> None:
-        """Queues a request. ValueError, naming the field, for one that cannot be served."""
+    def add(self, submission: Submission) -> None:
+        """Queues a request.
+
+        Raises:
+            ValueError: it can never be served; the message names the field.
+            Overloaded: its class's time to first token cannot be met now.
+        """
         for token in submission.prompt_token_ids:
             if not 0 <= token < self.model.vocab_size:
                 raise ValueError(f"prompt has token id {token}; this model's are 0 to {self.model.vocab_size - 1}")
         grammar = submission.sampling.grammar
         state = self._compile(grammar) if grammar is not None else None
-        request = Request.from_submission(submission, now)
+        request = Request.from_submission(submission, self.clock())
         self.scheduler.add(request)
         eos = tuple(self.model.eos_token_ids)
         self._rows[request.id] = SampleRow(request.sampling, request.token_ids, request.num_prompt_tokens, eos)
@@ -87,19 +98,33 @@ class Engine:
         self._forget(request_id)
         return self.scheduler.abort(request_id)
 
-    def step(self, now: float) -> Step:
+    def step(self) -> Step:
         """Computes one batch: any mix of chunks and decodes in one forward pass."""
-        batch = self.scheduler.schedule(now)
+        started = self.clock()
+        batch = self.scheduler.schedule(started)
         if not batch:
-            return Step(batch, ())
-        logits, rows = self._runner.execute(batch)
-        self._collect_prompt_logprobs(batch, logits, rows)
-        deltas = self.scheduler.update(batch, self._sample(batch, logits, rows))
+            return Step(batch, (), started)
+        sampled = self._compute(batch)
+        ended = self.clock()
+        deltas = self.scheduler.update(batch, sampled, ended)
         for delta in deltas:
             delta.prompt_logprobs = self._prompt_logprobs.pop(delta.request_id, None)
             if delta.finish_reason is not None:
                 self._forget(delta.request_id)
-        return Step(batch, deltas)
+        return Step(batch, deltas, started, ended - started, self._learn(batch, ended - started))
+
+    def _compute(self, batch: Batch) -> dict[str, Sampled]:
+        logits, rows = self._runner.execute(batch)
+        self._collect_prompt_logprobs(batch, logits, rows)
+        return self._sample(batch, logits, rows)
+
+    def _learn(self, batch: Batch, seconds: float) -> float:
+        """Compares a step with its prediction, and predicts better from then on."""
+        if self.cost_fit is None:
+            return 0.0
+        predicted = self.cost_fit.observe(batch.work, seconds)
+        self.scheduler.cost = self.cost_fit.cost
+        return predicted
 
     def fail_all(self, error: str) -> list[TokenDelta]:
         """Ends every request with an error, after a step raised. Pages are freed; the engine can go on."""
@@ -155,36 +180,68 @@ class Engine:
                 found += logprobs_of(logits[row.start : row.start + len(known)], known, top)
 
 
-def warm_up(engine: Engine, clock: Callable[[], float]) -> SchedulingProfile:
-    """Runs prompts and streams through an idle engine, so that no user pays for first calls, and times them."""
-    config, model = engine.config, engine.model
-    length = min(config.max_num_batched_tokens, 512, model.max_model_len - 16)
-    num_streams = min(config.max_num_seqs, 8)
+def warm_up(engine: Engine) -> SchedulingProfile:
+    """Makes an idle engine ready: runs it once, so that no user pays for first calls, then measures what steps of
+    different kinds take. From then on the scheduler predicts.
 
-    def run(num_requests: int, num_tokens: int, max_tokens: int) -> list[float]:
-        for number in range(num_requests):
-            prompt = [(7 * position + number) % model.vocab_size for position in range(num_tokens)]
-            params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-            engine.add(Submission(f"warm-up-{number}", prompt, params), clock())
-        seconds = []
-        while engine.has_work:
-            started = clock()
-            engine.step(started)
-            seconds.append(clock() - started)
-        engine.pages.clear_cache()
-        return seconds
+    The sweep: chunks of several sizes and contexts, decodes in several numbers and contexts, and both together. What
+    lies in the pages does not matter to the time, so deep contexts are swept without computing them.
+    """
+    config, model, pages = engine.config, engine.model, engine.pages
+    prompt = [position % model.vocab_size for position in range(min(64, model.max_model_len - 4))]
+    engine.add(Submission("warm-up", prompt, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)))
+    while engine.has_work:
+        engine.step()
+    pages.clear_cache()
 
-    run(1, length, 4)
-    prefill = min(run(1, length, 1)[0] for _ in range(2))
-    alone = min(run(1, 4, 8)[1:])
-    together = min(run(num_streams, 4, 8)[1:])
+    longest = min(model.max_model_len, pages.num_pages * config.page_size) - 1
+    deep = longest - longest % config.page_size - config.page_size
+    ceiling = min(config.max_num_batched_tokens, 512, longest)
+    chunks = [(0, tokens) for tokens in (16, 64, 160, ceiling) if tokens <= ceiling]
+    chunks += [(context, tokens) for context in (deep // 4, deep - ceiling) for tokens in (64, ceiling) if context > 0]
+    shapes: list[tuple[tuple[int, int] | None, int, int]] = [(chunk, 0, 0) for chunk in chunks]
+    for streams in (1, 4, 16, 64):
+        if streams <= config.max_num_seqs:
+            shapes += [(None, streams, context) for context in (32, 512, 2048) if streams * context <= longest]
+            shapes += [((0, 64), streams, 32), ((deep // 4, 64), streams, 32)]
+    sweep = [measured for shape in shapes if (measured := _measure(engine, *shape)) is not None]
+    engine.cost_fit = StepCostFit(sweep)
+    engine.scheduler.cost = engine.cost_fit.cost
     return SchedulingProfile(
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
         page_size=config.page_size,
-        num_pages=engine.pages.num_pages,
+        num_pages=pages.num_pages,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
-        seconds_per_prompt_token=prefill / length,
-        seconds_per_decode=max(together - alone, 0.0) / max(num_streams - 1, 1),
+        slo_classes=config.slo_classes,
+        cost=engine.cost_fit.cost,
     )
+
+
+def _measure(
+    engine: Engine, chunk: tuple[int, int] | None, num_streams: int, context: int
+) -> tuple[StepWork, float] | None:
+    """The work and the seconds (best of three) of one step of `chunk`, (start, tokens), and of `num_streams` decodes
+    after `context` tokens each. None: the pool does not hold so much."""
+    size = engine.config.page_size
+    wanted = [(context, 1)] * num_streams + ([chunk] if chunk is not None else [])
+    if sum(-(-(start + tokens) // size) for start, tokens in wanted) > engine.pages.num_available:
+        return None
+    parts = []
+    for number, (start, tokens) in enumerate(wanted):
+        name = f"warm-up-{number}"
+        request = Request(name, [0] * (start + tokens), SamplingParams(temperature=0.0))
+        pages = engine.pages.allocate(name, -(-(start + tokens) // size))
+        engine._rows[name] = SampleRow(request.sampling, request.token_ids, request.num_prompt_tokens, ())
+        parts.append(Scheduled(request, start, tokens, pages, samples=True))
+    batch = Batch(parts, num_streams)
+    seconds = []
+    for _ in range(3):
+        started = engine.clock()
+        engine._compute(batch)
+        seconds.append(engine.clock() - started)
+    for part in parts:
+        engine._forget(part.request.id)
+        engine.pages.release(part.request.id)
+    return batch.work, min(seconds)

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -74,7 +73,7 @@ class EngineLoop:
         await self.abort(orphans)
 
     async def submit(self, name: str, submission: Submission) -> None:
-        """Queues a request whose deltas go to channel `name`. ValueError, naming the field, if it cannot be served."""
+        """Queues a request whose deltas go to channel `name`; raises what `Engine.add` raises."""
         channel = self.channels.get(name)
         if channel is None:
             raise RuntimeError(f"no channel {name!r} is open")
@@ -83,7 +82,7 @@ class EngineLoop:
 
         def add() -> None:
             try:
-                self.engine.add(submission, time.monotonic())
+                self.engine.add(submission)
             except Exception as error:
                 self._loop.call_soon_threadsafe(_settle, done, error)
             else:
@@ -152,15 +151,14 @@ class EngineLoop:
                 self._inbox.popleft()()
             if not self.engine.has_work:
                 continue
-            started = time.monotonic()
             try:
-                step = self.engine.step(started)
+                step = self.engine.step()
             except Exception as error:  # one bad step must not end the replica: its requests are told, others go on
                 logger.exception("a step failed; its requests end with an error")
                 deltas: Sequence[TokenDelta] = self.engine.fail_all(f"{type(error).__name__}: {error}")
             else:
                 deltas = step.deltas
-                self.metrics.stepped(step, time.monotonic() - started)
+                self.metrics.stepped(step)
             if deltas:
                 self._loop.call_soon_threadsafe(self._deliver, deltas)
 

@@ -43,11 +43,11 @@ class EngineMetrics:
         self._requests.labels("waiting").set_function(lambda: len(engine.scheduler.waiting))
         self._preemptions.set_function(lambda: engine.scheduler.num_preemptions)
 
-    def stepped(self, step: Step, seconds: float) -> None:
+    def stepped(self, step: Step) -> None:
         num_decodes, num_chunks = step.batch.num_decodes, len(step.batch.scheduled) - step.batch.num_decodes
         kind = "mixed" if num_decodes and num_chunks else "decodes" if num_decodes else "chunks"
         self._steps.labels(kind).inc()
-        self._step_seconds.labels(kind).observe(seconds)
+        self._step_seconds.labels(kind).observe(step.seconds)
         for part in step.batch.scheduled[num_decodes:]:
             self._chunks.observe(part.num_tokens)
             self._prompt_tokens.inc(part.num_tokens)

@@ -1,10 +1,198 @@
-"""What a replica says it can do, in seconds: the only thing routers compare."""
+"""What a replica can do, in seconds: `StepCost` predicts a step, `SchedulingProfile` is what routers are told."""
 
-from pydantic import BaseModel, ConfigDict
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from crossdock.workers.slo import SloClass
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes, as far as its duration depends on it."""
+
+    prefill_tokens: int = 0
+    attended: float = 0.0  # sum over chunks of tokens * (context before the chunk + tokens / 2)
+    decodes: int = 0
+    decode_context: int = 0  # tokens, summed over decodes
+
+    @classmethod
+    def of(cls, chunks: Iterable[tuple[int, int]], decode_contexts: Sequence[int] = ()) -> "StepWork":
+        """`chunks`: (start, num_tokens) of each; `decode_contexts`: tokens before each decoded one."""
+        tokens, attended = 0, 0.0
+        for start, num_tokens in chunks:
+            tokens += num_tokens
+            attended += num_tokens * (start + num_tokens / 2)
+        return cls(tokens, attended, len(decode_contexts), sum(decode_contexts))
+
+    def features(self) -> NDArray[np.float64]:
+        return np.array([1.0, self.prefill_tokens, self.attended, self.decodes, self.decode_context])
+
+
+class StepCost(BaseModel):
+    """seconds(step) = base + per_prefill_token·tokens + per_attended·Σ chunk·(context + chunk/2) + per_decode·decodes
+    + per_decode_context·Σ context. Measured, never configured; all coefficients are in seconds and at least 0."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    base: float = Field(ge=0)
+    per_prefill_token: float = Field(ge=0)
+    per_attended: float = Field(0.0, ge=0)
+    per_decode: float = Field(0.0, ge=0)
+    per_decode_context: float = Field(0.0, ge=0)
+
+    def seconds(self, work: StepWork) -> float:
+        return (
+            self.base
+            + self.per_prefill_token * work.prefill_tokens
+            + self.per_attended * work.attended
+            + self.decode_seconds(work.decodes, work.decode_context)
+        )
+
+    def decode_seconds(self, decodes: int, context: int) -> float:
+        """What `decodes` streams of `context` tokens together add to a step."""
+        return self.per_decode * decodes + self.per_decode_context * context
+
+    def chunk_seconds(self, start: int, num_tokens: int) -> float:
+        """What a chunk of `num_tokens` after `start` tokens of context adds to a step."""
+        return num_tokens * (self.per_prefill_token + self.per_attended * (start + num_tokens / 2))
+
+    def tokens_within(self, seconds: float, start: int) -> int:
+        """The largest chunk after `start` tokens of context that adds at most `seconds` to a step."""
+        if seconds <= 0:
+            return 0
+        linear = self.per_prefill_token + self.per_attended * start
+        if linear <= 0 and self.per_attended <= 0:
+            return _NO_LIMIT
+        # The positive root of per_attended/2 · n² + linear · n = seconds, in the form that does not cancel.
+        root = (linear * linear + 2 * self.per_attended * seconds) ** 0.5
+        return min(int(2 * seconds / (linear + root)), _NO_LIMIT)
+
+    def prefill_seconds(self, start: int, end: int, chunk: int) -> float:
+        """A prompt's tokens `[start, end)` alone on a replica, in steps of `chunk` tokens."""
+        tokens = max(end - start, 0)
+        return -(-tokens // chunk) * self.base + self.chunk_seconds(start, tokens)
+
+
+_NO_LIMIT = 1 << 40
+
+# The columns of `StepWork.features` differ by nine orders of magnitude; scaled, the normal equations are solvable.
+_SCALE = np.array([1.0, 1e2, 1e5, 1e1, 1e4])
+
+
+@dataclass(slots=True)
+class StepCostFit:
+    """Keeps a `StepCost` true to what steps really take: least squares over the warm-up sweep and, with exponential
+    forgetting, over the steps since (recursive least squares in its information form: two running sums).
+
+    Errors count relative to the step's duration, so that a decode of 6 ms weighs as much as a chunk of 600 ms. The
+    sweep's sums never decay: after a week of decodes alone the replica still knows what a chunk costs. Coefficients
+    cannot be negative: among all subsets of columns the best feasible solution is taken, which is exact for five.
+    A step that takes a multiple of its prediction (a pause, a neighbour) is left out, unless it becomes the rule.
+    """
+
+    sweep: Sequence[tuple[StepWork, float]]  # (work, seconds) measured at start; at least one
+    memory: int = 512  # steps after which an observation's weight has fallen to 1/e
+    cost: StepCost = field(init=False)
+    num_rejected: int = 0
+    _sweep_sums: tuple[NDArray[np.float64], NDArray[np.float64]] = field(init=False)
+    _sums: tuple[NDArray[np.float64], NDArray[np.float64]] = field(init=False)
+    _errors: deque[float] = field(init=False)
+    _rejected_in_a_row: int = 0
+    _since_fit: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.sweep:
+            raise ValueError("sweep must have at least one measured step")
+        self._errors = deque(maxlen=self.memory)
+        self._sums = np.zeros((5, 5)), np.zeros(5)
+        self._sweep_sums = np.zeros((5, 5)), np.zeros(5)
+        for work, seconds in self.sweep:
+            _accumulate(self._sweep_sums, work, seconds)
+        self._fit()
+
+    def observe(self, work: StepWork, seconds: float) -> float:
+        """Takes in a step that took `seconds`. Returns what had been predicted."""
+        predicted = self.cost.seconds(work)
+        error = abs(predicted - seconds) / seconds
+        self._errors.append(error)
+        is_outlier = seconds > _OUTLIER * predicted or predicted > _OUTLIER * seconds
+        if is_outlier and self._rejected_in_a_row < _PATIENCE:
+            self._rejected_in_a_row += 1
+            self.num_rejected += 1
+            return predicted
+        if not is_outlier:
+            self._rejected_in_a_row = 0
+        forget = 1 - 1 / self.memory
+        for total in self._sums:
+            total *= forget
+        _accumulate(self._sums, work, seconds)
+        self._since_fit += 1
+        if self._since_fit >= _FIT_EVERY:
+            self._fit()
+        return predicted
+
+    def error(self, quantile: float) -> float:
+        """That quantile of |predicted - actual| / actual over the last `memory` steps; 0 before the first."""
+        return float(np.quantile(self._errors, quantile)) if self._errors else 0.0
+
+    def _fit(self) -> None:
+        self._since_fit = 0
+        matrix = self._sweep_sums[0] + self._sums[0]
+        vector = self._sweep_sums[1] + self._sums[1]
+        base, *rest = (float(value) for value in _non_negative_solution(matrix, vector) / _SCALE)
+        self.cost = StepCost(
+            base=base,
+            per_prefill_token=rest[0],
+            per_attended=rest[1],
+            per_decode=rest[2],
+            per_decode_context=rest[3],
+        )
+
+
+_OUTLIER = 3.0
+_PATIENCE = 8  # so many in a row are no accident: the device has changed, and is believed
+_FIT_EVERY = 16
+
+
+def _accumulate(sums: tuple[NDArray[np.float64], NDArray[np.float64]], work: StepWork, seconds: float) -> None:
+    row = work.features() / _SCALE / seconds  # relative: the target is 1
+    sums[0][...] += np.outer(row, row)
+    sums[1][...] += row
+
+
+@cache
+def _subsets() -> tuple[tuple[int, ...], ...]:
+    return tuple(subset for size in range(5, 0, -1) for subset in combinations(range(5), size))
+
+
+def _non_negative_solution(matrix: NDArray[np.float64], vector: NDArray[np.float64]) -> NDArray[np.float64]:
+    """argmin over x >= 0 of x'Mx - 2v'x. One of the subsets of columns holds the optimum with all its entries > 0."""
+    ridge = 1e-9 * np.trace(matrix) * np.eye(5)  # a column never seen must not make the system singular
+    best, best_value = np.zeros(5), 0.0
+    for subset in _subsets():
+        index = list(subset)
+        solution = np.linalg.solve((matrix + ridge)[np.ix_(index, index)], vector[index])
+        if (solution < 0).any():
+            continue
+        full = np.zeros(5)
+        full[index] = solution
+        value = float(full @ matrix @ full - 2 * vector @ full)
+        if value < best_value:
+            best, best_value = full, value
+        if len(index) == 5:
+            break  # the unconstrained optimum is feasible
+    return best
 
 
 class SchedulingProfile(BaseModel):
-    """The static part: fixed once the replica has started."""
+    """What a replica advertises. The static part: fixed once it has started."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -14,5 +202,5 @@ class SchedulingProfile(BaseModel):
     num_pages: int
     max_num_batched_tokens: int  # per step
     max_num_seqs: int
-    seconds_per_prompt_token: float  # measured at start, prompts alone
-    seconds_per_decode: float  # measured at start: what one more running stream adds to a step
+    slo_classes: tuple[SloClass, ...]  # most urgent first
+    cost: StepCost  # as measured at start

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ class Replica:
         self, model: str | None, dtype: str, max_model_len: int | None, engine: EngineConfig, num_threads: int
     ) -> None:
         loaded = await asyncio.to_thread(_load, model, dtype, max_model_len, engine, num_threads)
-        self.profile = await asyncio.to_thread(warm_up, loaded, time.perf_counter)
+        self.profile = await asyncio.to_thread(warm_up, loaded)
         self.loop = EngineLoop(loaded, EngineMetrics())
 
     async def tokens(self, ingress: str) -> AsyncIterator[list[TokenDelta]]:

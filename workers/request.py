@@ -5,6 +5,19 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from crossdock.workers.pages import PageHash
+from crossdock.workers.slo import DEFAULT_CLASS
+
+
+class Overloaded(RuntimeError):
+    """The request's class promises a first token sooner than the backlog allows. `retry_after`: seconds until the same
+    request would be taken, by prediction."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message, retry_after)  # both: an exception crosses processes as type(*args)
+        self.retry_after = retry_after
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Status(Enum):
@@ -63,6 +76,7 @@ class Submission:
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""  # requests share cached pages only under the same salt
+    slo_class: str = DEFAULT_CLASS
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +120,13 @@ class Request:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    slo_class: str = DEFAULT_CLASS
     arrival_time: float = 0.0  # seconds, on the scheduler's clock
+    rank: int = 0  # of its class, 0 the most urgent
+    arrival_work: int = 0  # prompt tokens the scheduler had handed out when it came
+    queued_at: float = 0.0  # when it last began to wait: at arrival, or when preempted
+    due: float = 0.0  # of a stream: when its next token is promised
+    expected_cached_tokens: int = 0  # while it waits: what the prefix index held when last asked
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     token_ids: list[int] = field(init=False)  # prompt and output
@@ -125,6 +145,7 @@ class Request:
             prompt_token_ids=list(submission.prompt_token_ids),
             sampling=submission.sampling,
             cache_salt=submission.cache_salt,
+            slo_class=submission.slo_class,
             arrival_time=now,
         )
 
@@ -143,6 +164,11 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_uncached_tokens(self) -> int:
+        """Tokens that are left to compute, or will be once it starts."""
+        return len(self.token_ids) - max(self.num_computed_tokens, self.expected_cached_tokens)
 
     @property
     def is_decoding(self) -> bool:

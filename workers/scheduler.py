@@ -1,29 +1,66 @@
 """Which tokens the next step computes. One rule: every request has tokens that are not computed yet; each step hands
-out some, running decodes first, then prefills that have begun, then new ones. No torch, no ray, no clock."""
+out some, running decodes first, then prefills in the order chunking.py gives. No torch, no ray, no clock."""
 
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from crossdock.workers.chunking import chunk_tokens, prefill_budget
+from crossdock.workers.chunking import (
+    Room,
+    Stream,
+    adaptive_room,
+    fixed_room,
+    is_starving,
+    next_due,
+    order_prefills,
+    predicted_ttft,
+    prefill_reason,
+    reserved_slots,
+    skip_decodes,
+)
 from crossdock.workers.pages import PagePool, hash_pages
-from crossdock.workers.request import FinishReason, Request, Status, TokenDelta, TokenLogprobs
+from crossdock.workers.profile import StepCost, StepWork
+from crossdock.workers.request import FinishReason, Overloaded, Request, Status, TokenDelta, TokenLogprobs
+from crossdock.workers.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass, rank_of
 
 
 class SchedulerConfig(BaseModel):
-    """How much one step may carry. Names, meanings and defaults as in vLLM."""
+    """How much one step may carry, and whose work goes first. Names and meanings as in vLLM where vLLM has them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_num_batched_tokens: int = Field(
-        512, ge=1, description="Tokens one step may compute, decodes and chunks together."
+        2048, ge=1, description="Tokens one step may compute, decodes and chunks together; the adaptive ceiling."
     )
     max_num_seqs: int = Field(64, ge=1, description="Requests that may hold pages at once.")
+    chunk_policy: Literal["adaptive", "fixed"] = Field(
+        "adaptive", description="adaptive: chunks fit the tightest stream's slack; fixed: vLLM's token budget."
+    )
+    min_chunk_tokens: int = Field(
+        0, ge=0, description="Adaptive: prompt tokens a step carries however tight the slack is; 0 is two pages."
+    )
     enable_chunked_prefill: bool = Field(True, description="Off: a prompt is computed in one step or not at all.")
+    mixed_chunks: bool = Field(
+        True, description="Off: steps with chunks and steps with decodes alternate, as in SGLang."
+    )
+    max_prefill_tokens: int = Field(0, ge=0, description="Prompt tokens per step; 0 is whatever the budget leaves.")
     long_prefill_token_threshold: int = Field(
-        0, ge=0, description="Longest chunk of one prompt; 0 is the whole budget."
+        0, ge=0, description="Longest chunk of one prompt, and where 'long' begins; 0: no limit, 4 % of max_model_len."
+    )
+    max_num_partial_prefills: int = Field(8, ge=1, description="Prompts that may be partly computed at once.")
+    max_long_partial_prefills: int = Field(2, ge=1, description="Of these, how many may be long.")
+    short_lane_share: float = Field(0.5, ge=0, lt=1, description="Share of each step's chunks kept for short prompts.")
+    prefill_order: Literal["response_ratio", "fcfs"] = Field(
+        "response_ratio", description="response_ratio: by class, then 1 + waited work / uncached tokens; fcfs: arrival."
+    )
+    starvation_s: float = Field(60.0, gt=0, description="Who has waited this long goes before every class.")
+    slo_classes: tuple[SloClass, ...] = Field(DEFAULT_CLASSES, description="What is promised, most urgent first.")
+    default_slo_class: str = Field(DEFAULT_CLASS, description="The class of requests that name none.")
+    admission: Literal["reject", "queue"] = Field(
+        "reject", description="reject: 429 when the class's ttft_s cannot be met; queue: wait anyway."
     )
     page_size: int = Field(16, ge=1, description="Tokens a KV page holds (vLLM's block size).")
 
@@ -35,11 +72,28 @@ class SchedulerConfig(BaseModel):
                 f"({self.max_num_seqs}) + page_size ({self.page_size}): a step in which every stream decodes must "
                 f"still have room for one page of a prompt"
             )
-        if 0 < self.long_prefill_token_threshold < self.page_size:
+        for name in ("long_prefill_token_threshold", "max_prefill_tokens", "min_chunk_tokens"):
+            if 0 < getattr(self, name) < self.page_size:
+                raise ValueError(
+                    f"{name} ({getattr(self, name)}) must be 0 (the default) or at least page_size ({self.page_size}): "
+                    f"chunks end on page boundaries"
+                )
+        if self.max_long_partial_prefills > self.max_num_partial_prefills:
             raise ValueError(
-                f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) must be 0 (off) or at least "
-                f"page_size ({self.page_size}): chunks end on page boundaries"
+                f"max_long_partial_prefills ({self.max_long_partial_prefills}) must be at most "
+                f"max_num_partial_prefills ({self.max_num_partial_prefills})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _classes_are_told_apart(self) -> "SchedulerConfig":
+        names = [slo.name for slo in self.slo_classes]
+        if len(set(names)) != len(names) or not names:
+            raise ValueError(f"slo_classes must have different names, one at least; they are {', '.join(names)}")
+        if self.default_slo_class not in names:
+            raise ValueError(f"default_slo_class {self.default_slo_class!r} is none of {', '.join(names)}")
+        if sum(int(slo.decode_share * self.max_num_seqs) for slo in self.slo_classes) >= self.max_num_seqs:
+            raise ValueError("slo_classes: the decode_share of all classes together must be less than 1")
         return self
 
 
@@ -52,6 +106,7 @@ class Scheduled:
     num_tokens: int
     pages: Sequence[int]  # page i holds tokens [i * page_size, (i + 1) * page_size) of the request
     samples: bool  # the last of these tokens is the newest known: its logits give the next one
+    reason: str = "decode"  # why it is in this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +115,20 @@ class Batch:
 
     scheduled: Sequence[Scheduled]
     num_decodes: int
+    limit: str = ""  # what bounded its chunks
+    num_skipped: int = 0  # streams left out in favour of more urgent ones
 
     @property
     def num_tokens(self) -> int:
         return sum(part.num_tokens for part in self.scheduled)
+
+    @property
+    def work(self) -> StepWork:
+        """What it costs, in the terms of `StepCost`."""
+        return StepWork.of(
+            [(part.start, part.num_tokens) for part in self.scheduled[self.num_decodes :]],
+            [part.start for part in self.scheduled[: self.num_decodes]],
+        )
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)
@@ -82,16 +147,25 @@ class Sampled:
 @dataclass(slots=True)
 class Scheduler:
     """Owns every request's state and the pages they hold. `schedule` and `update` alternate; `add` and `abort` come
-    between them."""
+    between them.
+
+    When time or pages run short, this is who slows down, first to last: prompts of the least urgent class, which wait
+    for those of the others; its streams, which skip steps while their own promise allows it and lose their pages first;
+    then the next class; the most urgent class's streams last. Who has waited `starvation_s` is exempt.
+    """
 
     config: SchedulerConfig
     pages: PagePool
     max_model_len: int  # tokens, prompt and output together
     eos_token_ids: Collection[int] = ()
-    waiting: deque[Request] = field(default_factory=deque)
-    running: list[Request] = field(default_factory=list)  # in order of admission: the last is preempted first
+    cost: StepCost | None = None  # what steps take; without it chunks are fixed and nobody is refused
+    waiting: list[Request] = field(default_factory=list)
+    running: list[Request] = field(default_factory=list)  # in order of admission
     num_preemptions: int = 0
+    work_done: int = 0  # prompt tokens handed out since the start: the clock of response ratios
     _requests: dict[str, Request] = field(default_factory=dict)
+    _chunks_last: bool = False  # without mixed_chunks: the last step was one of chunks
+    _now: float = 0.0  # of the step being scheduled
 
     def __post_init__(self) -> None:
         capacity = self.pages.num_pages * self.pages.page_size
@@ -114,7 +188,12 @@ class Scheduler:
         return self._requests.get(request_id)
 
     def add(self, request: Request) -> None:
-        """Queues a request. ValueError, naming the field, for one that can never be served."""
+        """Queues a request.
+
+        Raises:
+            ValueError: it can never be served; the message names the field.
+            Overloaded: its class's time to first token cannot be met, and `admission` is `reject`.
+        """
         if not request.prompt_token_ids:
             raise ValueError("prompt must have at least one token")
         longest = self.max_model_len - (1 if request.sampling.max_tokens else 0)
@@ -125,6 +204,10 @@ class Scheduler:
             )
         if request.id in self._requests:
             raise ValueError(f"request_id {request.id!r} is already being served")
+        request.rank = rank_of(self.config.slo_classes, request.slo_class)
+        request.arrival_work, request.queued_at = self.work_done, request.arrival_time
+        request.expected_cached_tokens = len(self._match_prefix(request)) * self.pages.page_size
+        self._refuse_if_late(request)
         self._requests[request.id] = request
         self.waiting.append(request)
 
@@ -135,54 +218,181 @@ class Scheduler:
             self._finish(request, FinishReason.ABORT)
         return request
 
+    # -- admission: can the promise be kept --------------------------------------------------------------------------
+
+    def predict_ttft(self, request: Request) -> tuple[float, float]:
+        """Seconds until the request's first token if it came now, and if it were alone; (0, 0) without a cost."""
+        if self.cost is None:
+            return 0.0, 0.0
+        own = self._prefill_seconds(request)
+        backlog = [(other.rank, self._prefill_seconds(other)) for other in self._prefills()]
+        return predicted_ttft(own, request.rank, backlog, self._prefill_share()), own
+
+    def _refuse_if_late(self, request: Request) -> None:
+        if self.config.admission == "queue" or self.cost is None:
+            return
+        predicted, alone = self.predict_ttft(request)
+        slo = self.config.slo_classes[request.rank]
+        late = predicted - slo.ttft_deadline(alone)
+        if late > 0 and self.has_work:
+            raise Overloaded(
+                f"the first token would come in {predicted:.1f} s; class {slo.name!r} promises "
+                f"{slo.ttft_deadline(alone):.1f} s. Retry in {late:.1f} s, or ask for a less urgent class",
+                retry_after=late,
+            )
+
+    def _prefills(self) -> list[Request]:
+        return [*self.waiting, *(request for request in self.running if not request.is_decoding)]
+
+    def _prefill_seconds(self, request: Request) -> float:
+        assert self.cost is not None
+        end = request.num_tokens
+        return self.cost.prefill_seconds(end - request.num_uncached_tokens, end, self.config.max_num_batched_tokens)
+
+    def _prefill_share(self) -> float:
+        """The share of a step's time that running streams leave to prompts."""
+        streams = [request for request in self.running if request.is_decoding]
+        if not streams or self.cost is None:
+            return 1.0
+        decodes = self.cost.base + self.cost.decode_seconds(len(streams), sum(it.num_tokens for it in streams))
+        if self.config.chunk_policy == "adaptive":
+            period = min(self.config.slo_classes[request.rank].tpot_s for request in streams)
+        else:
+            room = self.config.max_num_batched_tokens - len(streams)
+            period = decodes + self.cost.chunk_seconds(0, room)
+        return 1 - min(decodes / period, 1.0)
+
     # -- schedule: what the next step computes -----------------------------------------------------------------------
 
     def schedule(self, now: float) -> Batch:
         """The next step, empty when there is nothing to do. `now`: seconds on the clock of the arrival times."""
-        batch = self._schedule_decodes()
-        num_decodes = len(batch)
-        budget = prefill_budget(self.config.max_num_batched_tokens, num_decodes)
-        budget = self._continue_prefills(batch, budget)
-        self._start_prefills(batch, budget)
-        return Batch(batch, num_decodes)
+        self._now = now
+        decodes, skipped = self._schedule_decodes()
+        prefills = self._ordered_prefills()
+        if not self.config.mixed_chunks and decodes and prefills:
+            self._chunks_last = not self._chunks_last
+            batch = self._schedule_prefills([] if self._chunks_last else decodes, skipped, prefills)
+            return batch if batch else Batch(decodes, len(decodes))
+        return self._schedule_prefills(decodes, skipped, prefills)
 
-    def _schedule_decodes(self) -> list[Scheduled]:
-        decoding = [request for request in self.running if request.is_decoding]
-        return [self._part(request, 1) for request in decoding if self._grow(request)]
+    def _schedule_decodes(self) -> tuple[list[Scheduled], set[str]]:
+        streams = [request for request in self.running if request.is_decoding]
+        skipped: set[str] = set()
+        if self.cost is not None and self.config.chunk_policy == "adaptive":
+            seen = [Stream(request.id, request.rank, request.due, request.num_tokens) for request in streams]
+            skipped = skip_decodes(seen, self._now, self.cost)
+        grown = [request for request in streams if request.id not in skipped and self._grow(request)]
+        return [self._part(request, 1) for request in grown if request.status is Status.RUNNING], skipped
 
-    def _continue_prefills(self, batch: list[Scheduled], budget: int) -> int:
-        for request in self.running:
-            if not request.is_decoding:
-                budget -= self._append_chunk(batch, request, budget)
-        return budget
+    def _ordered_prefills(self) -> list[Request]:
+        if self.config.prefill_order == "response_ratio":
+            return order_prefills(self._prefills(), self._now, self.work_done, self.config.starvation_s)
+        return [*(request for request in self.running if not request.is_decoding), *self.waiting]
 
-    def _start_prefills(self, batch: list[Scheduled], budget: int) -> None:
-        while self.waiting and len(self.running) < self.config.max_num_seqs:
-            request = self.waiting[0]
-            hits = self._match_prefix(request)
-            if not self._chunk_tokens(request, len(hits) * self.pages.page_size, budget):
-                break
-            if not self._admit(request, hits):
-                break
-            self.waiting.popleft()
-            budget -= self._append_chunk(batch, request, budget)
+    def _schedule_prefills(
+        self, decodes: list[Scheduled], skipped: Collection[str], prefills: Sequence[Request]
+    ) -> Batch:
+        """The step of `decodes` and of chunks for as many prompts as there is room for."""
+        room = self._room(decodes, skipped)
+        reason = room.reason
+        if self.config.prefill_order == "response_ratio" and self.config.enable_chunked_prefill:
+            short = sum(request.num_uncached_tokens for request in prefills if not self._is_long(request))
+            room.keep_lane(self.config.short_lane_share, short)
+        chunks = self._fill(room, prefills)
+        if room.lane_tokens:  # the short ones could not use it, for want of pages or places
+            room.end_lane()
+            served = {part.request.id for part in chunks}
+            chunks += self._fill(room, [request for request in prefills if request.id not in served])
+        # Admitting one request may have preempted another that already had its part.
+        decodes = [part for part in decodes if part.request.status is Status.RUNNING]
+        chunks = [part for part in chunks if part.request.status is Status.RUNNING]
+        return Batch([*decodes, *chunks], len(decodes), reason if chunks else "", len(skipped))
 
-    def _chunk_tokens(self, request: Request, start: int, budget: int) -> int:
+    def _room(self, decodes: Sequence[Scheduled], skipped: Collection[str]) -> Room:
+        config = self.config
+        if self.cost is None or config.chunk_policy == "fixed" or not config.enable_chunked_prefill:
+            room = fixed_room(config.max_num_batched_tokens, len(decodes))
+        else:
+            dues = [it.due for it in self.running if it.is_decoding and it.id not in skipped]
+            room = adaptive_room(
+                config.max_num_batched_tokens,
+                config.min_chunk_tokens or 2 * config.page_size,
+                [part.start for part in decodes],
+                min(dues, default=inf) - self._now,
+                min(slo.ttft_s for slo in config.slo_classes) / 2,
+                self.cost,
+            )
+        if config.max_prefill_tokens and config.max_prefill_tokens < room.tokens:
+            room.tokens, room.reason = config.max_prefill_tokens, "max_prefill_tokens"
+        return room
+
+    def _fill(self, room: Room, prefills: Sequence[Request]) -> list[Scheduled]:
+        chunks: list[Scheduled] = []
+        blocked = len(self.config.slo_classes)  # from this rank on nobody may start: somebody before it lacks pages
+        for request in prefills:
+            if request.status is Status.WAITING:
+                if request.rank > blocked:
+                    continue
+                started = self._start(request, room)
+                if self.config.prefill_order == "fcfs" and not started:
+                    blocked = -1
+                elif started is None:
+                    blocked = -1 if self._is_starving(request) else min(blocked, request.rank)
+                if not started:
+                    continue
+            is_long, start = self._is_long(request), request.num_computed_tokens
+            num_tokens = self._chunk(request, start, room)
+            if num_tokens:
+                chunks.append(self._part(request, num_tokens, self._reason(request)))
+                room.take(start, num_tokens, is_long)
+                self.work_done += num_tokens
+        return chunks
+
+    def _reason(self, request: Request) -> str:
+        if self.config.prefill_order == "fcfs":
+            return "first come"
+        return prefill_reason(request, self._now, self.work_done, self.config.starvation_s)
+
+    def _is_starving(self, request: Request) -> bool:
+        return is_starving(request, self._now, self.config.starvation_s)
+
+    def _chunk(self, request: Request, start: int, room: Room) -> int:
+        end = request.num_tokens
         if not self.config.enable_chunked_prefill:
-            return request.num_tokens - start if request.num_tokens - start <= budget else 0
+            return end - start if end - start <= room.tokens else 0
         threshold = self.config.long_prefill_token_threshold
-        return chunk_tokens(start, request.num_tokens, budget, threshold, self.pages.page_size)
+        return room.chunk(start, end, self._is_long(request), threshold, self.pages.page_size)
 
-    def _append_chunk(self, batch: list[Scheduled], request: Request, budget: int) -> int:
-        num_tokens = self._chunk_tokens(request, request.num_computed_tokens, budget)
-        if num_tokens:
-            batch.append(self._part(request, num_tokens))
-        return num_tokens
+    def _start(self, request: Request, room: Room) -> bool | None:
+        """Admits a waiting request if it would get a chunk now. None: only pages are missing."""
+        running_ranks = [other.rank for other in self.running]
+        kept = reserved_slots(self.config.slo_classes, self.config.max_num_seqs, running_ranks, request.rank)
+        if self.config.max_num_seqs - len(self.running) <= kept:
+            return False
+        hits = self._match_prefix(request)
+        request.expected_cached_tokens = start = len(hits) * self.pages.page_size
+        num_tokens = self._chunk(request, start, room)
+        if not num_tokens:
+            return False
+        if start + num_tokens < request.num_tokens and not self._may_be_partial(request):
+            return False
+        return self._admit(request, hits) or None
 
-    def _part(self, request: Request, num_tokens: int) -> Scheduled:
+    def _may_be_partial(self, request: Request) -> bool:
+        partial = [other for other in self.running if not other.is_decoding]
+        num_long = sum(map(self._is_long, partial))
+        if self._is_long(request) and num_long >= self.config.max_long_partial_prefills:
+            return False
+        return len(partial) < self.config.max_num_partial_prefills
+
+    def _is_long(self, request: Request) -> bool:
+        threshold = self.config.long_prefill_token_threshold or self.max_model_len // 25  # vLLM's default: 4 %
+        return request.num_uncached_tokens > max(threshold, self.pages.page_size)
+
+    def _part(self, request: Request, num_tokens: int, reason: str = "decode") -> Scheduled:
         start = request.num_computed_tokens
         samples = start + num_tokens == request.num_tokens and request.sampling.max_tokens > 0
-        return Scheduled(request, start, num_tokens, self.pages.pages_of(request.id), samples)
+        return Scheduled(request, start, num_tokens, self.pages.pages_of(request.id), samples, reason)
 
     # -- pages -------------------------------------------------------------------------------------------------------
 
@@ -197,8 +407,8 @@ class Scheduler:
     def _admit(self, request: Request, hits: Sequence[int]) -> bool:
         """Reserves pages for *all* tokens the request has, before its first chunk: no prompt starts that cannot end."""
         num_new = -(-request.num_tokens // self.pages.page_size) - len(hits)
-        headroom = len(self.running)  # a page each, so that an admission does not preempt in the very next step
-        if not self.pages.can_allocate(num_new + headroom, shared=hits):
+        wanted = num_new + len(self.running)  # a page each, so that an admission does not preempt in the next step
+        if not self.pages.can_allocate(wanted, shared=hits) and not self._make_way(request, wanted, hits):
             return False
         self.pages.share(request.id, hits)
         self.pages.allocate(request.id, num_new)
@@ -206,39 +416,57 @@ class Scheduler:
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed_tokens
         request.status = Status.RUNNING
+        self.waiting.remove(request)
         self.running.append(request)
         return True
 
+    def _make_way(self, request: Request, num_pages: int, hits: Sequence[int]) -> bool:
+        """Preempts requests of less urgent classes, where that gives the pages `request` wants; else nobody."""
+        below = [
+            other
+            for other in self.running
+            if other.rank > request.rank and (other.is_decoding or not self._is_starving(other))
+        ]
+        if sum(len(self.pages.pages_of(other.id)) for other in below) + self.pages.num_available < num_pages:
+            return False
+        while below and not self.pages.can_allocate(num_pages, shared=hits):
+            victim = _last_to_keep(below)
+            below.remove(victim)
+            self._preempt(victim)
+        return self.pages.can_allocate(num_pages, shared=hits)
+
     def _grow(self, request: Request) -> bool:
-        """A page for the newest token where it begins one, preempting the last admitted until there is one; False
-        when the request itself had to go."""
+        """A page for the newest token where it begins one, preempting until there is one: the least urgent class first,
+        in it the last admitted. False when the request itself had to go."""
         if request.status is not Status.RUNNING:
             return False
         while request.num_tokens > len(self.pages.pages_of(request.id)) * self.pages.page_size:
             if self.pages.num_available:
                 self.pages.allocate(request.id, 1)
                 break
-            victim = self.running[-1]
+            victim = _last_to_keep(self.running)
             self._preempt(victim)
             if victim is request:
                 return False
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Back to the head of the queue, to be recomputed: its tokens stay, its pages go (their cached prefix may
-        still be there when it returns). Counter-based sampling makes the continuation the same."""
+        """Back to the queue, to be recomputed: its tokens stay, its pages go (their cached prefix may still be there
+        when it returns). Counter-based sampling makes the continuation the same."""
         self.running.remove(request)
         self.pages.release(request.id)
         request.status = Status.WAITING
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(request)
+        request.expected_cached_tokens = 0
+        request.queued_at = self._now
+        self.waiting.insert(0, request)
 
     # -- update: what the step found ---------------------------------------------------------------------------------
 
-    def update(self, batch: Batch, sampled: Mapping[str, Sampled]) -> list[TokenDelta]:
-        """Takes in a computed step. `sampled` has an entry for every part that `samples`."""
+    def update(self, batch: Batch, sampled: Mapping[str, Sampled], now: float) -> list[TokenDelta]:
+        """Takes in a computed step that ended at `now`. `sampled` has an entry for every part that `samples`."""
         deltas = []
         for part in batch.scheduled:
             request = part.request
@@ -248,6 +476,7 @@ class Scheduler:
             self._index_pages(request, part.start)
             if part.samples:
                 deltas.append(self._append_token(request, sampled[request.id]))
+                request.due = next_due(request.due, now, self.config.slo_classes[request.rank].tpot_s)
             elif request.num_computed_tokens == request.num_tokens:  # max_tokens is 0: only the prompt was wanted
                 self._finish(request, FinishReason.LENGTH)
                 deltas.append(self._delta(request, []))
@@ -292,3 +521,8 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason = reason
         del self._requests[request.id]
+
+
+def _last_to_keep(requests: Sequence[Request]) -> Request:
+    """Who gives up pages first: the least urgent class, in it the last admitted."""
+    return max(enumerate(requests), key=lambda pair: (pair[1].rank, pair[0]))[1]

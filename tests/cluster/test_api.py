@@ -21,12 +21,12 @@ from ray.exceptions import RayTaskError
 from transformers import PreTrainedTokenizerFast
 
 from crossdock.cluster.api import HttpConfig, build_api
-from crossdock.cluster.dispatch import ModelCard, Overloaded, ReplicaLost
+from crossdock.cluster.dispatch import ModelCard, ReplicaLost
 from crossdock.cluster.gate import Gate
 from crossdock.cluster.openai import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from crossdock.cluster.outputs import merge
 from crossdock.cluster.text import Text
-from crossdock.workers.request import FinishReason, Grammar, Submission, TokenDelta, TokenLogprobs
+from crossdock.workers.request import FinishReason, Grammar, Overloaded, Submission, TokenDelta, TokenLogprobs
 
 MAX_MODEL_LEN = 200
 STORY = "The quick brown fox 🙂 jumps over the lazy dog"

@@ -19,7 +19,7 @@ class InProcess:
 
     def __init__(self) -> None:
         engine = Engine(wrap_module(build("llama", {})), EngineConfig(kv_cache_memory=ByteSize(4 << 20)))
-        self.profile = warm_up(engine, iter(range(10**9)).__next__)
+        self.profile = warm_up(engine)
         self.loop = EngineLoop(engine)
         self.is_killed = False
 

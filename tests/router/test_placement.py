@@ -1,7 +1,8 @@
 """Replicas are compared in seconds: what each advertises, times what it still has to do."""
 
 from crossdock.router.placement import Bookings, choose
-from crossdock.workers.profile import SchedulingProfile
+from crossdock.workers.profile import SchedulingProfile, StepCost
+from crossdock.workers.slo import DEFAULT_CLASSES
 
 
 def profile(prompt_seconds: float, decode_seconds: float = 0.001) -> SchedulingProfile:
@@ -12,8 +13,8 @@ def profile(prompt_seconds: float, decode_seconds: float = 0.001) -> SchedulingP
         num_pages=1000,
         max_num_batched_tokens=512,
         max_num_seqs=64,
-        seconds_per_prompt_token=prompt_seconds,
-        seconds_per_decode=decode_seconds,
+        slo_classes=DEFAULT_CLASSES,
+        cost=StepCost(base=0.0, per_prefill_token=prompt_seconds, per_decode=decode_seconds),
     )
 
 

@@ -66,10 +66,8 @@ def engine(model: PagedModel, memory: str = "1GiB", path: Path | None = None, **
 
 def run(engine: Engine) -> dict[str, list[TokenDelta]]:
     deltas: dict[str, list[TokenDelta]] = {}
-    now = 0.0
     while engine.has_work:
-        now += 1
-        for delta in engine.step(now).deltas:
+        for delta in engine.step().deltas:
             deltas.setdefault(delta.request_id, []).append(delta)
     assert engine.pages.counts().owned == 0
     return deltas
@@ -101,7 +99,7 @@ def test_greedy_equals_generate(
 ) -> None:
     it = engine(model, **config)
     for number, prompt in enumerate(prompts):
-        it.add(Submission(f"{number}", prompt, greedy()), 0.0)
+        it.add(Submission(f"{number}", prompt, greedy()))
     deltas = run(it)
     assert [tokens_of(deltas[f"{number}"]) for number in range(len(prompts))] == expected
 
@@ -112,7 +110,7 @@ def test_greedy_equals_generate_from_cached_prefixes(
     it = engine(model)
     for _ in range(2):
         for number, prompt in enumerate(prompts):
-            it.add(Submission(f"{number}", prompt, greedy()), 0.0)
+            it.add(Submission(f"{number}", prompt, greedy()))
         deltas = run(it)
         assert [tokens_of(deltas[f"{number}"]) for number in range(len(prompts))] == expected
     for number, prompt in enumerate(prompts):  # the second time all but the last page of every prompt was there
@@ -132,7 +130,7 @@ def test_greedy_equals_generate_under_preemption(
     batch = torch.tensor(starts)
     wanted = module.generate(batch, attention_mask=torch.ones_like(batch), generation_config=greedy_tokens)
     for number, start in enumerate(starts):
-        it.add(Submission(f"{number}", start, greedy(24)), 0.0)
+        it.add(Submission(f"{number}", start, greedy(24)))
     deltas = run(it)
     assert it.scheduler.num_preemptions > 3
     assert [tokens_of(deltas[f"{number}"]) for number in range(len(starts))] == wanted[:, 15:].tolist()
@@ -149,14 +147,14 @@ def test_sampled_output_depends_on_seed_alone(model_dir: Path, prompts: list[lis
 
     prompt = prompts[7]
     alone = engine(model)
-    alone.add(Submission("it", prompt, sampled(1)), 0.0)
+    alone.add(Submission("it", prompt, sampled(1)))
     first = tokens_of(run(alone)["it"])
 
     crowd = engine(model)
     for number, other in enumerate(prompts[:20]):
-        crowd.add(Submission(f"{number}", other, sampled(number + 10)), 0.0)
-    crowd.add(Submission("it", prompt, sampled(1)), 0.0)
-    crowd.add(Submission("other seed", prompt, sampled(2)), 0.0)
+        crowd.add(Submission(f"{number}", other, sampled(number + 10)))
+    crowd.add(Submission("it", prompt, sampled(1)))
+    crowd.add(Submission("other seed", prompt, sampled(2)))
     batched = run(crowd)
     assert tokens_of(batched["it"]) == first
     assert tokens_of(batched["other seed"]) != first
@@ -164,8 +162,8 @@ def test_sampled_output_depends_on_seed_alone(model_dir: Path, prompts: list[lis
     small = load_model(model_dir, torch.float32, max_model_len=256)
     tight = engine(small, memory=f"{256 * small.layout(16).token_bytes}B")
     for number in range(7):  # eight are admitted, and the last one goes when they outgrow the pool
-        tight.add(Submission(f"{number}", [number + 5] * 15, sampled(number + 10)), 0.0)
-    tight.add(Submission("it", prompt, sampled(1)), 0.0)
+        tight.add(Submission(f"{number}", [number + 5] * 15, sampled(number + 10)))
+    tight.add(Submission("it", prompt, sampled(1)))
     it = tight.scheduler.get("it")
     assert it is not None
     assert tokens_of(run(tight)["it"]) == first
@@ -178,10 +176,10 @@ def test_prompt_logprobs_are_those_of_one_forward_pass(model: PagedModel, model_
     with torch.inference_mode():
         logits = reference(torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
     it = engine(model, max_num_batched_tokens=100, max_num_seqs=8, long_prefill_token_threshold=32)
-    it.add(Submission("warm the cache", prompt, greedy(1)), 0.0)
+    it.add(Submission("warm the cache", prompt, greedy(1)))
     run(it)
-    it.add(Submission("a", prompt, greedy(2, prompt_logprobs=2, logprobs=3)), 0.0)
-    it.add(Submission("prompt only", prompt, SamplingParams(max_tokens=0, prompt_logprobs=0)), 0.0)
+    it.add(Submission("a", prompt, greedy(2, prompt_logprobs=2, logprobs=3)))
+    it.add(Submission("prompt only", prompt, SamplingParams(max_tokens=0, prompt_logprobs=0)))
     deltas = run(it)
     found = deltas["a"][0].prompt_logprobs
     assert found is not None
@@ -219,9 +217,9 @@ def test_json_schema_holds_under_sampling(model: PagedModel, model_dir: Path) ->
         params = SamplingParams(
             max_tokens=80, temperature=1.0, seed=seed, grammar=Grammar("json_schema", json.dumps(schema))
         )
-        it.add(Submission(f"{seed}", list(range(50, 60)), params), 0.0)
+        it.add(Submission(f"{seed}", list(range(50, 60)), params))
     with pytest.raises(ValueError, match=r"regex"):
-        it.add(Submission("bad", [1], SamplingParams(grammar=Grammar("regex", "("))), 0.0)
+        it.add(Submission("bad", [1], SamplingParams(grammar=Grammar("regex", "("))))
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     for deltas in run(it).values():
         assert deltas[-1].finish_reason is FinishReason.STOP
@@ -237,5 +235,5 @@ def test_a_pool_too_small_for_one_request_is_refused_with_numbers(model: PagedMo
 def test_bad_token_ids_are_named(model: PagedModel) -> None:
     it = engine(model)
     with pytest.raises(ValueError, match="token id 49152"):
-        it.add(Submission("a", [1, 49152], greedy()), 0.0)
+        it.add(Submission("a", [1, 49152], greedy()))
     assert not it.has_work

@@ -4,7 +4,7 @@ import hashlib
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -15,7 +15,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from crossdock.workers.chunking import chunk_tokens
 from crossdock.workers.pages import PagePool
 from crossdock.workers.request import FinishReason, Request, SamplingParams, Status, TokenDelta
 from crossdock.workers.scheduler import Batch, Sampled, Scheduler, SchedulerConfig
@@ -50,7 +49,7 @@ def request(name: str, prompt: list[int], max_tokens: int = 8, **params: Any) ->
 def step(scheduler: Scheduler) -> tuple[Batch, list[TokenDelta]]:
     batch = scheduler.schedule(0.0)
     tokens = {p.request.id: Sampled(next_token(p.request.token_ids)) for p in batch.scheduled if p.samples}
-    return batch, scheduler.update(batch, tokens)
+    return batch, scheduler.update(batch, tokens, 0.0)
 
 
 def run(scheduler: Scheduler, limit: int = 10_000) -> list[Batch]:
@@ -187,7 +186,7 @@ def test_aborted_while_its_step_runs() -> None:
     it.add(request("a", [1, 2, 3]))
     batch = it.schedule(0.0)
     it.abort("a")
-    assert it.update(batch, {"a": Sampled(5)}) == []
+    assert it.update(batch, {"a": Sampled(5)}, 0.0) == []
     assert it.pages.counts().owned == 0
 
 
@@ -210,7 +209,7 @@ def test_ends(params: dict[str, Any], tokens: int, reason: FinishReason) -> None
     last = None
     while it.has_work:
         batch = it.schedule(0.0)
-        for last in it.update(batch, {"a": Sampled(script[len(output)])}):
+        for last in it.update(batch, {"a": Sampled(script[len(output)])}, 0.0):
             output += last.token_ids
     assert len(output) == tokens
     assert last is not None
@@ -234,16 +233,6 @@ def test_what_can_never_be_served_is_refused_by_name() -> None:
         scheduler(long_prefill_token_threshold=3)
     with pytest.raises(ValueError, match="enable_chunked_prefill"):
         scheduler(enable_chunked_prefill=False, max_model_len=40)
-
-
-@given(st.integers(0, 300), st.integers(1, 300), st.integers(0, 300), st.integers(0, 300), st.integers(1, 20))
-def test_chunk_tokens(pages: int, remaining: int, budget: int, threshold: int, size: int) -> None:
-    start, end = pages * size, pages * size + remaining
-    tokens = chunk_tokens(start, end, budget, threshold, size)
-    assert 0 <= tokens <= min(remaining, budget, threshold or remaining)
-    assert tokens == remaining or (start + tokens) % size == 0
-    if min(budget, threshold or budget) >= size:
-        assert tokens > 0  # a page of budget always makes progress
 
 
 # -- any history ---------------------------------------------------------------------------------------------------
@@ -319,7 +308,7 @@ class AnyHistory(RuleBasedStateMachine):
             threshold = self.it.config.long_prefill_token_threshold
             assert not threshold or not self.it.config.enable_chunked_prefill or part.num_tokens <= threshold
         tokens = {p.request.id: Sampled(next_token(p.request.token_ids)) for p in batch.scheduled if p.samples}
-        for delta in self.it.update(batch, tokens):
+        for delta in self.it.update(batch, tokens, 0.0):
             if delta.finish_reason is not None:
                 done = self.live.pop(delta.request_id)
                 expected = reference_output(done.prompt_token_ids, done.sampling, 40)
