@@ -1,17 +1,22 @@
 """The engine in a thread of its own, with asyncio in front: submit, abort, and one message per step."""
 
 import asyncio
+import json
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from crossdock.workers.engine import Engine
 from crossdock.workers.metrics import EngineMetrics
-from crossdock.workers.request import Submission, TokenDelta
+from crossdock.workers.request import Overloaded, Submission, TokenDelta
+from crossdock.workers.timeline import Timeline, Timelines
 
 logger = logging.getLogger(__name__)
+request_logger = logging.getLogger("crossdock.requests")
+"""One line of JSON for each request that ended, at INFO: `Timeline.summary`, which has nothing of its text."""
 
 
 @dataclass(slots=True)
@@ -45,11 +50,12 @@ class Channel:
 class EngineLoop:
     """Steps an engine for as long as it has work. All public methods belong to the event loop that constructed it."""
 
-    def __init__(self, engine: Engine, metrics: EngineMetrics | None = None) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.metrics = metrics or EngineMetrics()
-        self.metrics.watch(engine)
+        self.metrics = EngineMetrics(engine)
+        self.timelines = Timelines(engine.config.slo_classes, time.time() - engine.clock())
         self.channels: dict[str, Channel] = {}
+        self._page_bytes = engine.model.layout(engine.config.page_size).page_bytes
         self._channel_of: dict[str, Channel] = {}  # by request
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[Callable[[], None]] = deque()  # what to do between two steps, in the engine's thread
@@ -79,10 +85,11 @@ class EngineLoop:
             raise RuntimeError(f"no channel {name!r} is open")
         done: asyncio.Future[None] = self._loop.create_future()
         self._channel_of[submission.id] = channel
+        arrived = self.engine.clock()  # here, not between two steps: the step that runs now is time it waits
 
         def add() -> None:
             try:
-                self.engine.add(submission)
+                self._add(submission, arrived)
             except Exception as error:
                 self._loop.call_soon_threadsafe(_settle, done, error)
             else:
@@ -103,14 +110,8 @@ class EngineLoop:
         for request_id in request_ids:
             self._channel_of.pop(request_id, None)
 
-        def abort() -> None:
-            for request_id in request_ids:
-                request = self.engine.abort(request_id)
-                if request is not None:
-                    self.metrics.aborted(request, self.engine)
-
         if request_ids:
-            self._post(abort)
+            self._post(lambda: self._abort(request_ids))
 
     async def call(self, function: Callable[[], None]) -> None:
         """Runs `function` between two steps, in the engine's thread."""
@@ -156,11 +157,46 @@ class EngineLoop:
             except Exception as error:  # one bad step must not end the replica: its requests are told, others go on
                 logger.exception("a step failed; its requests end with an error")
                 deltas: Sequence[TokenDelta] = self.engine.fail_all(f"{type(error).__name__}: {error}")
+                progress = self.timelines.failed(deltas, self.engine.clock())
             else:
                 deltas = step.deltas
+                progress = self.timelines.stepped(step.batch, deltas, step.started, step.seconds, step.predicted)
                 self.metrics.stepped(step)
+            self.metrics.progressed(progress)
             if deltas:
                 self._loop.call_soon_threadsafe(self._deliver, deltas)
+            self._log(progress.finished)
+
+    # -- between two steps, in the engine's thread ---------------------------------------------------------------------
+
+    def _add(self, submission: Submission, arrived: float) -> None:
+        try:
+            self.engine.add(submission)
+        except Overloaded:
+            self.metrics.refused(submission.slo_class)
+            raise
+        request, cost = self.engine.scheduler.get(submission.id), self.engine.scheduler.cost
+        assert request is not None
+        end, budget = request.num_tokens, self.engine.config.max_num_batched_tokens
+        alone = cost.prefill_seconds(end - request.num_uncached_tokens, end, budget) if cost is not None else 0.0
+        self.timelines.add(submission, request, arrived, alone)
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        pages, aborted = self.engine.pages, []
+        for request_id in request_ids:
+            before = pages.num_available
+            if self.engine.abort(request_id) is not None:
+                freed = (pages.num_available - before) * self._page_bytes
+                aborted.append(self.timelines.aborted(request_id, self.engine.clock(), freed))
+        for timeline in aborted:
+            self.metrics.aborted(timeline)
+        self._log(aborted)
+
+    def _log(self, ended: Sequence[Timeline]) -> None:
+        if ended and request_logger.isEnabledFor(logging.INFO):
+            self._loop.call_soon_threadsafe(_log, ended)  # the engine's time is dearer than the event loop's
+
+    # -- in the event loop ---------------------------------------------------------------------------------------------
 
     def _deliver(self, deltas: Sequence[TokenDelta]) -> None:
         by_channel: dict[int, tuple[Channel, list[TokenDelta]]] = {}
@@ -173,6 +209,11 @@ class EngineLoop:
                 del self._channel_of[delta.request_id]
         for channel, its in by_channel.values():
             channel.put(its)
+
+
+def _log(ended: Sequence[Timeline]) -> None:
+    for timeline in ended:
+        request_logger.info(json.dumps(timeline.summary(timeline.ended)))
 
 
 def _settle(future: "asyncio.Future[None]", error: Exception | None) -> None:

@@ -77,6 +77,8 @@ class Submission:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""  # requests share cached pages only under the same salt
     slo_class: str = DEFAULT_CLASS
+    request_id: str = ""  # what the client calls the HTTP request that this is a part of
+    tenant: str = ""  # who may ask what became of it; says nothing about the key it stands for
 
 
 @dataclass(frozen=True, slots=True)
