@@ -15,7 +15,7 @@ from crossdock.workers.request import FinishReason, Request, Status, Submission,
 from crossdock.workers.scheduler import Batch
 from crossdock.workers.slo import SloClass
 
-KEEP_FINISHED = 512  # requests; with all their chunks about 13 MB
+KEEP_FINISHED = 512  # requests; 27 MiB if every one had KEEP_CHUNKS chunks (tracemalloc), a few hundred KiB as a rule
 KEEP_CHUNKS = 128  # of one request, the newest
 _PROMPT_LENGTHS = (128, 512, 2048, 8192, 32768)  # tokens
 
