@@ -269,11 +269,11 @@ class Scheduler:
         self._now = now
         decodes, skipped = self._schedule_decodes()
         prefills = self._ordered_prefills()
-        if not self.config.mixed_chunks and decodes and prefills:
-            self._chunks_last = not self._chunks_last
-            batch = self._schedule_prefills([] if self._chunks_last else decodes, skipped, prefills)
-            return batch if batch else Batch(decodes, len(decodes))
-        return self._schedule_prefills(decodes, skipped, prefills)
+        if self.config.mixed_chunks or not decodes or not prefills:
+            return self._schedule_prefills(decodes, skipped, prefills)
+        self._chunks_last = not self._chunks_last
+        batch = self._schedule_prefills([], skipped, prefills) if self._chunks_last else Batch((), 0)
+        return batch if batch else Batch(decodes, len(decodes), num_skipped=len(skipped))
 
     def _schedule_decodes(self) -> tuple[list[Scheduled], set[str]]:
         streams = [request for request in self.running if request.is_decoding]

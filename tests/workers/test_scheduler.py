@@ -1,6 +1,8 @@
 """The scheduling rule: budget kept, pages balanced, everything ends, whatever happens in whatever order."""
 
 import hashlib
+from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,10 +18,18 @@ from hypothesis.stateful import (
 )
 
 from crossdock.workers.pages import PagePool
-from crossdock.workers.request import FinishReason, Request, SamplingParams, Status, TokenDelta
+from crossdock.workers.profile import StepCost
+from crossdock.workers.request import FinishReason, Overloaded, Request, SamplingParams, Status, TokenDelta
 from crossdock.workers.scheduler import Batch, Sampled, Scheduler, SchedulerConfig
+from crossdock.workers.slo import SloClass
 
 EOS = 0
+COST = StepCost(base=1e-3, per_prefill_token=1e-3, per_attended=1e-7, per_decode=5e-4, per_decode_context=1e-6)
+CLASSES = (
+    SloClass(name="interactive", ttft_s=0.4, tpot_s=0.004, decode_share=0.25),
+    SloClass(name="standard", ttft_s=0.5, tpot_s=0.02),
+    SloClass(name="batch", ttft_s=5.0, tpot_s=0.5),
+)
 
 
 def next_token(token_ids: list[int], vocab: int = 50) -> int:
@@ -235,6 +245,232 @@ def test_what_can_never_be_served_is_refused_by_name() -> None:
         scheduler(enable_chunked_prefill=False, max_model_len=40)
 
 
+# -- classes, order, promises ----------------------------------------------------------------------------------------
+
+
+class Simulation:
+    """A scheduler on a clock that advances by what each step costs."""
+
+    def __init__(self, **config: Any) -> None:
+        settings = {
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 16,
+            "page_size": 4,
+            "num_pages": 4000,
+            "max_model_len": 4000,
+            "slo_classes": CLASSES,
+            "admission": "queue",
+        }
+        self.it = scheduler(**(settings | config))
+        self.it.cost = COST
+        self.now = 0.0
+        self.first_token: dict[str, float] = {}
+        self.tokens: dict[str, list[float]] = {}
+        self.batches: list[Batch] = []
+
+    def add(self, name: str, num_tokens: int, slo_class: str = "standard", max_tokens: int = 1) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        salt = name  # nothing is shared
+        new = Request(name, [7] * num_tokens, params, salt, slo_class, arrival_time=self.now)
+        self.it.add(new)
+        return new
+
+    def step(self) -> Batch:
+        batch = self.it.schedule(self.now)
+        self.now += COST.seconds(batch.work)
+        tokens = {p.request.id: Sampled(next_token(p.request.token_ids)) for p in batch.scheduled if p.samples}
+        for delta in self.it.update(batch, tokens, self.now):
+            self.first_token.setdefault(delta.request_id, self.now)
+            self.tokens.setdefault(delta.request_id, []).append(self.now)
+        self.batches.append(batch)
+        return batch
+
+    def run(self) -> None:
+        while self.it.has_work:
+            self.step()
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """Half of each step is its own, whatever is left of the long one; first come, first served computes that first."""
+
+    def steps(**config: Any) -> int:
+        them = Simulation(**config)
+        them.add("long", 3000)
+        them.step()
+        them.add("short", 100)
+        count = 0
+        while "short" not in them.first_token:
+            them.step()
+            count += 1
+        return count
+
+    assert steps() <= 2
+    assert steps(prefill_order="fcfs", chunk_policy="fixed") == 12
+
+
+def test_the_steps_of_a_long_prompt_leave_streams_their_pace() -> None:
+    """No gap of a stream exceeds what its class promises by more than the bank of a quarter, while a floor chunk
+    fits into its slack at all."""
+    them = Simulation()
+    for number in range(4):
+        them.add(f"s{number}", 20, "standard", max_tokens=300)
+    for _ in range(5):
+        them.step()
+    them.add("long", 3000, "batch")
+    them.run()
+    for number in range(4):
+        times = them.tokens[f"s{number}"]
+        gaps = [after - before for before, after in pairwise(times)]
+        assert max(gaps[5:]) <= 1.25 * CLASSES[1].tpot_s
+    assert "slack" in them.batches[8].limit
+
+
+def test_classes_are_strict_tiers() -> None:
+    them = Simulation(max_num_batched_tokens=64, short_lane_share=0.0)
+    for name in ("batch", "standard", "interactive"):
+        for number in range(3):
+            them.add(f"{name} {number}", 60, name)
+    them.run()
+    order = sorted(them.first_token, key=lambda name: (them.first_token[name], name))
+    assert [name.split()[0] for name in order] == ["interactive"] * 3 + ["standard"] * 3 + ["batch"] * 3
+
+
+def test_who_slows_down_first_when_pages_run_short() -> None:
+    """Batch loses its pages, then standard; the interactive streams are never preempted."""
+    them = Simulation(num_pages=64, max_model_len=200, max_num_seqs=8, starvation_s=1000.0)
+    requests = {name: them.add(name, 40, name, max_tokens=100) for name in ("batch", "standard", "interactive")}
+    for _ in range(10):
+        them.step()
+    assert all(it.status is Status.RUNNING for it in requests.values())
+    late = them.add("interactive 2", 100, "interactive", max_tokens=4)  # needs 25 of the 64 pages at once
+    them.step()
+    assert late.status is Status.RUNNING
+    assert requests["batch"].status is Status.WAITING
+    them.run()
+    assert requests["batch"].num_preemptions >= 1
+    assert requests["batch"].num_preemptions >= requests["standard"].num_preemptions
+    assert requests["interactive"].num_preemptions == late.num_preemptions == 0
+
+
+def test_who_slows_down_first_when_time_runs_short() -> None:
+    """Batch streams skip steps so that an interactive one keeps its pace; none of them stops for good."""
+    them = Simulation(max_num_seqs=48)
+    for number in range(30):
+        them.add(f"b{number}", 4, "batch", max_tokens=40)
+    for _ in range(3):
+        them.step()
+    them.add("i", 4, "interactive", max_tokens=60)
+    them.run()
+    times = them.tokens["i"]
+    gaps = [after - before for before, after in pairwise(times)]
+    assert sorted(gaps)[len(gaps) // 2] <= 1.25 * CLASSES[0].tpot_s
+    assert any(batch.num_skipped for batch in them.batches)
+    for number in range(30):
+        times = them.tokens[f"b{number}"]
+        assert len(times) == 40
+        assert max(after - before for before, after in pairwise(times)) <= CLASSES[2].tpot_s
+
+
+@pytest.mark.parametrize("length", [100, 2000])
+def test_nobody_starves(length: int) -> None:
+    """Under more interactive work than the replica can do, for ever, a batch prompt has its first token within
+    `starvation_s`, plus its own time, plus that of whoever had starved before it; here nobody had."""
+    them = Simulation(starvation_s=2.0, max_num_seqs=64)
+    victim = them.add("victim", length, "batch")
+    alone = COST.prefill_seconds(0, length, 256)
+    arrivals = 0
+    while "victim" not in them.first_token:
+        while arrivals * 0.05 <= them.now:  # 100 tokens each 50 ms: twice what a millisecond a token allows
+            them.add(f"i{arrivals}", 100, "interactive")
+            arrivals += 1
+        them.step()
+        assert them.now < 60
+    assert victim.arrival_time == 0.0
+    assert them.first_token["victim"] <= 2.0 + 2 * alone + 0.5
+
+
+def test_partial_prefills_are_bounded() -> None:
+    them = Simulation(max_num_batched_tokens=64, max_num_partial_prefills=3, max_long_partial_prefills=1)
+    for number in range(6):
+        them.add(f"long {number}", 1000)
+        them.add(f"short {number}", 100)
+    while them.it.has_work:
+        them.step()
+        partial = [it for it in them.it.running if not it.is_decoding]
+        assert len(partial) <= 3
+        assert sum(it.id.startswith("long") and it.num_uncached_tokens > 160 for it in partial) <= 1
+
+
+def test_late_is_refused_with_the_seconds_to_wait() -> None:
+    them = Simulation(admission="reject")
+    them.add("first", 3000, "batch")
+    them.add("second", 30, "interactive")  # goes before: not late
+    for number in range(2):
+        them.add(f"third {number}", 150, "standard")
+    with pytest.raises(Overloaded, match=r"'standard' promises 0\.\d s") as refused:
+        them.add("fourth", 200, "standard")
+    assert 0 < refused.value.retry_after < 1
+    them.add("fourth", 200, "batch")
+    waited = them.now + refused.value.retry_after
+    while them.now < waited:
+        them.step()
+    them.add("fifth", 200, "standard")  # what was promised: now it would be taken
+    them.run()
+
+
+def test_unknown_class_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="slo_class 'gold' is not served here; there are interactive, standard, batch"):
+        Simulation().add("a", 3, "gold")
+
+
+def test_the_same_history_gives_the_same_steps() -> None:
+    def history() -> list[str]:
+        them = Simulation(num_pages=400, max_model_len=1500)
+        for number in range(40):
+            them.add(f"r{number}", 1 + 37 * number % 900, CLASSES[number % 3].name, max_tokens=1 + number % 30)
+            them.step()
+        them.run()
+        return [
+            f"{batch.limit} {[(p.request.id, p.start, p.num_tokens, p.reason) for p in batch.scheduled]}"
+            for batch in them.batches
+        ]
+
+    assert history() == history()
+
+
+def test_chunks_and_decodes_alternate_where_they_do_not_mix() -> None:
+    """SGLang without --enable-mixed-chunk."""
+    them = Simulation(mixed_chunks=False, chunk_policy="fixed", max_num_batched_tokens=64)
+    them.add("stream", 10, max_tokens=50)
+    them.step()
+    them.add("long", 256)
+    kinds = ["decodes" if batch.num_decodes else "chunk" for batch in (them.step() for _ in range(8))]
+    assert kinds == ["chunk", "decodes"] * 4
+
+
+def test_max_prefill_tokens_bounds_a_step() -> None:
+    them = Simulation(max_prefill_tokens=32, chunk_policy="fixed")
+    them.add("a", 100)
+    them.run()
+    assert [batch.num_tokens for batch in them.batches] == [32, 32, 32, 4]
+    assert them.batches[0].limit == "max_prefill_tokens"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"min_chunk_tokens": 3}, "min_chunk_tokens"),
+        ({"max_num_partial_prefills": 1}, "max_long_partial_prefills"),
+        ({"default_slo_class": "gold"}, "default_slo_class"),
+        ({"slo_classes": (CLASSES[0], CLASSES[0])}, "different names"),
+        ({"slo_classes": (CLASSES[0].model_copy(update={"decode_share": 1.0}), *CLASSES[1:])}, "decode_share"),
+    ],
+)
+def test_settings_that_cannot_be(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scheduler(**config)
+
+
 # -- any history ---------------------------------------------------------------------------------------------------
 
 
@@ -248,8 +484,28 @@ class AnyHistory(RuleBasedStateMachine):
         threshold=st.sampled_from([0, 4, 9]),
         caching=st.booleans(),
         chunked=st.booleans(),
+        mixed=st.booleans(),
+        policy=st.sampled_from(["adaptive", "fixed"]),
+        order=st.sampled_from(["response_ratio", "fcfs"]),
+        partial=st.sampled_from([(1, 1), (2, 1), (8, 2)]),
+        lane=st.sampled_from([0.0, 0.5, 0.9]),
+        admission=st.sampled_from(["queue", "reject"]),
     )
-    def start(self, pages: int, budget: int, seqs: int, threshold: int, caching: bool, chunked: bool) -> None:
+    def start(
+        self,
+        pages: int,
+        budget: int,
+        seqs: int,
+        threshold: int,
+        caching: bool,
+        chunked: bool,
+        mixed: bool,
+        policy: str,
+        order: str,
+        partial: tuple[int, int],
+        lane: float,
+        admission: str,
+    ) -> None:
         self.it = scheduler(
             num_pages=pages,
             max_model_len=40,
@@ -258,7 +514,18 @@ class AnyHistory(RuleBasedStateMachine):
             max_num_seqs=min(seqs, budget - 4),
             long_prefill_token_threshold=threshold,
             enable_chunked_prefill=chunked,
+            mixed_chunks=mixed,
+            chunk_policy=policy,
+            prefill_order=order,
+            max_num_partial_prefills=partial[0],
+            max_long_partial_prefills=partial[1],
+            short_lane_share=lane,
+            admission=admission,
+            starvation_s=0.5,
+            slo_classes=CLASSES,
         )
+        self.it.cost = COST if policy == "adaptive" else None
+        self.now = 0.0
         self.live: dict[str, Request] = {}
         self.count = 0
 
@@ -268,13 +535,21 @@ class AnyHistory(RuleBasedStateMachine):
         max_tokens=st.integers(0, 25),
         salt=st.sampled_from(["", "tenant"]),
         ignore_eos=st.booleans(),
+        slo_class=st.sampled_from(["interactive", "standard", "batch"]),
     )
-    def add(self, prefix: list[int], tail: list[int], max_tokens: int, salt: str, ignore_eos: bool) -> None:
+    def add(
+        self, prefix: list[int], tail: list[int], max_tokens: int, salt: str, ignore_eos: bool, slo_class: str
+    ) -> None:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
-        new = Request(f"r{self.count}", (prefix + tail)[:39], params, cache_salt=salt)
+        new = Request(f"r{self.count}", (prefix + tail)[:39], params, salt, slo_class, arrival_time=self.now)
         self.count += 1
-        self.it.add(new)
-        self.live[new.id] = new
+        with suppress(Overloaded):
+            self.it.add(new)
+            self.live[new.id] = new
+        if new.id not in self.live:
+            assert self.it.config.admission == "reject"
+            assert self.live, "an idle replica refuses nobody"
+            assert self.it.get(new.id) is None
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -289,7 +564,8 @@ class AnyHistory(RuleBasedStateMachine):
             self.one_step()
 
     def one_step(self) -> None:
-        batch = self.it.schedule(0.0)
+        batch = self.it.schedule(self.now)
+        self.now += COST.seconds(batch.work)
         assert batch.num_tokens <= self.it.config.max_num_batched_tokens
         assert len(self.it.running) <= self.it.config.max_num_seqs
         names = [part.request.id for part in batch.scheduled]
@@ -305,10 +581,13 @@ class AnyHistory(RuleBasedStateMachine):
                 assert each.num_output_tokens > 0
                 assert part.num_tokens == 1
                 assert part.samples
+            assert part.reason
             threshold = self.it.config.long_prefill_token_threshold
             assert not threshold or not self.it.config.enable_chunked_prefill or part.num_tokens <= threshold
+        if not self.it.config.mixed_chunks:
+            assert batch.num_decodes in (0, len(batch.scheduled)), "chunks and decodes take turns"
         tokens = {p.request.id: Sampled(next_token(p.request.token_ids)) for p in batch.scheduled if p.samples}
-        for delta in self.it.update(batch, tokens, 0.0):
+        for delta in self.it.update(batch, tokens, self.now):
             if delta.finish_reason is not None:
                 done = self.live.pop(delta.request_id)
                 expected = reference_output(done.prompt_token_ids, done.sampling, 40)
