@@ -129,7 +129,7 @@ class Engine:
     def fail_all(self, error: str) -> list[TokenDelta]:
         """Ends every request with an error, after a step raised. Pages are freed; the engine can go on."""
         deltas = []
-        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+        for request in self.scheduler.requests():
             self.abort(request.id)
             deltas.append(TokenDelta(request.id, [], finish_reason=FinishReason.ERROR, error=error))
         return deltas

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from crossdock.workers.pages import PagePool
 from crossdock.workers.profile import StepCost
-from crossdock.workers.request import FinishReason, Overloaded, Request, SamplingParams, Status, TokenDelta
+from crossdock.workers.request import FinishReason, Leg, Overloaded, Request, SamplingParams, Status, TokenDelta
 from crossdock.workers.scheduler import Batch, Sampled, Scheduler, SchedulerConfig
 from crossdock.workers.slo import SloClass
 
@@ -276,6 +276,7 @@ class Simulation:
         return new
 
     def step(self) -> Batch:
+        self.it.grant(self.now)
         batch = self.it.schedule(self.now)
         self.now += COST.seconds(batch.work)
         tokens = {p.request.id: Sampled(next_token(p.request.token_ids)) for p in batch.scheduled if p.samples}
@@ -471,6 +472,116 @@ def test_settings_that_cannot_be(config: dict[str, Any], message: str) -> None:
         scheduler(**config)
 
 
+# -- legs ------------------------------------------------------------------------------------------------------------
+
+
+def pair_request(name: str, num_tokens: int, leg: Leg, max_tokens: int = 5, epoch: int = 1) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return Request(name, [ord(name[0])] * num_tokens, params, leg=leg, epoch=epoch)
+
+
+def test_a_sent_prompt_keeps_its_pages_until_they_are_read() -> None:
+    it = scheduler()
+    it.add(pair_request("a", 30, Leg.SEND))
+    _, deltas = step(it)
+    assert len(deltas[0].token_ids) == 1
+    assert deltas[0].finish_reason is None
+    assert it.get("a").status is Status.HELD  # type: ignore[union-attr]
+    assert not it.has_work
+    it.shipped("a")
+    assert it.get("a") is None
+    assert it.pages.counts().owned == 8, "the last writes may still read them"
+    it.pages.release("a#1")
+    assert it.pages.counts().owned == 0
+
+
+def test_a_prompt_that_is_received_decodes_from_its_second_token() -> None:
+    it = scheduler()
+    it.add(pair_request("a", 30, Leg.RECEIVE))
+    assert not it.has_work
+    (granted,) = it.grant(0.0)
+    assert granted.num_computed_tokens == 0
+    assert len(it.pages.pages_of("a#1")) == 8
+    it.commit("a", 16)
+    assert not it.schedule(0.0)
+    first = next_token([ord("a")] * 30)
+    it.arrive("a", first, 0.0)
+    deltas = []
+    while it.has_work:
+        deltas += step(it)[1]
+    expected = reference_output([ord("a")] * 30, granted.sampling, 100)
+    assert [first, *(token for delta in deltas for token in delta.token_ids)] == expected
+    assert [delta.first for delta in deltas] == [1, 2, 3, 4]
+    assert it.pages.counts().owned == it.pages.counts().quarantined == 0
+
+
+def test_committed_pages_are_shared_while_the_rest_is_on_its_way() -> None:
+    it = scheduler()
+    it.add(pair_request("a", 30, Leg.RECEIVE))
+    it.grant(0.0)
+    it.commit("a", 16)
+    it.add(Request("b", [ord("a")] * 30, SamplingParams(max_tokens=1)))
+    batch, _ = step(it)
+    assert (batch.scheduled[0].start, batch.scheduled[0].num_tokens) == (16, 14)
+
+
+def test_what_had_arrived_is_not_computed_again() -> None:
+    it = scheduler()
+    it.add(pair_request("a", 30, Leg.RECEIVE))
+    it.grant(0.0)
+    it.commit("a", 16)
+    it.take_over("a", 1.0)
+    assert it.pages.counts().quarantined == 4
+    batch, _ = step(it)
+    assert (batch.scheduled[0].start, batch.scheduled[0].num_tokens) == (16, 14)
+    run(it)
+    assert it.pages.counts().quarantined == 4, "the lost writer is not known to have stopped"
+    it.pages.end_quarantine("a#1")
+    assert it.pages.counts().quarantined == 0
+
+
+def test_an_aborted_arrival_is_quarantined() -> None:
+    it = scheduler()
+    it.add(pair_request("a", 30, Leg.RECEIVE))
+    it.grant(0.0)
+    it.commit("a", 8)
+    it.abort("a")
+    counts = it.pages.counts()
+    assert (counts.quarantined, counts.owned, counts.cached) == (6, 0, 2)
+
+
+def test_grants_wait_for_pages() -> None:
+    it = scheduler(num_pages=26, max_model_len=100)
+    it.add(pair_request("a", 60, Leg.RECEIVE))
+    it.add(pair_request("b", 60, Leg.RECEIVE))
+    assert [request.id for request in it.grant(0.0)] == ["a"]
+    assert it.grant(0.0) == []
+    it.arrive("a", 1, 0.0)
+    run(it)
+    assert [request.id for request in it.grant(0.0)] == ["b"]
+
+
+def test_grants_wait_for_places() -> None:
+    it = scheduler(max_num_seqs=1)
+    it.add(pair_request("a", 6, Leg.RECEIVE))
+    it.add(pair_request("b", 6, Leg.RECEIVE))
+    assert [request.id for request in it.grant(0.0)] == ["a"]
+    it.add(request("local", [1, 2, 3]))
+    assert not it.schedule(0.0)
+
+
+def test_a_request_that_began_elsewhere_goes_on_where_it_was() -> None:
+    prompt = [9] * 30
+    expected = reference_output(prompt, SamplingParams(max_tokens=10, ignore_eos=True), 100)
+    it = scheduler()
+    it.add(Request("a", prompt, SamplingParams(max_tokens=10, ignore_eos=True), output_token_ids=expected[:4]))
+    deltas = []
+    while it.has_work:
+        deltas += step(it)[1]
+    assert [token for delta in deltas for token in delta.token_ids] == expected[4:]
+    assert deltas[0].first == 4
+
+
 # -- any history ---------------------------------------------------------------------------------------------------
 
 
@@ -527,6 +638,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.it.cost = COST if policy == "adaptive" else None
         self.now = 0.0
         self.live: dict[str, Request] = {}
+        self.being_read: set[str] = set()
         self.count = 0
 
     @rule(
@@ -536,12 +648,22 @@ class AnyHistory(RuleBasedStateMachine):
         salt=st.sampled_from(["", "tenant"]),
         ignore_eos=st.booleans(),
         slo_class=st.sampled_from(["interactive", "standard", "batch"]),
+        leg=st.sampled_from([Leg.LOCAL, Leg.LOCAL, Leg.SEND, Leg.RECEIVE]),
     )
     def add(
-        self, prefix: list[int], tail: list[int], max_tokens: int, salt: str, ignore_eos: bool, slo_class: str
+        self,
+        prefix: list[int],
+        tail: list[int],
+        max_tokens: int,
+        salt: str,
+        ignore_eos: bool,
+        slo_class: str,
+        leg: Leg,
     ) -> None:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
-        new = Request(f"r{self.count}", (prefix + tail)[:39], params, salt, slo_class, arrival_time=self.now)
+        params = SamplingParams(max_tokens=max(max_tokens, leg is not Leg.LOCAL), ignore_eos=ignore_eos)
+        name, prompt = f"r{self.count}", (prefix + tail)[:39]
+        epoch = int(leg is not Leg.LOCAL)
+        new = Request(name, prompt, params, salt, slo_class, leg=leg, epoch=epoch, arrival_time=self.now)
         self.count += 1
         with suppress(Overloaded):
             self.it.add(new)
@@ -555,8 +677,47 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.live)))
-        assert self.it.abort(name) is self.live.pop(name)
-        assert not self.it.pages.pages_of(name)
+        request = self.live.pop(name)
+        assert self.it.abort(name) is request
+        if request.leg is Leg.SEND:
+            self.being_read.add(request.owner)
+        else:
+            assert not self.it.pages.pages_of(request.owner)
+
+    @rule(data=st.data(), pages=st.integers(0, 10))
+    def deliver(self, data: st.DataObject, pages: int) -> None:
+        """Something happens to a request between two replicas: more of it arrives, or all; it has been read."""
+        if not self.it.held:
+            return
+        request = data.draw(st.sampled_from(sorted(self.it.held, key=lambda it: it.id)))
+        if request.leg is Leg.SEND:
+            self.it.shipped(request.id)
+            self.being_read.add(request.owner)
+            del self.live[request.id]
+        elif (end := request.num_computed_tokens + pages * self.it.pages.page_size) < request.num_tokens:
+            self.it.commit(request.id, end)
+        else:
+            token = next_token(request.token_ids)
+            if token == EOS or request.sampling.max_tokens == 1:  # the sender would have ended it
+                self.it.abort(request.id)
+                del self.live[request.id]
+            else:
+                self.it.arrive(request.id, token, self.now)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def lose_the_sender(self, data: st.DataObject) -> None:
+        arriving = sorted(name for name, it in self.live.items() if it.leg is Leg.RECEIVE and it.num_output_tokens == 0)
+        if arriving:
+            self.it.take_over(data.draw(st.sampled_from(arriving)), self.now)
+
+    @rule()
+    def writers_and_readers_stop(self) -> None:
+        for owner in self.being_read:
+            self.it.pages.release(owner)
+        self.being_read.clear()
+        for number in range(self.count):
+            self.it.pages.end_quarantine(f"r{number}#1")
 
     @rule(steps=st.integers(1, 6))
     def run_steps(self, steps: int) -> None:
@@ -564,13 +725,15 @@ class AnyHistory(RuleBasedStateMachine):
             self.one_step()
 
     def one_step(self) -> None:
+        self.it.grant(self.now)
         batch = self.it.schedule(self.now)
         self.now += COST.seconds(batch.work)
         assert batch.num_tokens <= self.it.config.max_num_batched_tokens
         assert len(self.it.running) <= self.it.config.max_num_seqs
         names = [part.request.id for part in batch.scheduled]
         assert len(names) == len(set(names))
-        assert bool(batch) == bool(self.live), "there is work, so a step must do some"
+        if batch or not (self.it.held or self.being_read or self.it.pages.counts().quarantined):
+            assert bool(batch) == self.it.has_work, "there is work, so a step must do some"
         for number, part in enumerate(batch.scheduled):
             each, end = part.request, part.start + part.num_tokens
             assert part.start == each.num_computed_tokens
@@ -590,6 +753,8 @@ class AnyHistory(RuleBasedStateMachine):
         for delta in self.it.update(batch, tokens, self.now):
             if delta.finish_reason is not None:
                 done = self.live.pop(delta.request_id)
+                if done.leg is Leg.SEND:
+                    self.being_read.add(done.owner)
                 expected = reference_output(done.prompt_token_ids, done.sampling, 40)
                 assert done.token_ids[done.num_prompt_tokens :] == expected
 
@@ -599,12 +764,14 @@ class AnyHistory(RuleBasedStateMachine):
             return
         counts = self.it.pages.counts()
         assert counts.free + counts.owned + counts.cached + counts.quarantined == counts.total
-        held = {page for each in self.it.running for page in self.it.pages.pages_of(each.id)}
+        owners = {each.owner for each in [*self.it.running, *self.it.held]} | self.being_read
+        held = {page for owner in owners for page in self.it.pages.pages_of(owner)}
         assert counts.owned == len(held)
         for each in self.it.waiting:
-            assert not self.it.pages.pages_of(each.id)
+            assert not self.it.pages.pages_of(each.owner)
         for each in self.live.values():
-            assert each.status in (Status.WAITING, Status.RUNNING)
+            assert each.status in (Status.WAITING, Status.RUNNING, Status.HELD)
+        assert all(each.leg is not Leg.LOCAL for each in self.it.held)
 
     def teardown(self) -> None:
         if not hasattr(self, "it"):
@@ -612,9 +779,18 @@ class AnyHistory(RuleBasedStateMachine):
         limit = 10_000
         while self.live:
             self.one_step()
+            self.writers_and_readers_stop()
+            for name, each in list(self.live.items()):
+                if each.status is Status.HELD and each.leg is Leg.SEND:
+                    self.it.shipped(name)
+                    self.being_read.add(each.owner)
+                    del self.live[name]
+                elif each.leg is Leg.RECEIVE and each.num_output_tokens == 0:
+                    self.it.take_over(name, self.now)
             limit -= 1
             assert limit, "not everything ends"
-        assert self.it.pages.counts().owned == 0
+        self.writers_and_readers_stop()
+        assert self.it.pages.counts().owned == self.it.pages.counts().quarantined == 0
         assert not self.it.has_work
 
 
