@@ -65,7 +65,7 @@ class DockProcess:
     def answer(self, command: str, **arguments: Any) -> dict[str, Any]:
         assert self.blob
         assert self.process.stdin
-        self.process.stdin.write(json.dumps([command, arguments]) + "\n")
+        self.process.stdin.write(json.dumps([command, arguments], default=list) + "\n")
         return self.answers.get(timeout=20)
 
     def event(self, kind: str, request: str, epoch: int = 1, timeout: float = 15.0) -> dict[str, Any]:
@@ -127,34 +127,52 @@ def transport(request: pytest.FixtureRequest) -> str:
     return kind
 
 
-@pytest.fixture
-def start(transport: str) -> Iterator[Callable[..., DockProcess]]:
-    """Starts docks that live as long as the test."""
-    yield from _starter(transport)
-
-
 @pytest.fixture(scope="module")
-def pair(transport: str) -> Iterator[tuple[DockProcess, DockProcess]]:
-    """A source and a target that the harmless tests of a module share."""
-    starter = _starter(transport)
-    new = next(starter)
-    source, target = new(role="prefill"), new(role="decode")
-    yield source, target
-    for dock in (source, target):
-        assert dock.ask("counts")["num_open"] == 0, "a test left a transfer open"
-        assert dock.ask("counts")["num_malformed"] == 0
-    starter.close()
+def harbour(transport: str) -> Iterator["Harbour"]:
+    harbour = Harbour(transport)
+    yield harbour
+    harbour.close()
 
 
-def _starter(transport: str) -> Iterator[Callable[..., DockProcess]]:
-    docks: list[DockProcess] = []
+@pytest.fixture
+def start(harbour: "Harbour") -> Iterator[Callable[..., DockProcess]]:
+    """Gives docks for the length of a test: `start(role="prefill")`."""
+    yield harbour.start
+    harbour.clear()
 
-    def new(**config: Any) -> DockProcess:
-        docks.append(DockProcess(transport, **config))
-        return docks[-1]
 
-    try:
-        yield new
-    finally:
-        for dock in docks:
+class Harbour:
+    """Docks of the module's transport. Those that a test left alive and idle serve the next one: a start takes a
+    second of the two cores, and a dock should not mind what happened to others before."""
+
+    def __init__(self, transport: str) -> None:
+        self.transport = transport
+        self.used: list[tuple[str, DockProcess]] = []
+        self.idle: dict[str, list[DockProcess]] = {}
+
+    def start(self, **config: Any) -> DockProcess:
+        key = repr(sorted(config.items()))
+        idle = self.idle.get(key)
+        dock = idle.pop() if idle else DockProcess(self.transport, **config)
+        self.used.append((key, dock))
+        return dock
+
+    def clear(self) -> None:
+        used, self.used = self.used, []
+        for key, dock in used:
+            if dock.process.poll() is not None or "delayed" in key:
+                dock.close()
+                continue
+            self.idle.setdefault(key, []).append(dock)
+            assert dock.ask("drain", timeout=2), f"a transfer is open still: {dock.ask('counts')}"
+            assert dock.ask("counts")["num_open_writes"] == 0
+            assert dock.ask("counts")["num_malformed"] == 0
+            dock.ask("zero")
+            dock.events.clear()
+
+    def close(self) -> None:
+        for _, dock in self.used:
             dock.close()
+        for docks in self.idle.values():
+            for dock in docks:
+                dock.close()

@@ -64,6 +64,8 @@ def make_transport(kind: str) -> Any:
         return TcpTransport()
     from crossdock.kvtransfer.nixl import NixlTransport
 
+    # To tell which CUDA torch was built for, nixl imports it where it was built for none: 1 to 5 s per process.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     return NixlTransport(ucx_tls=kind.removeprefix("nixl "), ucx_net_devices="lo")
 
 
@@ -96,6 +98,9 @@ class Pool:
 
     def equal(self, seed: int, pages: Sequence[int], first: int = 0) -> list[bool]:
         return [bool((self.array[p] == self.content(seed, n)).all()) for n, p in enumerate(pages, first)]
+
+    def zero(self) -> None:
+        self.array[:] = 0
 
     def are_zero(self, pages: Sequence[int]) -> bool:
         return not self.array[list(pages)].any()
@@ -148,7 +153,7 @@ def _obey(command: str, arguments: dict[str, Any], dock: Dock, pool: Pool, trans
         case "cpu_seconds":
             usage = resource.getrusage(resource.RUSAGE_SELF)
             return usage.ru_utime + usage.ru_stime
-        case "fill" | "equal" | "are_zero":
+        case "fill" | "equal" | "are_zero" | "zero":
             return getattr(pool, command)(**arguments)
         case "release":
             return transport.release()
