@@ -7,7 +7,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from crossdock.workers.engine import Engine
+from crossdock.kvtransfer.events import Event
+from crossdock.workers.engine import Engine, Step
+from crossdock.workers.handover import Handover
 from crossdock.workers.metrics import EngineMetrics
 from crossdock.workers.request import Submission, TokenDelta
 
@@ -45,7 +47,13 @@ class Channel:
 class EngineLoop:
     """Steps an engine for as long as it has work. All public methods belong to the event loop that constructed it."""
 
-    def __init__(self, engine: Engine, metrics: EngineMetrics | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: EngineMetrics | None = None,
+        connect: Callable[[Callable[[Event], None]], Handover] | None = None,
+    ) -> None:
+        """`connect` makes the engine's handover, given where its dock's events go; None: all work is local."""
         self.engine = engine
         self.metrics = metrics or EngineMetrics()
         self.metrics.watch(engine)
@@ -55,6 +63,8 @@ class EngineLoop:
         self._inbox: deque[Callable[[], None]] = deque()  # what to do between two steps, in the engine's thread
         self._wake = threading.Condition()
         self._stopping = False
+        self._is_blocked = False  # by pages that are on their way in or out: no step can do anything until they moved
+        self.handover = connect(self._on_event) if connect is not None else None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -83,6 +93,8 @@ class EngineLoop:
         def add() -> None:
             try:
                 self.engine.add(submission)
+                if self.handover is not None:
+                    self.handover.add(submission)
             except Exception as error:
                 self._loop.call_soon_threadsafe(_settle, done, error)
             else:
@@ -108,6 +120,8 @@ class EngineLoop:
                 request = self.engine.abort(request_id)
                 if request is not None:
                     self.metrics.aborted(request, self.engine)
+                    if self.handover is not None:
+                        self.handover.aborted(request)
 
         if request_ids:
             self._post(abort)
@@ -129,6 +143,8 @@ class EngineLoop:
             self._stopping = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
+        if self.handover is not None:
+            await asyncio.to_thread(self.handover.dock.close)
         for channel in self.channels.values():
             channel.close()
 
@@ -141,26 +157,52 @@ class EngineLoop:
             self._inbox.append(action)
             self._wake.notify()
 
+    def _on_event(self, event: Event) -> None:
+        """Of the dock's, on its thread: handled between two steps."""
+
+        def handle() -> None:
+            assert self.handover is not None
+            self._send(self.handover.handle(event))
+
+        self._post(handle)
+
     def _run(self) -> None:
         while True:
+            patience = self.handover.patience if self.handover is not None else None
             with self._wake:
-                self._wake.wait_for(lambda: self._inbox or self._stopping or self.engine.has_work)
+                self._wake.wait_for(lambda: self._inbox or self._stopping or self._can_step, patience)
                 if self._stopping:
                     return
             while self._inbox:
                 self._inbox.popleft()()
-            if not self.engine.has_work:
-                continue
-            try:
-                step = self.engine.step()
-            except Exception as error:  # one bad step must not end the replica: its requests are told, others go on
-                logger.exception("a step failed; its requests end with an error")
-                deltas: Sequence[TokenDelta] = self.engine.fail_all(f"{type(error).__name__}: {error}")
-            else:
-                deltas = step.deltas
-                self.metrics.stepped(step)
-            if deltas:
-                self._loop.call_soon_threadsafe(self._deliver, deltas)
+            step = self._step() if self.engine.has_work else None
+            self._is_blocked = step is not None and not step.batch
+            if self.handover is not None:
+                self.handover.step(step)
+            if step is not None:
+                self._send(step.deltas)
+
+    @property
+    def _can_step(self) -> bool:
+        return self.engine.has_work and not self._is_blocked
+
+    def _step(self) -> Step | None:
+        try:
+            step = self.engine.step()
+        except Exception as error:  # one bad step must not end the replica: its requests are told, others go on
+            logger.exception("a step failed; its requests end with an error")
+            failed = self.engine.fail_all(f"{type(error).__name__}: {error}")
+            if self.handover is not None:
+                for request, _ in failed:
+                    self.handover.aborted(request)
+            self._send([delta for _, delta in failed])
+            return None
+        self.metrics.stepped(step)
+        return step
+
+    def _send(self, deltas: Sequence[TokenDelta]) -> None:
+        if deltas:
+            self._loop.call_soon_threadsafe(self._deliver, deltas)
 
     def _deliver(self, deltas: Sequence[TokenDelta]) -> None:
         by_channel: dict[int, tuple[Channel, list[TokenDelta]]] = {}

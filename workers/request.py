@@ -173,7 +173,11 @@ class Request:
     @property
     def owner(self) -> str:
         """Under what name it owns pages: a placement that failed may still hold some when the next one begins."""
-        return f"{self.id}#{self.epoch}" if self.epoch else self.id
+        return self.owner_name(self.id, self.epoch)
+
+    @staticmethod
+    def owner_name(request_id: str, epoch: int) -> str:
+        return f"{request_id}#{epoch}" if epoch else request_id
 
     @property
     def num_prompt_tokens(self) -> int:
