@@ -17,7 +17,6 @@ from typing import Any
 import ray
 import uvicorn
 from ray import serve
-from ray.exceptions import RayTaskError
 from ray.serve.config import HTTPOptions, ProxyLocation, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
@@ -28,6 +27,7 @@ from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.dispatch import Dispatcher
 from crossdock.cluster.pinning import PinningRouter
 from crossdock.cluster.text import Text
+from crossdock.cluster.tiers import Tiers
 from crossdock.workers.checkpoint import resolve_model
 from crossdock.workers.profile import SchedulingProfile
 from crossdock.workers.replica import Replica
@@ -52,18 +52,23 @@ class ReplicaClient:
             yield deltas
 
     async def submit(self, submission: Submission) -> None:
-        try:
-            await self._handle.submit.remote(self._ingress, submission)
-        except RayTaskError as error:
-            if isinstance(error.cause, ValueError | Overloaded):
-                raise error.cause from None  # its own words, without the remote traceback
-            raise
+        refusal: ValueError | Overloaded | None = await self._handle.submit.remote(self._ingress, submission)
+        if refusal is not None:
+            raise refusal
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._handle.abort.remote(request_ids)
 
     async def close(self) -> None:
         await self._handle.close.remote(self._ingress)
+
+    async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = await self._handle.timelines.remote(request_id, tenant)
+        return found
+
+    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = await self._handle.live_requests.remote(tenant)
+        return found
 
     async def metrics_text(self) -> str:
         text: str = await self._handle.metrics_text.remote()
@@ -85,7 +90,8 @@ class Ingress:
         self._every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
         self._every_ingress._init()
         text = await asyncio.to_thread(Text.load, path)
-        self._api = build_api(self.dispatcher, text, config.http)
+        tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
+        self._api = build_api(self.dispatcher, text, config.http, tiers)
         if config.http.direct:
             self._server = await _listen(self._api, config.http.host, config.http.port)
         for deployment, handle in engines.items():

@@ -65,7 +65,7 @@ class PoolConfig(BaseModel):
 class ClusterConfig(BaseModel):
     """All of it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)  # API keys are in it
 
     model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
     engine: EngineConfig = Field(default_factory=lambda: EngineConfig.model_validate({}))
@@ -91,6 +91,30 @@ class ClusterConfig(BaseModel):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"pools: two are named {name!r}; give each its own name")
+        return self
+
+    @model_validator(mode="after")
+    def _classes_are_the_same_everywhere(self) -> Self:
+        """A request has its class before it has a replica."""
+        wanted = (self.engine.slo_classes, self.engine.default_slo_class)
+        for pool in self.pools:
+            if pool.engine is not None and (pool.engine.slo_classes, pool.engine.default_slo_class) != wanted:
+                raise ValueError(
+                    f"pools: {pool.name!r} must have the classes of all, engine.slo_classes and "
+                    f"engine.default_slo_class; leave both out of its engine"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _keys_name_classes_that_exist(self) -> Self:
+        names = [slo.name for slo in self.engine.slo_classes]
+        for place, key in enumerate(self.http.api_keys):
+            for field, asked in (("classes", key.classes or ()), ("default", (key.default,) if key.default else ())):
+                if unknown := [name for name in asked if name not in names]:
+                    raise ValueError(
+                        f"http.api_keys.{place}.{field}: {unknown[0]!r} is none of engine.slo_classes, which are "
+                        f"{', '.join(names)}"
+                    )
         return self
 
 
@@ -226,7 +250,9 @@ def _lines(model: BaseModel, indent: str) -> list[str]:
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
         comment = f"  # {field.description}" if field.description else ""
-        if isinstance(value, BaseModel):
+        if not field.repr and value:
+            lines.append(f"{indent}{name}: [<hidden>]{comment}")
+        elif isinstance(value, BaseModel):
             lines += [f"{indent}{name}:{comment}", *_lines(value, indent + "  ")]
         elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
             lines.append(f"{indent}{name}:{comment}")
@@ -234,9 +260,7 @@ def _lines(model: BaseModel, indent: str) -> list[str]:
                 first, *rest = _lines(member, indent + "    ")
                 lines += [f"{indent}  - {first.lstrip()}", *rest]
         else:
-            if not field.repr and value:
-                value = ["<hidden>"]
-            plain = model.model_dump(mode="json", include={name})[name] if field.repr else value
+            plain = model.model_dump(mode="json", include={name})[name]
             text = yaml.safe_dump(plain, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
             lines.append(f"{indent}{name}: {text}{comment}")
     return lines

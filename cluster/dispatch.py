@@ -6,13 +6,14 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from crossdock.router.placement import Bookings, choose
 from crossdock.workers.profile import SchedulingProfile
 from crossdock.workers.request import FinishReason, Overloaded, Submission, TokenDelta
+from crossdock.workers.timeline import prompt_length_bucket
 
 logger = logging.getLogger("ray.serve")
 
@@ -38,7 +39,12 @@ class EngineClient(Protocol):
     async def submit(self, submission: Submission) -> None: ...
     async def abort(self, request_ids: Sequence[str]) -> None: ...
     async def close(self) -> None: ...
+    async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]: ...
+    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]: ...
     async def metrics_text(self) -> str: ...
+
+
+_Queue: TypeAlias = asyncio.Queue[TokenDelta | Exception]
 
 
 @dataclass(slots=True)
@@ -48,7 +54,7 @@ class _Link:
     client: EngineClient
     profile: SchedulingProfile
     bookings: Bookings = field(default_factory=Bookings)
-    queues: dict[str, asyncio.Queue[TokenDelta | Exception]] = field(default_factory=dict)
+    queues: dict[str, _Queue] = field(default_factory=dict)
     pump: asyncio.Task[None] | None = None
     is_open: bool = False
     is_leaving: bool = False
@@ -72,21 +78,20 @@ class Dispatcher:
     # -- the story ---------------------------------------------------------------------------------------------------
 
     async def generate(self, submission: Submission) -> AsyncIterator[TokenDelta]:
-        """The request's tokens, one delta per engine step. Closing the iterator early, at any moment, aborts it.
+        """The request's tokens, one delta per engine step. The first delta is empty: a replica has taken the request,
+        and none will refuse it any more. Closing the iterator early, at any moment, aborts it.
 
         Raises:
             ValueError: the replica refuses the request; the message names the field.
-            Overloaded: the replica cannot give it its first token in time.
+            Overloaded: no replica can give it its first token in time.
             ReplicaLost: its replica died, or none is up.
         """
-        link = self._choose(submission)
-        queue: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
-        link.queues[submission.id] = queue
-        link.bookings.book(submission.id, len(submission.prompt_token_ids))
-        watch = self.metrics.start()
+        watch = self.metrics.start(submission)
+        link: _Link | None = None
         ended = False
         try:
-            await self._submit(link, submission)
+            link, queue = await self._place(submission)
+            yield TokenDelta(submission.id, [])
             while not ended:
                 delta = await queue.get()
                 if isinstance(delta, Exception):
@@ -96,24 +101,61 @@ class Dispatcher:
                 if delta.finish_reason is FinishReason.ERROR:
                     raise RuntimeError(delta.error)
                 link.bookings.first_token(submission.id)
-                watch.tokens(len(delta.token_ids), len(submission.prompt_token_ids))
+                watch.tokens(len(delta.token_ids))
                 yield delta
-        except (ValueError, Overloaded):
-            ended = True  # refused: the replica never had it
+        except Overloaded:
+            watch.refused()
             raise
         finally:
             watch.end()
-            link.bookings.settle(submission.id)
-            link.queues.pop(submission.id, None)
-            if not ended and link.is_open:
-                self._spawn(link.client.abort([submission.id]))
-            self._close_if_done(link)
+            if link is not None:
+                self._part(link, submission, is_running=not ended)
 
-    def _choose(self, submission: Submission) -> _Link:
-        candidates = {name: (link.profile, link.bookings) for name, link in self._links.items() if link.is_open}
+    async def _place(self, submission: Submission) -> tuple[_Link, _Queue]:
+        """Gives the request to the replica that is best for it; where that one is overloaded, to the next best. If
+        all are, raises the refusal that asks for the shortest wait."""
+        refusals: dict[str, Overloaded] = {}
+        while True:
+            name = self._choose(submission, refusals)
+            if name is None:
+                raise min(refusals.values(), key=lambda refusal: refusal.retry_after)
+            link, queue = self._links[name], _Queue()
+            link.queues[submission.id] = queue
+            link.bookings.book(submission.id, len(submission.prompt_token_ids))
+            try:
+                await self._submit(link, submission)
+            except Overloaded as refusal:
+                refusals[name] = refusal
+                self._part(link, submission, is_running=False)
+            except ValueError:
+                self._part(link, submission, is_running=False)
+                raise
+            except BaseException:
+                self._part(link, submission, is_running=True)  # for all that is known here
+                raise
+            else:
+                return link, queue
+
+    def _choose(self, submission: Submission, refusals: Mapping[str, Overloaded]) -> str | None:
+        """The best replica of those that have not refused; None if all have."""
+        candidates = {
+            name: (link.profile, link.bookings)
+            for name, link in self._links.items()
+            if link.is_open and name not in refusals
+        }
         if not candidates:
+            if refusals:
+                return None
             raise ReplicaLost("no replica is up; the model may still be loading")
-        return self._links[choose(candidates, len(submission.prompt_token_ids))]
+        return choose(candidates, len(submission.prompt_token_ids))
+
+    def _part(self, link: _Link, submission: Submission, *, is_running: bool) -> None:
+        """Request and replica have nothing more to do with each other."""
+        link.bookings.settle(submission.id)
+        link.queues.pop(submission.id, None)
+        if is_running and link.is_open:
+            self._spawn(link.client.abort([submission.id]))
+        self._close_if_done(link)
 
     async def _submit(self, link: _Link, submission: Submission) -> None:
         try:
@@ -194,6 +236,28 @@ class Dispatcher:
     def ready(self) -> bool:
         return any(link.is_open for link in self._links.values())
 
+    async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        """What became of all that the client's request `request_id` led to, on whichever replicas, oldest first.
+        `tenant`: only what is its; None: everyone's."""
+        found = await self._ask_all(lambda client: client.timelines(request_id, tenant))
+        return sorted(found, key=lambda timeline: timeline["arrived"])
+
+    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
+        """The requests in flight on all replicas, oldest first."""
+        found = await self._ask_all(lambda client: client.live_requests(tenant))
+        return sorted(found, key=lambda request: request["arrived"])
+
+    async def _ask_all(self, ask: Callable[[EngineClient], Awaitable[list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+        """What every replica that can answer says, each with its name."""
+        names = [name for name, link in self._links.items() if link.is_open]
+        answers = await asyncio.gather(*(ask(self._links[name].client) for name in names), return_exceptions=True)
+        return [
+            {"replica": name, **item}
+            for name, answer in zip(names, answers, strict=True)
+            if isinstance(answer, list)
+            for item in answer
+        ]
+
     async def metrics_text(self) -> str:
         """Prometheus text of the whole deployment: every replica's samples, labelled `replica`, and every ingress's,
         labelled `ingress`."""
@@ -244,21 +308,28 @@ class _IngressMetrics:
         self.registry = registry = CollectorRegistry()
         self.in_flight = Gauge("crossdock_ingress_requests", "Requests in flight.", registry=registry)
         self.started = Counter("crossdock_ingress_requests_started", "Requests taken.", registry=registry)
+        self.refused = Counter(
+            "crossdock_ingress_requests_refused", "Requests answered 429.", ["slo_class"], registry=registry
+        )
         self.ttft = Histogram(
-            "crossdock_time_to_first_token_seconds",
-            "From submission to the first token.",
-            ["prompt_tokens"],
+            "crossdock_ingress_time_to_first_token_seconds",
+            "From submission to the first token, as this ingress sees it.",
+            ["prompt_tokens", "slo_class"],
             buckets=_TTFT,
             registry=registry,
         )
         self.gap = Histogram(
-            "crossdock_inter_token_seconds", "Between two tokens of a stream.", buckets=_GAP, registry=registry
+            "crossdock_ingress_inter_token_seconds",
+            "Between two tokens of a stream, as this ingress sees it.",
+            ["slo_class"],
+            buckets=_GAP,
+            registry=registry,
         )
 
-    def start(self) -> "_Watch":
+    def start(self, submission: Submission) -> "_Watch":
         self.in_flight.inc()
         self.started.inc()
-        return _Watch(self, time.monotonic())
+        return _Watch(self, submission, self.gap.labels(submission.slo_class), time.monotonic())
 
     def text(self) -> str:
         return generate_latest(self.registry).decode()
@@ -266,19 +337,26 @@ class _IngressMetrics:
 
 @dataclass(slots=True)
 class _Watch:
+    """One request's."""
+
     metrics: _IngressMetrics
+    submission: Submission
+    gap: Histogram
     last: float
     has_first: bool = False
 
-    def tokens(self, count: int, num_prompt_tokens: int) -> None:
+    def tokens(self, count: int) -> None:
         now = time.monotonic()
         if not self.has_first:
-            bucket = next((str(limit) for limit in (128, 512, 2048, 8192, 32768) if num_prompt_tokens <= limit), "inf")
-            self.metrics.ttft.labels(bucket).observe(now - self.last)
+            bucket = prompt_length_bucket(len(self.submission.prompt_token_ids))
+            self.metrics.ttft.labels(bucket, self.submission.slo_class).observe(now - self.last)
             self.has_first = True
         elif count:
-            self.metrics.gap.observe((now - self.last) / count)
+            self.gap.observe((now - self.last) / count)
         self.last = now
+
+    def refused(self) -> None:
+        self.metrics.refused.labels(self.submission.slo_class).inc()
 
     def end(self) -> None:
         self.metrics.in_flight.dec()

@@ -1,8 +1,10 @@
 """The engine in a thread of its own, with asyncio in front: submit, abort, and one message per step."""
 
 import asyncio
+import json
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +13,12 @@ from crossdock.kvtransfer.events import Event
 from crossdock.workers.engine import Engine, Step
 from crossdock.workers.handover import Handover
 from crossdock.workers.metrics import EngineMetrics
-from crossdock.workers.request import Submission, TokenDelta
+from crossdock.workers.request import Overloaded, Submission, TokenDelta
+from crossdock.workers.timeline import Progress, Timeline, Timelines
 
 logger = logging.getLogger(__name__)
+request_logger = logging.getLogger("crossdock.requests")
+"""One line of JSON for each request that ended, at INFO: `Timeline.summary`, which has nothing of its text."""
 
 
 @dataclass(slots=True)
@@ -47,17 +52,13 @@ class Channel:
 class EngineLoop:
     """Steps an engine for as long as it has work. All public methods belong to the event loop that constructed it."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        metrics: EngineMetrics | None = None,
-        connect: Callable[[Callable[[Event], None]], Handover] | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, connect: Callable[[Callable[[Event], None]], Handover] | None = None) -> None:
         """`connect` makes the engine's handover, given where its dock's events go; None: all work is local."""
         self.engine = engine
-        self.metrics = metrics or EngineMetrics()
-        self.metrics.watch(engine)
+        self.metrics = EngineMetrics(engine)
+        self.timelines = Timelines(engine.config.slo_classes, time.time() - engine.clock())
         self.channels: dict[str, Channel] = {}
+        self._page_bytes = engine.model.layout(engine.config.page_size).page_bytes
         self._channel_of: dict[str, Channel] = {}  # by request
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[Callable[[], None]] = deque()  # what to do between two steps, in the engine's thread
@@ -89,12 +90,11 @@ class EngineLoop:
             raise RuntimeError(f"no channel {name!r} is open")
         done: asyncio.Future[None] = self._loop.create_future()
         self._channel_of[submission.id] = channel
+        arrived = self.engine.clock()  # here, not between two steps: the step that runs now is time it waits
 
         def add() -> None:
             try:
-                self.engine.add(submission)
-                if self.handover is not None:
-                    self.handover.add(submission)
+                self._add(submission, arrived)
             except Exception as error:
                 self._loop.call_soon_threadsafe(_settle, done, error)
             else:
@@ -115,16 +115,8 @@ class EngineLoop:
         for request_id in request_ids:
             self._channel_of.pop(request_id, None)
 
-        def abort() -> None:
-            for request_id in request_ids:
-                request = self.engine.abort(request_id)
-                if request is not None:
-                    self.metrics.aborted(request, self.engine)
-                    if self.handover is not None:
-                        self.handover.aborted(request)
-
         if request_ids:
-            self._post(abort)
+            self._post(lambda: self._abort(request_ids))
 
     async def call(self, function: Callable[[], None]) -> None:
         """Runs `function` between two steps, in the engine's thread."""
@@ -157,15 +149,6 @@ class EngineLoop:
             self._inbox.append(action)
             self._wake.notify()
 
-    def _on_event(self, event: Event) -> None:
-        """Of the dock's, on its thread: handled between two steps."""
-
-        def handle() -> None:
-            assert self.handover is not None
-            self._send(self.handover.handle(event))
-
-        self._post(handle)
-
     def _run(self) -> None:
         while True:
             patience = self.handover.patience if self.handover is not None else None
@@ -179,8 +162,8 @@ class EngineLoop:
             self._is_blocked = step is not None and not step.batch
             if self.handover is not None:
                 self.handover.step(step)
-            if step is not None:
-                self._send(step.deltas)
+
+    # -- steps, in the engine's thread ---------------------------------------------------------------------------------
 
     @property
     def _can_step(self) -> bool:
@@ -195,14 +178,68 @@ class EngineLoop:
             if self.handover is not None:
                 for request, _ in failed:
                     self.handover.aborted(request)
-            self._send([delta for _, delta in failed])
+            deltas = [delta for _, delta in failed]
+            self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
             return None
+        progress = self.timelines.stepped(step.batch, step.deltas, step.started, step.seconds, step.predicted)
         self.metrics.stepped(step)
+        self._progressed(progress, step.deltas)
         return step
+
+    def _progressed(self, progress: Progress, deltas: Sequence[TokenDelta]) -> None:
+        self.metrics.progressed(progress)
+        self._send(deltas)
+        self._log(progress.finished)
 
     def _send(self, deltas: Sequence[TokenDelta]) -> None:
         if deltas:
             self._loop.call_soon_threadsafe(self._deliver, deltas)
+
+    # -- between two steps, in the engine's thread ---------------------------------------------------------------------
+
+    def _on_event(self, event: Event) -> None:
+        """Of the dock's, on its thread."""
+
+        def handle() -> None:
+            assert self.handover is not None
+            deltas = self.handover.handle(event)
+            self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
+
+        self._post(handle)
+
+    def _add(self, submission: Submission, arrived: float) -> None:
+        try:
+            self.engine.add(submission)
+        except Overloaded:
+            self.metrics.refused(submission.slo_class)
+            raise
+        request, cost = self.engine.scheduler.get(submission.id), self.engine.scheduler.cost
+        assert request is not None
+        if self.handover is not None:
+            self.handover.add(submission)
+        end, budget = request.num_tokens, self.engine.config.max_num_batched_tokens
+        alone = cost.prefill_seconds(end - request.num_uncached_tokens, end, budget) if cost is not None else 0.0
+        self.timelines.add(submission, request, arrived, alone)
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        pages, aborted = self.engine.pages, []
+        for request_id in request_ids:
+            before = pages.num_available
+            request = self.engine.abort(request_id)
+            if request is not None:
+                freed = (pages.num_available - before) * self._page_bytes
+                aborted.append(self.timelines.aborted(request_id, self.engine.clock(), freed))
+                if self.handover is not None:
+                    self.handover.aborted(request)
+        for timeline in aborted:
+            self.metrics.aborted(timeline)
+        self._log(aborted)
+
+    def _log(self, ended: Sequence[Timeline]) -> None:
+        if ended and request_logger.isEnabledFor(logging.INFO):
+            self._loop.call_soon_threadsafe(_log, ended)  # the engine's time is dearer than the event loop's
+
+    # -- in the event loop ---------------------------------------------------------------------------------------------
 
     def _deliver(self, deltas: Sequence[TokenDelta]) -> None:
         by_channel: dict[int, tuple[Channel, list[TokenDelta]]] = {}
@@ -215,6 +252,11 @@ class EngineLoop:
                 del self._channel_of[delta.request_id]
         for channel, its in by_channel.values():
             channel.put(its)
+
+
+def _log(ended: Sequence[Timeline]) -> None:
+    for timeline in ended:
+        request_logger.info(json.dumps(timeline.summary(timeline.ended)))
 
 
 def _settle(future: "asyncio.Future[None]", error: Exception | None) -> None:

@@ -11,10 +11,9 @@ import torch
 
 from crossdock.workers.checkpoint import resolve_model
 from crossdock.workers.engine import Engine, EngineConfig, warm_up
-from crossdock.workers.loop import EngineLoop
-from crossdock.workers.metrics import EngineMetrics
+from crossdock.workers.loop import EngineLoop, request_logger
 from crossdock.workers.model import load_model
-from crossdock.workers.request import Submission, TokenDelta
+from crossdock.workers.request import Overloaded, Submission, TokenDelta
 
 logger = logging.getLogger("ray.serve")
 
@@ -27,7 +26,11 @@ class Replica:
     ) -> None:
         loaded = await asyncio.to_thread(_load, model, dtype, max_model_len, engine, num_threads)
         self.profile = await asyncio.to_thread(warm_up, loaded)
-        self.loop = EngineLoop(loaded, EngineMetrics())
+        self.loop = EngineLoop(loaded)
+        for handler in logger.handlers:  # its lines go where Serve writes this replica's log, in the form it is set to
+            request_logger.addHandler(handler)
+        request_logger.setLevel(logging.INFO)
+        request_logger.propagate = False
 
     async def tokens(self, ingress: str) -> AsyncIterator[list[TokenDelta]]:
         """All tokens this replica produces for `ingress`, one message per step. The first message is empty: from
@@ -40,9 +43,16 @@ class Replica:
         finally:
             await self.loop.close_channel(ingress, channel)
 
-    async def submit(self, ingress: str, submission: Submission) -> None:
-        """ValueError, naming the field, for a request that cannot be served."""
-        await self.loop.submit(ingress, submission)
+    async def submit(self, ingress: str, submission: Submission) -> ValueError | Overloaded | None:
+        """None, or why the request is refused. Returned, not raised: Serve would write each with its traceback to the
+        log, and most refusals come when there is the least time for it."""
+        try:
+            await self.loop.submit(ingress, submission)
+        except Overloaded as refusal:
+            return refusal
+        except ValueError as refusal:
+            return ValueError(str(refusal))  # plain: a library's own subclass may not survive the journey
+        return None
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Frees everything these requests hold before the next step begins."""
@@ -53,6 +63,14 @@ class Replica:
         channel = self.loop.channels.get(ingress)
         if channel is not None:
             channel.close()
+
+    async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        """What became of all that the client's request `request_id` led to here; see `Timelines.find`."""
+        return self.loop.timelines.find(request_id, tenant, self.loop.engine.clock())
+
+    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
+        """The requests in flight here; see `Timelines.live`."""
+        return self.loop.timelines.live(tenant, self.loop.engine.clock())
 
     async def metrics_text(self) -> str:
         return self.loop.metrics.text()

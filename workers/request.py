@@ -87,6 +87,8 @@ class Submission:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""  # requests share cached pages only under the same salt
     slo_class: str = DEFAULT_CLASS
+    request_id: str = ""  # what the client calls the HTTP request that this is a part of
+    tenant: str = ""  # who may ask what became of it; says nothing about the key it stands for
     output_token_ids: Sequence[int] = ()  # what its client has already: another replica began, and was lost
     leg: Leg = Leg.LOCAL
     epoch: int = 0  # of its placement: how often it has been placed before

@@ -53,7 +53,7 @@ class Side:
             dock = open_dock(self.engine, model, "test", transfer, on_event)
             return Handover(self.engine, dock, transfer, lambda *end: self.ended.append(end))
 
-        self.loop = EngineLoop(self.engine, connect=connect)
+        self.loop = EngineLoop(self.engine, connect)
         self.channel: Channel = self.loop.channel("test")
         self.deltas: dict[str, asyncio.Queue[TokenDelta]] = {}
         self.pump = asyncio.create_task(self._pump())
