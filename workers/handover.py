@@ -4,7 +4,6 @@ Runs in the engine's thread, between steps. The protocol is kvtransfer's, the st
 says which event of the one is which call of the other.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -162,20 +161,22 @@ def _owner(event: Event) -> str:
     return Request.owner_name(event.request, event.epoch)
 
 
-def open_dock(engine: Engine, model: str, role: str, config: TransferConfig, on_event: Callable[[Event], None]) -> Dock:
-    """A dock over the engine's KV pool. `model` names the weights: pages of different models never mix.
+def connect(
+    engine: Engine, model: str, role: str, config: TransferConfig, on_event: Callable[[Event], None]
+) -> Handover:
+    """A handover with a dock of its own over the engine's KV pool. `model` names the weights: pages of different models
+    never mix. `on_event` hands the dock's events, from its thread, to `Handover.handle`, in the engine's.
 
     Raises:
         TransportUnavailable: NIXL is asked for and cannot be used here.
     """
     pool = engine.model.pool
     assert pool is not None
-    device = pool.device.index if pool.is_cuda else None
-    memory = Memory(pool.data_ptr(), pool.nbytes, device)
+    memory = Memory(pool.data_ptr(), pool.nbytes, pool.device.index if pool.is_cuda else None)
     layout = engine.model.layout(engine.config.page_size)
     spec = PoolSpec.whole(layout, model, str(engine.model.dtype).removeprefix("torch."), engine.pages.num_pages)
-    transport = _transport(config)
-    return Dock(transport, memory, spec, role, on_event, grace_seconds=config.grace_s, clock=time.monotonic)
+    dock = Dock(_transport(config), memory, spec, role, on_event, grace_seconds=config.grace_s, clock=engine.clock)
+    return Handover(engine, dock, config)
 
 
 def _transport(config: TransferConfig) -> Transport:

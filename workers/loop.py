@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from crossdock.kvtransfer.events import Event
@@ -37,13 +38,15 @@ class Channel:
         self._closed = True
         self._ready.set()
 
-    async def messages(self) -> AsyncIterator[list[TokenDelta]]:
-        """One list per step, or per several where the reader is slower than the engine."""
+    async def messages(self, heartbeat_s: float | None = None) -> AsyncIterator[list[TokenDelta]]:
+        """One list per step, or per several where the reader is slower than the engine; an empty one where there was
+        nothing for `heartbeat_s`, so that the reader knows that we live."""
         while True:
-            await self._ready.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ready.wait(), heartbeat_s)
             self._ready.clear()
             deltas, self._deltas = self._deltas, []
-            if deltas:
+            if deltas or (heartbeat_s is not None and not self._closed):
                 yield deltas
             if self._closed:
                 return
@@ -117,6 +120,11 @@ class EngineLoop:
 
         if request_ids:
             self._post(lambda: self._abort(request_ids))
+
+    async def peer_dead(self, peer: bytes) -> None:
+        """The process of another replica, by its blob, has ended: who waits for its pages goes on without."""
+        if self.handover is not None:
+            self.handover.dock.peer_dead(peer)
 
     async def call(self, function: Callable[[], None]) -> None:
         """Runs `function` between two steps, in the engine's thread."""

@@ -213,7 +213,10 @@ class Scheduler:
         request.rank = rank_of(self.config.slo_classes, request.slo_class)
         request.arrival_work, request.queued_at = self.work_done, request.arrival_time
         request.expected_cached_tokens = len(self._match_prefix(request)) * self.pages.page_size
-        self._refuse_if_late(request)
+        if (
+            request.leg is not Leg.RECEIVE and not request.output_token_ids
+        ):  # those promises are kept, or broken, elsewhere
+            self._refuse_if_late(request)
         self._requests[request.id] = request
         self.waiting.append(request)
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from pydantic import ByteSize
 
-from crossdock.kvtransfer.events import Event, Figures
+from crossdock.kvtransfer.events import Figures
 from crossdock.workers.engine import Engine, EngineConfig
-from crossdock.workers.handover import CannotPair, Handover, TransferConfig, open_dock
+from crossdock.workers.handover import CannotPair, TransferConfig, connect
 from crossdock.workers.loop import Channel, EngineLoop
 from crossdock.workers.model import wrap_module
 from crossdock.workers.request import FinishReason, Leg, SamplingParams, Submission, TokenDelta
@@ -49,11 +49,9 @@ class Side:
         self.ended: list[tuple[str, bool, Figures, str]] = []
         transfer = TransferConfig(transport=transport, deadline_s=deadline_s, grace_s=0.1)  # type: ignore[arg-type]
 
-        def connect(on_event: Callable[[Event], None]) -> Handover:
-            dock = open_dock(self.engine, model, "test", transfer, on_event)
-            return Handover(self.engine, dock, transfer, lambda *end: self.ended.append(end))
-
-        self.loop = EngineLoop(self.engine, connect)
+        self.loop = EngineLoop(self.engine, partial(connect, self.engine, model, "test", transfer))
+        assert self.loop.handover is not None
+        self.loop.handover.on_figures = lambda *end: self.ended.append(end)
         self.channel: Channel = self.loop.channel("test")
         self.deltas: dict[str, asyncio.Queue[TokenDelta]] = {}
         self.pump = asyncio.create_task(self._pump())
