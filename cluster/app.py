@@ -17,6 +17,7 @@ from typing import Any
 import ray
 import uvicorn
 from ray import serve
+from ray.exceptions import ActorDiedError
 from ray.serve.config import HTTPOptions, ProxyLocation, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
@@ -24,7 +25,7 @@ from ray.serve.schema import LoggingConfig
 from crossdock.cluster import membership
 from crossdock.cluster.api import build_api
 from crossdock.cluster.config import ClusterConfig, PoolConfig
-from crossdock.cluster.dispatch import Dispatcher
+from crossdock.cluster.dispatch import Dispatcher, ReplicaDead
 from crossdock.cluster.pinning import PinningRouter
 from crossdock.cluster.text import Text
 from crossdock.cluster.tiers import Tiers
@@ -48,8 +49,11 @@ class ReplicaClient:
         self._ingress = ingress
 
     async def tokens(self) -> AsyncIterator[list[TokenDelta]]:
-        async for deltas in self._handle.options(stream=True).tokens.remote(self._ingress):
-            yield deltas
+        try:
+            async for deltas in self._handle.options(stream=True).tokens.remote(self._ingress):
+                yield deltas
+        except ActorDiedError as error:
+            raise ReplicaDead("its process has ended") from error
 
     async def submit(self, submission: Submission) -> None:
         refusal: ValueError | Overloaded | None = await self._handle.submit.remote(self._ingress, submission)
@@ -61,6 +65,9 @@ class ReplicaClient:
 
     async def close(self) -> None:
         await self._handle.close.remote(self._ingress)
+
+    async def peer_dead(self, peer: bytes) -> None:
+        await self._handle.peer_dead.remote(peer)
 
     async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = await self._handle.timelines.remote(request_id, tenant)
@@ -94,8 +101,9 @@ class Ingress:
         self._api = build_api(self.dispatcher, text, config.http, tiers)
         if config.http.direct:
             self._server = await _listen(self._api, config.http.host, config.http.port)
+        self._members: dict[str, set[str]] = {}  # by deployment
         for deployment, handle in engines.items():
-            membership.subscribe(deployment, partial(self._on_members, handle))
+            membership.subscribe(deployment, partial(self._on_members, deployment, handle))
             handle._init()  # a handle hears of its replicas only from its first use on; this is that, without a call
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -114,16 +122,17 @@ class Ingress:
         texts = await self._every_ingress.broadcast("ingress_metrics").results_async()
         return dict([await self.ingress_metrics(), *texts])
 
-    def _on_members(self, handle: DeploymentHandle, members: membership.Members) -> None:
-        self._loop.call_soon_threadsafe(self._update, handle, members)
+    def _on_members(self, deployment: str, handle: DeploymentHandle, members: membership.Members) -> None:
+        self._loop.call_soon_threadsafe(self._update, deployment, handle, members)
 
-    def _update(self, handle: DeploymentHandle, members: membership.Members) -> None:
+    def _update(self, deployment: str, handle: DeploymentHandle, members: membership.Members) -> None:
         for replica_id, advertised in members.items():
             self.dispatcher.join(
                 replica_id, ReplicaClient(handle, replica_id, self._name), SchedulingProfile(**advertised)
             )
-        for replica_id in self.dispatcher.names() - set(members):
+        for replica_id in self._members.get(deployment, set()) - set(members):
             self.dispatcher.leave(replica_id)
+        self._members[deployment] = set(members)
 
 
 async def _listen(api: Any, host: str, port: int) -> uvicorn.Server:
@@ -158,7 +167,9 @@ def build(args: ClusterConfig) -> serve.Application:
 
 
 def _engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Application:
-    num_threads = pool.num_cpus or os.cpu_count() or 1
+    num_replicas = sum(each.replicas for each in config.pools)
+    num_threads = pool.num_cpus or max((os.cpu_count() or 1) // num_replicas, 1)
+    ships = any(each.role == "prefill" for each in config.pools)
     deployment = serve.deployment(
         Replica,
         name=pool.name,
@@ -176,7 +187,9 @@ def _engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applica
         graceful_shutdown_wait_loop_s=0.1,
     )
     engine = pool.engine or config.engine
-    return deployment.bind(config.model.path, config.model.dtype, config.model.max_model_len, engine, num_threads)
+    model = config.model
+    transfer = config.transfer if ships else None
+    return deployment.bind(model.path, model.dtype, model.max_model_len, engine, num_threads, pool.role, transfer)
 
 
 def start_ray(config: ClusterConfig) -> None:

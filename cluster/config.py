@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from crossdock.cluster.api import HttpConfig
 from crossdock.workers.checkpoint import model_name
 from crossdock.workers.engine import EngineConfig
+from crossdock.workers.handover import TransferConfig
+from crossdock.workers.profile import Role
 
 
 class ConfigError(ValueError):
@@ -43,11 +45,13 @@ class ModelConfig(BaseModel):
 
 
 class PoolConfig(BaseModel):
-    """Replicas of one kind. Each prefills and decodes in mixed steps."""
+    """Replicas of one kind. With a `prefill` and a `decode` pool, prompts are computed in one and their KV pages
+    shipped to the other, which generates; a mixed replica does both in the same steps."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field("mixed", pattern=r"^[a-z][a-z0-9-]*$", description="Name of the Serve deployment.")
+    role: Role = Field("mixed", description="mixed, prefill or decode; a pool named prefill or decode has that role.")
     replicas: int = Field(1, ge=1, description="How many to run.")
     num_cpus: int = Field(0, ge=0, description="Cores of each replica; 0 reserves none and uses all.")
     num_gpus: float = Field(0, ge=0, description="GPUs of each replica.")
@@ -57,9 +61,14 @@ class PoolConfig(BaseModel):
     def _leaves_the_ingress_its_name(self) -> Self:
         if self.name == "ingress":
             raise ValueError("name 'ingress' is the HTTP deployment's; choose another")
-        if self.name in ("prefill", "decode"):
-            raise ValueError(f"name {self.name!r} is kept for pools that ship KV pages, which this version has not")
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_says_the_role(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("name") in ("prefill", "decode"):
+            return {"role": data["name"], **data}
+        return data
 
 
 class ClusterConfig(BaseModel):
@@ -70,6 +79,7 @@ class ClusterConfig(BaseModel):
     model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
     engine: EngineConfig = Field(default_factory=lambda: EngineConfig.model_validate({}))
     pools: tuple[PoolConfig, ...] = (PoolConfig.model_validate({}),)
+    transfer: TransferConfig = Field(default_factory=lambda: TransferConfig.model_validate({}))
     http: HttpConfig = Field(default_factory=lambda: HttpConfig.model_validate({}))
 
     @model_validator(mode="before")
@@ -91,6 +101,12 @@ class ClusterConfig(BaseModel):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"pools: two are named {name!r}; give each its own name")
+        roles = {pool.role for pool in self.pools}
+        if roles == {"prefill"} or roles == {"decode"}:
+            raise ValueError(f"pools: all have the role {roles.pop()!r}; give one of them the other, or 'mixed'")
+        sizes = {(pool.engine or self.engine).page_size for pool in self.pools}
+        if "prefill" in roles and len(sizes) > 1:
+            raise ValueError(f"pools: page_size must be the same in all, to ship pages; there are {sorted(sizes)}")
         return self
 
     @model_validator(mode="after")

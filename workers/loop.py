@@ -7,12 +7,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from crossdock.workers.engine import Engine
+from crossdock.kvtransfer.events import Event
+from crossdock.workers.engine import Engine, Step
+from crossdock.workers.handover import Handover
 from crossdock.workers.metrics import EngineMetrics
 from crossdock.workers.request import Overloaded, Submission, TokenDelta
-from crossdock.workers.timeline import Timeline, Timelines
+from crossdock.workers.timeline import Progress, Timeline, Timelines
 
 logger = logging.getLogger(__name__)
 request_logger = logging.getLogger("crossdock.requests")
@@ -35,13 +38,15 @@ class Channel:
         self._closed = True
         self._ready.set()
 
-    async def messages(self) -> AsyncIterator[list[TokenDelta]]:
-        """One list per step, or per several where the reader is slower than the engine."""
+    async def messages(self, heartbeat_s: float | None = None) -> AsyncIterator[list[TokenDelta]]:
+        """One list per step, or per several where the reader is slower than the engine; an empty one where there was
+        nothing for `heartbeat_s`, so that the reader knows that we live."""
         while True:
-            await self._ready.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ready.wait(), heartbeat_s)
             self._ready.clear()
             deltas, self._deltas = self._deltas, []
-            if deltas:
+            if deltas or (heartbeat_s is not None and not self._closed):
                 yield deltas
             if self._closed:
                 return
@@ -50,7 +55,8 @@ class Channel:
 class EngineLoop:
     """Steps an engine for as long as it has work. All public methods belong to the event loop that constructed it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, connect: Callable[[Callable[[Event], None]], Handover] | None = None) -> None:
+        """`connect` makes the engine's handover, given where its dock's events go; None: all work is local."""
         self.engine = engine
         self.metrics = EngineMetrics(engine)
         self.timelines = Timelines(engine.config.slo_classes, time.time() - engine.clock())
@@ -61,6 +67,8 @@ class EngineLoop:
         self._inbox: deque[Callable[[], None]] = deque()  # what to do between two steps, in the engine's thread
         self._wake = threading.Condition()
         self._stopping = False
+        self._is_blocked = False  # by pages that are on their way in or out: no step can do anything until they moved
+        self.handover = connect(self._on_event) if connect is not None else None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -113,6 +121,11 @@ class EngineLoop:
         if request_ids:
             self._post(lambda: self._abort(request_ids))
 
+    async def peer_dead(self, peer: bytes) -> None:
+        """The process of another replica, by its blob, has ended: who waits for its pages goes on without."""
+        if self.handover is not None:
+            self.handover.dock.peer_dead(peer)
+
     async def call(self, function: Callable[[], None]) -> None:
         """Runs `function` between two steps, in the engine's thread."""
         done: asyncio.Future[None] = self._loop.create_future()
@@ -130,6 +143,8 @@ class EngineLoop:
             self._stopping = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
+        if self.handover is not None:
+            await asyncio.to_thread(self.handover.dock.close)
         for channel in self.channels.values():
             channel.close()
 
@@ -144,30 +159,61 @@ class EngineLoop:
 
     def _run(self) -> None:
         while True:
+            patience = self.handover.patience if self.handover is not None else None
             with self._wake:
-                self._wake.wait_for(lambda: self._inbox or self._stopping or self.engine.has_work)
+                self._wake.wait_for(lambda: self._inbox or self._stopping or self._can_step, patience)
                 if self._stopping:
                     return
             while self._inbox:
                 self._inbox.popleft()()
-            if not self.engine.has_work:
-                continue
-            try:
-                step = self.engine.step()
-            except Exception as error:  # one bad step must not end the replica: its requests are told, others go on
-                logger.exception("a step failed; its requests end with an error")
-                deltas: Sequence[TokenDelta] = self.engine.fail_all(f"{type(error).__name__}: {error}")
-                progress = self.timelines.failed(deltas, self.engine.clock())
-            else:
-                deltas = step.deltas
-                progress = self.timelines.stepped(step.batch, deltas, step.started, step.seconds, step.predicted)
-                self.metrics.stepped(step)
-            self.metrics.progressed(progress)
-            if deltas:
-                self._loop.call_soon_threadsafe(self._deliver, deltas)
-            self._log(progress.finished)
+            step = self._step() if self.engine.has_work else None
+            self._is_blocked = step is not None and not step.batch
+            if self.handover is not None:
+                self.handover.step(step)
+
+    # -- steps, in the engine's thread ---------------------------------------------------------------------------------
+
+    @property
+    def _can_step(self) -> bool:
+        return self.engine.has_work and not self._is_blocked
+
+    def _step(self) -> Step | None:
+        try:
+            step = self.engine.step()
+        except Exception as error:  # one bad step must not end the replica: its requests are told, others go on
+            logger.exception("a step failed; its requests end with an error")
+            failed = self.engine.fail_all(f"{type(error).__name__}: {error}")
+            if self.handover is not None:
+                for request, _ in failed:
+                    self.handover.aborted(request)
+            deltas = [delta for _, delta in failed]
+            self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
+            return None
+        progress = self.timelines.stepped(step.batch, step.deltas, step.started, step.seconds, step.predicted)
+        self.metrics.stepped(step)
+        self._progressed(progress, step.deltas)
+        return step
+
+    def _progressed(self, progress: Progress, deltas: Sequence[TokenDelta]) -> None:
+        self.metrics.progressed(progress)
+        self._send(deltas)
+        self._log(progress.finished)
+
+    def _send(self, deltas: Sequence[TokenDelta]) -> None:
+        if deltas:
+            self._loop.call_soon_threadsafe(self._deliver, deltas)
 
     # -- between two steps, in the engine's thread ---------------------------------------------------------------------
+
+    def _on_event(self, event: Event) -> None:
+        """Of the dock's, on its thread."""
+
+        def handle() -> None:
+            assert self.handover is not None
+            deltas = self.handover.handle(event)
+            self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
+
+        self._post(handle)
 
     def _add(self, submission: Submission, arrived: float) -> None:
         try:
@@ -177,6 +223,8 @@ class EngineLoop:
             raise
         request, cost = self.engine.scheduler.get(submission.id), self.engine.scheduler.cost
         assert request is not None
+        if self.handover is not None:
+            self.handover.add(submission)
         end, budget = request.num_tokens, self.engine.config.max_num_batched_tokens
         alone = cost.prefill_seconds(end - request.num_uncached_tokens, end, budget) if cost is not None else 0.0
         self.timelines.add(submission, request, arrived, alone)
@@ -185,9 +233,12 @@ class EngineLoop:
         pages, aborted = self.engine.pages, []
         for request_id in request_ids:
             before = pages.num_available
-            if self.engine.abort(request_id) is not None:
+            request = self.engine.abort(request_id)
+            if request is not None:
                 freed = (pages.num_available - before) * self._page_bytes
                 aborted.append(self.timelines.aborted(request_id, self.engine.clock(), freed))
+                if self.handover is not None:
+                    self.handover.aborted(request)
         for timeline in aborted:
             self.metrics.aborted(timeline)
         self._log(aborted)

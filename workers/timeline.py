@@ -292,8 +292,8 @@ class Timelines:
                 finished.append(timeline)
         return Progress(chunks, tokens, finished)
 
-    def failed(self, deltas: Sequence[TokenDelta], now: float) -> Progress:
-        """A step raised: these end without it."""
+    def ended(self, deltas: Sequence[TokenDelta], now: float) -> Progress:
+        """These end outside a step: it raised, or their pages have been shipped."""
         return self.stepped(Batch((), 0), deltas, now, 0.0, 0.0)
 
     def aborted(self, request_id: str, now: float, freed_bytes: int) -> Timeline:

@@ -207,7 +207,7 @@ def test_a_step_that_raised_ends_them_all() -> None:
     it.add("b", 40)
     it.step()
     deltas = [TokenDelta(name, [], finish_reason=FinishReason.ERROR, error="broken") for name in ("a", "b")]
-    progress = it.timelines.failed(deltas, it.now)
+    progress = it.timelines.ended(deltas, it.now)
     assert [timeline.id for timeline in progress.finished] == ["a", "b"]
     assert it.of("a")["finish_reason"] == it.of("b")["finish_reason"] == "error"
 
