@@ -4,12 +4,14 @@ from collections import Counter as Tally
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from crossdock.kvtransfer.dock import Dock
+from crossdock.kvtransfer.events import Figures
 from crossdock.workers.engine import Engine, Step
-from crossdock.workers.request import Request
+from crossdock.workers.request import Leg, Request
 from crossdock.workers.timeline import Progress, Timeline, prompt_length_bucket
 
 _STEP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -18,6 +20,7 @@ _CHUNK_WAIT = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 1
 _ITERATIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
 _TTFT = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _GAP = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+_TRANSFER = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _KINDS = ("chunks", "decodes", "mixed")
 _SHARED = {True: "true", False: "false"}  # values of the label prefill_shared
 
@@ -91,6 +94,14 @@ class EngineMetrics:
         self._cancelled_bytes = self._counter(
             "crossdock_cancelled_kv_bytes", "KV bytes computed for requests that were aborted."
         )
+        self._transfers = self._counter("crossdock_transfers", "Transfers of KV pages.", "direction", "outcome")
+        self._transfer_bytes = self._counter("crossdock_transfer_bytes", "KV bytes moved.", "direction")
+        self._transfer_seconds = self._histogram(
+            "crossdock_transfer_seconds", "Seconds of one sent transfer, by what they were.", _TRANSFER, "phase"
+        )
+        self._hidden = self._counter(
+            "crossdock_transfer_hidden_seconds", "Of the seconds of writing, those behind the computing of chunks."
+        )
         self.registry.register(_Gauges(engine))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -123,7 +134,7 @@ class EngineMetrics:
         for timeline in progress.tokens:
             if timeline.gap is not None:
                 self._gap[timeline.slo.name, timeline.is_gap_shared].observe(timeline.gap)
-            else:
+            elif timeline.is_first_here:
                 self._first_token(timeline)
         for timeline in progress.finished:
             self._end(timeline)
@@ -134,6 +145,25 @@ class EngineMetrics:
         self._cancelled_bytes.inc(max(counts.computed - counts.cached, 0) * self._token_bytes)
         if timeline.first_token is None and timeline.ttft_met(timeline.ended) is False:
             self._slo_ttft.labels(timeline.slo.name, "missed").inc()  # nobody waits for what is late for ever
+
+    def transferred(self, is_sent: bool, figures: Figures, outcome: str) -> None:
+        direction = "sent" if is_sent else "received"
+        self._transfers.labels(direction, outcome).inc()
+        self._transfer_bytes.labels(direction).inc(figures.num_bytes)
+        if is_sent and figures.num_writes:
+            self._transfer_seconds.labels("write").observe(figures.write_seconds)
+            self._transfer_seconds.labels("handshake").observe(figures.handshake_seconds or 0.0)
+            self._transfer_seconds.labels("grant").observe(figures.grant_wait_seconds or 0.0)
+            self._hidden.inc(figures.hidden_seconds)
+
+    def watch(self, dock: Dock) -> None:
+        """Shows at every scrape what a dock has under way."""
+        open_ = Gauge("crossdock_transfers_open", "Transfers under way, both directions.", registry=self.registry)
+        open_.set_function(lambda: dock.counts().num_open)
+        dropped = Gauge(
+            "crossdock_transfer_messages_dropped", "Stale or malformed, since the start.", registry=self.registry
+        )
+        dropped.set_function(lambda: dock.counts().num_unknown + dock.counts().num_malformed)
 
     def refused(self, slo_class: str) -> None:
         self._refused.labels(slo_class).inc()
@@ -186,7 +216,9 @@ class _Gauges(Collector):
         yield _gauge("crossdock_requests_active", "Requests by status.", ("status", "slo_class"), every)
         tokens, seconds = dict.fromkeys(classes, 0), dict.fromkeys(classes, 0.0)
         cost, budget = self._engine.scheduler.cost, self._engine.config.max_num_batched_tokens
-        for request in [*waiting, *(request for request in running if not request.is_decoding)]:
+        for request in [*waiting, *running]:
+            if request.is_decoding or request.leg is Leg.RECEIVE:
+                continue
             end, uncached = request.num_tokens, request.num_uncached_tokens
             tokens[request.slo_class] += uncached
             if cost is not None:

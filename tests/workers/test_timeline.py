@@ -77,6 +77,8 @@ def test_a_request_alone() -> None:
         "id": "a",
         "request_id": "a",
         "slo_class": "standard",
+        "leg": "local",
+        "transfers": [],
         "state": "finished",
         "arrived": UNIX + 100,
         "num_prompt_tokens": 40,
