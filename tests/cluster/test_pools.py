@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import torch
+import ray
 from pydantic import ByteSize
 from ray import serve
 from ray.serve.config import HTTPOptions
@@ -63,7 +63,7 @@ def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
 def local(model_dir: Path) -> Engine:
     """The oracle: the same model on one engine, which the other tests compare with transformers' own generate."""
     config = EngineConfig(kv_cache_memory=ByteSize(300 << 20), admission="queue", enable_prefix_caching=False)
-    return Engine(load_model(model_dir, torch.float32, 4096), config)
+    return Engine(load_model(model_dir, None, 4096), config)
 
 
 def expected(engine: Engine, prompts: list[list[int]], **params: Any) -> list[list[int]]:
@@ -142,17 +142,12 @@ def wait_until_whole(url: str) -> None:
         time.sleep(0.2)
 
 
-def processes(pool: str) -> list[psutil.Process]:
-    title = f"ray::ServeReplica:{APP}:{pool}"
-    return [it for it in psutil.process_iter(["cmdline"]) if title in " ".join(it.info["cmdline"] or ())]
-
-
-def serving(pool: str, replica: str) -> psutil.Process:
-    """The process of a replica: of its pool's, the one whose log is named after it."""
-    for process in processes(pool):
-        if any(replica in file.path for file in process.open_files()):
-            return process
-    raise AssertionError(f"no process of {pool} writes the log of {replica}")
+def processes(pool: str) -> dict[str, psutil.Process]:
+    """The replicas of a pool that are alive, by name."""
+    prefix = f"SERVE_REPLICA::{APP}#{pool}#"
+    actors = ray._private.state.actors().values()
+    alive = [actor for actor in actors if actor["Name"].startswith(prefix) and actor["State"] == "ALIVE"]
+    return {actor["Name"].removeprefix(prefix): psutil.Process(actor["Pid"]) for actor in alive}
 
 
 def until_arriving(stream: Stream) -> tuple[str, int]:
@@ -210,7 +205,7 @@ def test_the_prefill_replica_is_killed_on_the_way(url: str, local: Engine) -> No
     before = samples(url, "crossdock_prompt_tokens_total")
     stream = Stream(url, asked)
     replica, arrived = until_arriving(stream)
-    (victim,) = processes("prefill")
+    (victim,) = processes("prefill").values()
     victim.kill()
     assert stream.result() == wanted
     computed = samples(url, "crossdock_prompt_tokens_total")[replica] - before[replica]
@@ -229,7 +224,7 @@ def test_a_decode_replica_is_killed(url: str, local: Engine, stage: str) -> None
         while len(stream.tokens) < 20:
             time.sleep(0.005)
             assert stream.is_alive()
-    serving("decode", replica).kill()
+    processes("decode")[replica].kill()
     assert stream.result() == wanted
     after = samples(url, "crossdock_prompt_tokens_total")
     computed = sum(after[name] - before.get(name, 0.0) for name in after)
@@ -243,7 +238,7 @@ def test_a_hung_prefill_replica(url: str, local: Engine) -> None:
     (wanted,) = expected(local, [asked])
     stream = Stream(url, asked)
     until_arriving(stream)
-    (victim,) = processes("prefill")
+    (victim,) = processes("prefill").values()
     victim.send_signal(signal.SIGSTOP)
     try:
         assert stream.result() == wanted
