@@ -1,9 +1,6 @@
 """The command line, as a person or a script meets it. The server behind `chat` is a scripted one."""
 
 import json
-import os
-import pty
-import re
 import select
 import signal
 import socket
@@ -26,7 +23,7 @@ from crossdock.cluster import cli
 from crossdock.cluster.chat import ChatError, Conversation, connect, first_model
 from crossdock.cluster.config import ClusterConfig
 
-COMMAND = Path(sys.executable).with_name("crossdock")
+from .terminal import COMMAND, Pty
 
 
 def run(*args: str, **environment: str) -> Any:
@@ -339,51 +336,8 @@ def test_chat_without_a_server_says_what_to_do() -> None:
     assert run("chat", "hi", "--url", "nonsense").exit_code == 1
 
 
-class Pty:
-    """`crossdock chat` at a terminal of its own."""
-
-    def __init__(self, url: str) -> None:
-        self._master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            [COMMAND, "chat", "--url", url],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "20"},
-            preexec_fn=_own_terminal,
-        )
-        os.close(slave)
-        self._seen = ""
-
-    def send(self, text: str) -> None:
-        os.write(self._master, text.encode())
-
-    def expect(self, text: str) -> None:
-        """Waits for `text` after what was expected before."""
-        deadline = time.monotonic() + 20
-        while text not in self._seen:
-            ready, _, _ = select.select([self._master], [], [], max(0, deadline - time.monotonic()))
-            assert ready, f"no {text!r} in {self._seen!r}"
-            piece = os.read(self._master, 65536).decode(errors="replace")
-            self._seen += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", piece)
-        self._seen = self._seen.split(text, 1)[1]
-
-    def close(self) -> int:
-        code = self.process.wait(timeout=20)
-        os.close(self._master)
-        return code
-
-
-def _own_terminal() -> None:
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that ^C typed here is a SIGINT there
-
-
 def test_chat_at_a_terminal(script: Script) -> None:
-    terminal = Pty(script.url)
+    terminal = Pty("chat", "--url", script.url)
     terminal.expect("smol")
     terminal.expect("> ")
     terminal.send("hi\r")
