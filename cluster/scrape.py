@@ -11,18 +11,19 @@ from prometheus_client.parser import text_string_to_metric_families
 # Every name that is read here, in `crossdock top` or in `crossdock bench`. What a server has not reads as None.
 STEPS = "crossdock_steps_total"  # by KIND
 STEP_SECONDS = "crossdock_step_seconds"  # histogram, by KIND
-STEP_ERROR = "crossdock_step_cost_error"  # |predicted - actual| / actual, by QUANTILE: "0.5" and "0.9"
+STEP_ERROR = "crossdock_step_relative_error"  # |predicted - actual| / actual, by QUANTILE: "0.5" and "0.9"
 CHUNK_TOKENS = "crossdock_chunk_tokens"  # histogram
 PROMPT_TOKENS = "crossdock_prompt_tokens_total"  # computed
 OUTPUT_TOKENS = "crossdock_output_tokens_total"
 CACHED_TOKENS = "crossdock_cached_tokens_total"
 PAGES = "crossdock_pages"  # by STATE
-PREEMPTIONS = "crossdock_preemptions"
+PREEMPTIONS = "crossdock_preemptions_total"
 REQUESTS = "crossdock_requests_active"  # by STATUS and CLASS
 UNCACHED_WAITING = "crossdock_uncached_tokens_waiting"  # by CLASS
 BACKLOG_SECONDS = "crossdock_backlog_seconds"  # by CLASS
 REFUSED = "crossdock_requests_refused_total"  # by CLASS
-ATTAINMENT = "crossdock_slo_requests_total"  # ended requests by CLASS and MET
+SLO_TTFT = "crossdock_slo_ttft_total"  # requests by CLASS and OUTCOME: met or missed
+SLO_TPOT = "crossdock_slo_tpot_total"  # likewise
 TTFT_SECONDS = "crossdock_time_to_first_token_seconds"  # histogram, by CLASS
 GAP_SECONDS = "crossdock_inter_token_seconds"  # histogram, by CLASS
 REPLICA = "replica"
@@ -31,7 +32,7 @@ KIND = "kind"
 STATE = "state"
 STATUS = "status"
 QUANTILE = "quantile"
-MET = "met"
+OUTCOME = "outcome"
 
 Series = frozenset[tuple[str, str]]  # the labels of one sample
 

@@ -211,25 +211,23 @@ def _pages(pages: Mapping[str, float]) -> Text:
 
 
 def _classes(now: Scrape, change: Scrape) -> RenderableType:
-    told = (
-        names.REQUESTS,
-        names.ATTAINMENT,
-        names.REFUSED,
-        f"{names.TTFT_SECONDS}_count",
-        f"{names.GAP_SECONDS}_count",
-    )
+    told = (names.REQUESTS, names.SLO_TTFT, names.REFUSED, f"{names.TTFT_SECONDS}_count", f"{names.GAP_SECONDS}_count")
+
+    def met(name: str, which: Mapping[str, str]) -> str:
+        every = change.total(name, **which)
+        return _percent((change.total(name, **which, **{names.OUTCOME: "met"}) or 0.0) / every if every else None)
+
     table = Table("class", box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for title in ("TTFT p50", "p99", "token gap p50", "p99", "SLO met", "refused", "tokens waiting"):
+    for title in ("TTFT p50", "p99", "met", "token gap p50", "p99", "TPOT met", "refused", "tokens waiting"):
         table.add_column(title, justify="right")
     for name in sorted({name for metric in told for name in now.by(metric, names.CLASS)}, key=_urgency):
         which = {names.CLASS: name} if name else {}
-        ended = change.total(names.ATTAINMENT, **which)
-        met = change.total(names.ATTAINMENT, **which, **{names.MET: "true"}) or 0.0
         table.add_row(
             name or "all",
             *(_seconds(change.quantile(names.TTFT_SECONDS, quantile, **which)) for quantile in (0.5, 0.99)),
+            met(names.SLO_TTFT, which),
             *(_seconds(change.quantile(names.GAP_SECONDS, quantile, **which)) for quantile in (0.5, 0.99)),
-            _percent(met / ended if ended else None),
+            met(names.SLO_TPOT, which),
             _number(change.total(names.REFUSED, **which)),
             _number(now.total(names.UNCACHED_WAITING, **which)),
         )
@@ -240,27 +238,29 @@ def _flights(requests: Sequence[Mapping[str, Any]] | None, rows: int) -> Rendera
     """Those that prefill first, the longest of them above."""
     if requests is None:
         return Text("requests in flight: -", "dim")
-    table = Table("request", "class", "state", "prefilled", box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for title in ("computed", "tokens", "waited"):
+    if not requests:
+        return Text("no requests in flight", "dim")
+    table = Table("request", "class", "state", "prefill", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for title in ("computed", "prompt", "output", "waiting"):
         table.add_column(title, justify="right")
-    for request in sorted(requests, key=lambda it: (not _is_prefilling(it), -it.get("num_tokens", 0)))[:rows]:
-        computed, tokens = request.get("num_computed_tokens", 0), request.get("num_tokens", 0)
+    for request in sorted(requests, key=lambda it: (not _is_prefilling(it), -it.get("num_prompt_tokens", 0)))[:rows]:
+        computed, prompt = request.get("num_computed_tokens", 0), request.get("num_prompt_tokens", 0)
         table.add_row(
-            escape(str(request.get("id", "-"))[-24:]),
+            escape(str(request.get("request_id") or request.get("id", "-"))[-24:]),
             str(request.get("slo_class", "-")),
             str(request.get("state", "-")),
-            ProgressBar(tokens, computed, width=20) if _is_prefilling(request) else "",
+            ProgressBar(prompt, computed, width=20) if _is_prefilling(request) else "",
             _number(computed),
-            _number(tokens),
+            _number(prompt),
+            _number(request.get("num_output_tokens")),
             _seconds(request.get("waiting_s")),
         )
     more = [Text(f"and {len(requests) - rows} more", "dim")] if len(requests) > rows else []
-    return Group(table, *more) if requests else Text("no requests in flight", "dim")
+    return Group(table, *more)
 
 
 def _is_prefilling(request: Mapping[str, Any]) -> bool:
-    """A stream has all tokens but its newest in pages."""
-    return bool(request.get("num_tokens", 0) - request.get("num_computed_tokens", 0) > 1)
+    return request.get("state") == "prefilling"
 
 
 def _urgency(name: str) -> tuple[int, str]:

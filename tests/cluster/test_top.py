@@ -16,7 +16,6 @@ from crossdock.cluster import cli
 from crossdock.cluster import scrape as names
 from crossdock.cluster.dispatch import merge_metrics
 from crossdock.cluster.top import Watch
-from crossdock.workers.metrics import EngineMetrics
 
 from .terminal import Pty
 
@@ -35,12 +34,13 @@ class Deployment:
         self.prompt_tokens = self._counter(names.PROMPT_TOKENS)
         self.output_tokens = self._counter(names.OUTPUT_TOKENS)
         self.pages = self._gauge(names.PAGES, names.STATE)
-        self.preemptions = self._gauge(names.PREEMPTIONS)
+        self.preemptions = self._counter(names.PREEMPTIONS)
         self.requests = self._gauge(names.REQUESTS, names.STATUS, names.CLASS)
         self.backlog = self._gauge(names.BACKLOG_SECONDS, names.CLASS)
         self.uncached = self._gauge(names.UNCACHED_WAITING, names.CLASS)
         self.refused = self._counter(names.REFUSED, names.CLASS)
-        self.attainment = self._counter(names.ATTAINMENT, names.CLASS, names.MET)
+        self.slo_ttft = self._counter(names.SLO_TTFT, names.CLASS, names.OUTCOME)
+        self.slo_tpot = self._counter(names.SLO_TPOT, names.CLASS, names.OUTCOME)
         self.ttft = self._histogram(names.TTFT_SECONDS, (0.1, 1, 10), names.CLASS)
         self.gap = self._histogram(names.GAP_SECONDS, (0.02, 0.04, 0.08), names.CLASS)
         for state, count in (("free", 500), ("owned", 300), ("cached", 200), ("quarantined", 0)):
@@ -66,8 +66,9 @@ class Deployment:
         self.backlog.labels("batch").set(41.5)
         self.uncached.labels("batch").set(98_304)
         self.refused.labels("interactive").inc(3)
-        self.attainment.labels("interactive", "true").inc(9)
-        self.attainment.labels("interactive", "false").inc(1)
+        self.slo_ttft.labels("interactive", "met").inc(9)
+        self.slo_ttft.labels("interactive", "missed").inc(1)
+        self.slo_tpot.labels("interactive", "met").inc(4)
         self.ttft.labels("interactive").observe(0.05)
         self.gap.labels("interactive").observe(0.03)
         self.ttft.labels("batch").observe(8)
@@ -113,6 +114,12 @@ def watching(text: str, status: int = 200, in_flight: object = None) -> tuple[Wa
     return Watch(http, clock), served, clock
 
 
+def flight(name: str, slo_class: str, state: str, computed: int, prompt: int, **others: Any) -> dict[str, Any]:
+    """A record of /v1/requests."""
+    tokens = {"num_computed_tokens": computed, "num_prompt_tokens": prompt, "num_output_tokens": 0}
+    return {"id": name, "slo_class": slo_class, "state": state, **tokens, "waiting_s": 0.0, **others}
+
+
 def row(screen: str, start: str) -> str:
     line = next(line for line in screen.splitlines() if line.strip("│ ").startswith(start))
     return " ".join(line.strip("│ ").split())
@@ -135,9 +142,9 @@ def test_a_frame_says_what_happened_between_two_readings() -> None:
     assert row(screen, "running") == "running interactive 2 waiting batch 12 backlog batch 41.5 s"
     assert "used 300 · cached 200 · free 500 preempted 0" in row(screen, "KV pages")
     assert screen.count("█") == 9
-    #            class       TTFT p50, p99    gap p50, p99     met  refused  waiting
-    assert row(screen, "interactive") == "interactive 50 ms 99 ms 30 ms 40 ms 90% 3 -"
-    assert row(screen, "batch") == "batch 5.5 s 9.9 s - - - - 98,304"
+    #                        class       TTFT p50, p99, met  gap p50, p99, TPOT met  refused, tokens waiting
+    assert row(screen, "interactive") == "interactive 50 ms 99 ms 90% 30 ms 40 ms 100% 3 -"
+    assert row(screen, "batch") == "batch 5.5 s 9.9 s - - - - - 98,304"
 
 
 def test_what_is_older_than_the_window_is_left_behind() -> None:
@@ -156,30 +163,37 @@ def test_what_is_older_than_the_window_is_left_behind() -> None:
     assert "prefill 20" in shown(watch)
 
 
-def test_a_server_without_classes_is_one_row_and_dashes() -> None:
-    watch, _, clock = watching(merge_metrics({"a": EngineMetrics().text()}, "replica") + "crossdock_pages 1\n")
+def test_what_a_server_does_not_tell_is_a_dash() -> None:
+    registry = CollectorRegistry()
+    Gauge(names.PAGES, "Pages.", [names.STATE], registry=registry).labels("free").set(3)
+    Gauge(names.REQUESTS, "Requests.", [names.STATUS], registry=registry).labels("running").set(2)
+    ttft = Histogram(names.TTFT_SECONDS, "TTFT.", buckets=(1, 2), registry=registry)
+    watch, served, _ = watching(generate_latest(registry).decode())
     watch.poll()
-    clock.now += 1
+    ttft.observe(0.5)
+    served["text"] = generate_latest(registry).decode()
     watch.poll()
     screen = shown(watch)
     assert "predicted ±- p50" in screen
+    assert row(screen, "running") == "running 2 waiting - backlog -"
+    assert row(screen, "all").startswith("all 500 ms 990 ms - ")
     assert "requests in flight: -" in screen
 
 
 def test_long_prefills_come_first_with_a_bar() -> None:
     flights = [
-        {"id": "chat-1", "slo_class": "interactive", "state": "running", "num_computed_tokens": 99, "num_tokens": 100},
-        {"id": "book-1", "slo_class": "batch", "state": "running", "num_computed_tokens": 4096, "num_tokens": 16384},
-        {"id": "note-1", "slo_class": "standard", "state": "waiting", "num_tokens": 700, "waiting_s": 2.5},
+        flight("chat-1", "interactive", "decoding", 99, 70, num_output_tokens=30),
+        flight("book-1", "batch", "prefilling", 4096, 16384),
+        flight("note-1", "standard", "waiting", 0, 700, waiting_s=2.5),
     ]
     watch, served, _ = watching(Deployment().text(), in_flight=flights)
     watch.poll()
     screen = shown(watch)
     assert screen.index("book-1") < screen.index("note-1") < screen.index("chat-1")
-    assert row(screen, "book-1").startswith("book-1 batch running ━━━━━")
-    assert row(screen, "book-1").endswith("4,096 16,384 -")
-    assert "━" not in row(screen, "chat-1")
-    assert row(screen, "note-1").endswith("0 700 2.5 s")
+    assert row(screen, "book-1").startswith("book-1 batch prefilling ━━━━━")
+    assert row(screen, "book-1").endswith("4,096 16,384 0 0 ms")
+    assert row(screen, "chat-1") == "chat-1 interactive decoding 99 70 30 0 ms"
+    assert row(screen, "note-1").endswith("0 700 0 2.5 s")
     assert "and 2 more" not in screen
     served["in_flight"] = flights * 10
     watch.poll()
@@ -253,7 +267,7 @@ def run(*args: str) -> Any:
 
 def test_once_prints_a_frame(server: tuple[Deployment, ThreadingHTTPServer]) -> None:
     deployment, http = server
-    deployment.in_flight = [{"id": "book", "slo_class": "batch", "num_computed_tokens": 10, "num_tokens": 9000}]
+    deployment.in_flight = [flight("book", "batch", "prefilling", 10, 9000)]
     result = run(f"http://127.0.0.1:{http.server_port}/v1", "--once", "--interval", "0.1")
     assert result.exit_code == 0, result.output
     assert REPLICA in result.stdout
