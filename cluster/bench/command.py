@@ -1,14 +1,15 @@
 """`crossdock bench URL`: offers a seeded load to any OpenAI endpoint and reports what its users would feel.
 
-This file is the command line. workloads.py says what is sent, run.py when, client.py how; metrics.py
-turns what came back into figures, and report.py shows them.
+This file is the command line. workloads.py and mix.py say what is sent, run.py when, client.py how; metrics.py turns
+what came back into figures, serverside.py adds what the server says of itself, and report.py shows them.
 """
 
 import asyncio
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,8 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from crossdock.cluster.bench import metrics, report
 from crossdock.cluster.bench.http import BenchError
+from crossdock.cluster.bench.mix import MIXES, Mix
 from crossdock.cluster.bench.run import BenchOptions, BenchResult, run_bench
-from crossdock.cluster.bench.workloads import WORKLOADS, Interference
+from crossdock.cluster.bench.workloads import SHAPES, WORKLOADS, Interference
+
+_SLO_DEFAULTS = ", ".join(
+    f"{name} {limits['ttft'] * 1e3:.0f}/{limits['tpot'] * 1e3:.0f}" for name, limits in metrics.DEFAULT_TARGETS.items()
+)
 
 
 def bench(
@@ -33,11 +39,39 @@ def bench(
     prompt_tokens: Annotated[int | None, typer.Option(help="Length of a prompt.")] = None,
     output_tokens: Annotated[int | None, typer.Option(help="Length of an output.")] = None,
     prefix_tokens: Annotated[int | None, typer.Option(help="Length of a prefix that all prompts share.")] = None,
+    burstiness: Annotated[
+        float | None, typer.Option(help="Of open loops: 1 is Poisson, less comes in bursts (as in vLLM).")
+    ] = None,
+    service_tier: Annotated[
+        str | None, typer.Option(help="SLO class of the requests, e.g. interactive; mix has its own.")
+    ] = None,
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CLASS=LIMITS",
+            help=f"A class's targets in ms, e.g. interactive=ttft:500,tpot:50. Default: {_SLO_DEFAULTS}.",
+        ),
+    ] = None,
+    mix: Annotated[str, typer.Option(help=f"mix: one of {', '.join(MIXES)}.")] = "chat-heavy",
+    long_share: Annotated[float | None, typer.Option(help="mix: share of long prompts among arrivals.")] = None,
+    batch_share: Annotated[
+        float | None, typer.Option(help="mix: share of long prompts that are batch; others: standard.")
+    ] = None,
+    interactive_share: Annotated[
+        float | None, typer.Option(help="mix: share of conversations that are interactive; others: standard.")
+    ] = None,
+    long_tokens: Annotated[
+        str | None, typer.Option(metavar="FROM-TO", help="mix: length of long prompts (4096-16384).")
+    ] = None,
     streams: Annotated[int | None, typer.Option(help="interference: established streams (4).")] = None,
-    long_prompts: Annotated[int, typer.Option(help="interference: how many long prompts.")] = 4,
-    long_prompt_tokens: Annotated[int, typer.Option(help="interference: their length.")] = 4096,
-    interval: Annotated[float, typer.Option(help="interference: seconds between one and the next.")] = 1.0,
-    quiet: Annotated[float, typer.Option(help="interference: quiet seconds before the first.")] = 4.0,
+    short_interval: Annotated[
+        float, typer.Option(help="short-vs-long: seconds from one short request to the next.")
+    ] = 0.5,
+    long_prompts: Annotated[int, typer.Option(help="interference, short-vs-long: how many long prompts.")] = 4,
+    long_prompt_tokens: Annotated[int, typer.Option(help="… their length.")] = 4096,
+    long_service_tier: Annotated[str | None, typer.Option(help="… their SLO class. Default: --service-tier.")] = None,
+    interval: Annotated[float, typer.Option(help="… seconds from the end of one to the next.")] = 1.0,
+    quiet: Annotated[float, typer.Option(help="… quiet seconds before the first.")] = 4.0,
     trace: Annotated[Path | None, typer.Option(help="trace: Mooncake JSONL or Azure LLM CSV file.")] = None,
     trace_speed: Annotated[float, typer.Option(help="trace: 2 replays it in half the time.")] = 1.0,
     length_scale: Annotated[float, typer.Option(help="trace: multiplies all lengths.")] = 1.0,
@@ -67,14 +101,30 @@ def bench(
             num_requests=num_requests,
             duration=duration,
             concurrency=concurrency,
-            request_rate=request_rate,
+            request_rate=None if workload == "mix" else request_rate,
+            burstiness=1.0 if burstiness is None else burstiness,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             prefix_tokens=prefix_tokens,
             streams=streams,
             interference=Interference(
-                long_prompts=long_prompts, long_prompt_tokens=long_prompt_tokens, interval=interval, quiet=quiet
+                long_prompts=long_prompts,
+                long_prompt_tokens=long_prompt_tokens,
+                interval=interval,
+                quiet=quiet,
+                short_interval=short_interval,
+                service_tier=long_service_tier or service_tier,
             ),
+            mix=_mix(
+                mix,
+                rate=request_rate,
+                burstiness=burstiness,
+                long_share=long_share,
+                batch_share=batch_share,
+                interactive_share=interactive_share,
+                long_tokens=None if long_tokens is None else _parse_range(long_tokens),
+            ),
+            service_tier=service_tier,
             trace=trace,
             trace_speed=trace_speed,
             length_scale=length_scale,
@@ -82,6 +132,7 @@ def bench(
             repeat_prompts=repeat_prompts,
             warmup=warmup,
             goodput=metrics.parse_goodput(goodput or ()),
+            targets=metrics.parse_targets(slo or ()),
             model=model,
             api_key=api_key,
             headers=_parse_headers(header or ()),
@@ -106,6 +157,20 @@ def bench(
         raise typer.Exit(1)
 
 
+def _mix(name: str, **given: Any) -> Mix:
+    """A preset with the user's numbers in place of its own."""
+    if name not in MIXES:
+        raise ValueError(f"mix: there is no {name!r}; choose from {', '.join(MIXES)}")
+    return replace(MIXES[name], **{field: value for field, value in given.items() if value is not None})
+
+
+def _parse_range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    if not low.isdecimal() or not high.isdecimal():
+        raise ValueError(f"long_tokens: {text!r} is not FROM-TO, e.g. 4096-16384")
+    return int(low), int(high)
+
+
 def _parse_headers(lines: list[str] | tuple[()]) -> dict[str, str]:
     headers = {}
     for line in lines:
@@ -121,7 +186,7 @@ def _run_with_progress(options: BenchOptions) -> BenchResult:
         return asyncio.run(run_bench(options))
     if options.workload == "interference":
         total: int | None = options.interference.long_prompts
-    elif options.trace is None and options.duration is None:
+    elif options.workload in SHAPES and options.workload != "short-vs-long" and options.duration is None:
         total = options.shape.num_requests
     else:
         total = options.num_requests

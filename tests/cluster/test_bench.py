@@ -36,7 +36,7 @@ from crossdock.cluster.bench.workloads import (
     Segment,
     Shape,
     at_rate,
-    poisson_arrivals,
+    arrival_times,
     read_trace,
     shaped_jobs,
 )
@@ -44,8 +44,8 @@ from crossdock.cluster.bench.workloads import (
 # ---- workloads
 
 
-def test_poisson_arrivals_have_the_rate_and_the_spread_of_a_poisson_process() -> None:
-    times = np.fromiter(islice(poisson_arrivals(5.0, random.Random(1)), 20_001), dtype=float)
+def test_arrival_times_have_the_rate_and_the_spread_of_a_poisson_process() -> None:
+    times = np.fromiter(islice(arrival_times(5.0, random.Random(1)), 20_001), dtype=float)
     between = np.diff(times)
     assert times[0] == 0
     assert between.mean() == pytest.approx(1 / 5, rel=0.03)
@@ -55,7 +55,7 @@ def test_poisson_arrivals_have_the_rate_and_the_spread_of_a_poisson_process() ->
 @pytest.mark.parametrize("rate", [0, -1, float("nan")])
 def test_a_rate_must_be_positive(rate: float) -> None:
     with pytest.raises(ValueError, match="request rate"):
-        next(poisson_arrivals(rate, random.Random(0)))
+        next(arrival_times(rate, random.Random(0)))
 
 
 def test_arrivals_depend_on_the_seed_alone() -> None:
@@ -460,7 +460,7 @@ def test_the_duration_ends_both_loops(scripted: tuple[Scripted, str]) -> None:
     assert 1 <= result.summary["requests_ok"] <= 5
     result = measure(url, duration=0.3, request_rate=10.0, output_tokens=3)
     assert result.summary["requests_ok"] == sum(
-        due < 0.3 for due in islice(poisson_arrivals(10.0, random.Random("arrivals/0")), 50)
+        due < 0.3 for due in islice(arrival_times(10.0, random.Random("arrivals/0")), 50)
     )
 
 
