@@ -52,7 +52,7 @@ def bench(
             help=f"A class's targets in ms, e.g. interactive=ttft:500,tpot:50. Default: {_SLO_DEFAULTS}.",
         ),
     ] = None,
-    mix: Annotated[str, typer.Option(help=f"mix: one of {', '.join(MIXES)}.")] = "chat-heavy",
+    mix: Annotated[str | None, typer.Option(help=f"mix: one of {', '.join(MIXES)}.")] = None,
     long_share: Annotated[float | None, typer.Option(help="mix: share of long prompts among arrivals.")] = None,
     batch_share: Annotated[
         float | None, typer.Option(help="mix: share of long prompts that are batch; others: standard.")
@@ -94,10 +94,12 @@ def bench(
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw gaps over time here (png, svg, pdf).")] = None,
 ) -> None:
     """Measure any OpenAI endpoint: throughput, time to first token, gaps between tokens, goodput."""
+    if workload == "chat" and (trace is not None or mix is not None):
+        workload = "mix" if trace is None else "trace"
     try:
         options = BenchOptions(
             url=url,
-            workload="trace" if trace is not None and workload == "chat" else workload,
+            workload=workload,
             num_requests=num_requests,
             duration=duration,
             concurrency=concurrency,
@@ -116,7 +118,7 @@ def bench(
                 service_tier=long_service_tier or service_tier,
             ),
             mix=_mix(
-                mix,
+                mix or "chat-heavy",
                 rate=request_rate,
                 burstiness=burstiness,
                 long_share=long_share,

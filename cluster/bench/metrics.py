@@ -113,7 +113,10 @@ def parse_targets(specs: Sequence[str]) -> Targets:
         name, equals, limits = spec.partition("=")
         if not name or not equals:
             raise ValueError(f"slo: {spec!r} is not CLASS=KEY:MS,…, e.g. interactive=ttft:500,tpot:50")
-        targets.setdefault(name.strip(), {}).update(parse_goodput([limits]))
+        try:
+            targets.setdefault(name.strip(), {}).update(parse_goodput([limits]))
+        except ValueError as error:
+            raise ValueError(f"slo: {spec!r}: {str(error).removeprefix('goodput: ')}") from None
     return targets
 
 
