@@ -258,7 +258,7 @@ def test_default_targets_are_the_servers() -> None:
 
 @pytest.mark.parametrize("spec", ["interactive", "=ttft:5", "batch=speed:5", "batch=ttft:-1"])
 def test_bad_targets(spec: str) -> None:
-    with pytest.raises(ValueError, match="^slo: "):
+    with pytest.raises(ValueError, match=r"^slo: "):
         metrics.parse_targets([spec])
 
 
