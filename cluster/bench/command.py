@@ -22,6 +22,7 @@ from crossdock.cluster.bench.mix import MIXES, Mix
 from crossdock.cluster.bench.run import BenchOptions, BenchResult, run_bench
 from crossdock.cluster.bench.workloads import SHAPES, WORKLOADS, Interference
 
+_MIX, _LONG, _TRACE = "Workload mix", "Workloads interference and short-vs-long", "Workload trace"
 _SLO_DEFAULTS = ", ".join(
     f"{name} {limits['ttft'] * 1e3:.0f}/{limits['tpot'] * 1e3:.0f}" for name, limits in metrics.DEFAULT_TARGETS.items()
 )
@@ -52,29 +53,48 @@ def bench(
             help=f"A class's targets in ms, e.g. interactive=ttft:500,tpot:50. Default: {_SLO_DEFAULTS}.",
         ),
     ] = None,
-    mix: Annotated[str | None, typer.Option(help=f"mix: one of {', '.join(MIXES)}.")] = None,
-    long_share: Annotated[float | None, typer.Option(help="mix: share of long prompts among arrivals.")] = None,
+    mix: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(MIXES)}.", show_default="chat-heavy", rich_help_panel=_MIX)
+    ] = None,
+    long_share: Annotated[
+        float | None, typer.Option(help="Share of long prompts among arrivals.", rich_help_panel=_MIX)
+    ] = None,
     batch_share: Annotated[
-        float | None, typer.Option(help="mix: share of long prompts that are batch; others: standard.")
+        float | None,
+        typer.Option(help="Share of long prompts that are batch; others: standard.", rich_help_panel=_MIX),
     ] = None,
     interactive_share: Annotated[
-        float | None, typer.Option(help="mix: share of conversations that are interactive; others: standard.")
+        float | None,
+        typer.Option(help="Share of conversations that are interactive; others: standard.", rich_help_panel=_MIX),
     ] = None,
     long_tokens: Annotated[
-        str | None, typer.Option(metavar="FROM-TO", help="mix: length of long prompts (4096-16384).")
+        str | None,
+        typer.Option(
+            metavar="FROM-TO", help="Length of long prompts.", show_default="4096-16384", rich_help_panel=_MIX
+        ),
     ] = None,
-    streams: Annotated[int | None, typer.Option(help="interference: established streams (4).")] = None,
+    streams: Annotated[
+        int | None,
+        typer.Option(help="interference: established streams.", show_default="4", rich_help_panel=_LONG),
+    ] = None,
     short_interval: Annotated[
-        float, typer.Option(help="short-vs-long: seconds from one short request to the next.")
+        float,
+        typer.Option(help="short-vs-long: seconds from one short request to the next.", rich_help_panel=_LONG),
     ] = 0.5,
-    long_prompts: Annotated[int, typer.Option(help="interference, short-vs-long: how many long prompts.")] = 4,
-    long_prompt_tokens: Annotated[int, typer.Option(help="… their length.")] = 4096,
-    long_service_tier: Annotated[str | None, typer.Option(help="… their SLO class. Default: --service-tier.")] = None,
-    interval: Annotated[float, typer.Option(help="… seconds from the end of one to the next.")] = 1.0,
-    quiet: Annotated[float, typer.Option(help="… quiet seconds before the first.")] = 4.0,
-    trace: Annotated[Path | None, typer.Option(help="trace: Mooncake JSONL or Azure LLM CSV file.")] = None,
-    trace_speed: Annotated[float, typer.Option(help="trace: 2 replays it in half the time.")] = 1.0,
-    length_scale: Annotated[float, typer.Option(help="trace: multiplies all lengths.")] = 1.0,
+    long_prompts: Annotated[int, typer.Option(help="How many long prompts.", rich_help_panel=_LONG)] = 4,
+    long_prompt_tokens: Annotated[int, typer.Option(help="Their length.", rich_help_panel=_LONG)] = 4096,
+    long_service_tier: Annotated[
+        str | None, typer.Option(help="Their SLO class.", show_default="--service-tier", rich_help_panel=_LONG)
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(help="Seconds from the end of one to the next.", rich_help_panel=_LONG)
+    ] = 1.0,
+    quiet: Annotated[float, typer.Option(help="Quiet seconds before the first.", rich_help_panel=_LONG)] = 4.0,
+    trace: Annotated[
+        Path | None, typer.Option(help="Mooncake JSONL or Azure LLM CSV file.", rich_help_panel=_TRACE)
+    ] = None,
+    trace_speed: Annotated[float, typer.Option(help="2 replays it in half the time.", rich_help_panel=_TRACE)] = 1.0,
+    length_scale: Annotated[float, typer.Option(help="Multiplies all lengths.", rich_help_panel=_TRACE)] = 1.0,
     goodput: Annotated[
         list[str] | None,
         typer.Option(help="Limits in ms that make a request good, e.g. 'ttft:500 tpot:50' (also gap, e2e)."),

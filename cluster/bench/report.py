@@ -41,10 +41,10 @@ def table(result: BenchResult) -> Table:
     elif "short_vs_long" in summary:
         what = summary["short_vs_long"]
         out.add_section()
-        out.add_row("short TTFT, quiet           p50 / p99 / max", _spread(what["quiet_ttft_ms"]))
-        out.add_row("short TTFT, while prefilling p50 / p99 / max", _spread(what["short_ttft_ms"]))
+        out.add_row("short TTFT, quiet             p50 / p99 / max", _spread(what["quiet_ttft_ms"]))
+        out.add_row("short TTFT, while prefilling  p50 / p99 / max", _spread(what["short_ttft_ms"]))
         out.add_row("short requests while prefilling", str(what["short_ttft_ms"]["count"]))
-        out.add_row("long prompt TTFT            p50 / p99 / max", _spread(what["long_ttft_ms"]))
+        out.add_row("long prompt TTFT              p50 / p99 / max", _spread(what["long_ttft_ms"]))
         out.add_row("long prompt speed", f"{what['long_prompt_tokens_per_s']:.0f} tok/s")
     else:
         out.add_row("prompts", f"{summary['prompt_tokens_per_s']:.1f} tok/s")
