@@ -9,15 +9,16 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Annotated, Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
 from crossdock.cluster import openai
 from crossdock.cluster.dispatch import Dispatcher, ModelCard
 from crossdock.cluster.gate import EventStream, Gate, refusal
+from crossdock.cluster.keys import ApiKey
 from crossdock.cluster.openai import (
     ApiError,
     ChatCompletionRequest,
@@ -28,6 +29,7 @@ from crossdock.cluster.openai import (
 )
 from crossdock.cluster.outputs import Choice, Output, Prompt, merge
 from crossdock.cluster.text import Text, TextStream
+from crossdock.cluster.tiers import HEADER, Tiers
 from crossdock.workers.request import Submission, TokenDelta
 
 _LONG_TEXT = 4096  # characters; about 1 ms to tokenise. Longer ones leave the event loop for a thread.
@@ -48,7 +50,7 @@ _Asked = TypeVar("_Asked", bound=openai.Body)
 class HttpConfig(BaseModel):
     """How the API meets the network."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)  # some of it is secret
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
@@ -57,23 +59,38 @@ class HttpConfig(BaseModel):
         False, description="Ingresses listen on host and port themselves, without Serve's proxies: for one node."
     )
     drain_timeout_s: float = Field(60.0, ge=0, description="How long requests may run on after a stop is asked for.")
-    api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), repr=False, description="None: open to all.")
+    api_keys: tuple[ApiKey, ...] = Field(
+        (),
+        repr=False,
+        description="Strings, or objects with key, classes, default, sees_all_requests. None: open to all.",
+    )
     max_body_bytes: int = Field(20 << 20, ge=1)
     request_timeout_s: float | None = Field(None, gt=0, description="For a whole request, streams included.")
     model_aliases: tuple[str, ...] = Field((), description="Further names that the served model answers to.")
     max_logprobs: int = Field(20, ge=0, description="Most alternatives a request may ask for, per token.")
     trust_request_chat_template: bool = Field(False, description="A template is a program; whose, is your decision.")
 
+    @model_validator(mode="after")
+    def _keys_differ(self) -> Self:
+        keys = [key.key for key in self.api_keys]
+        for place, key in enumerate(keys):
+            if key in keys[:place]:
+                raise ValueError(f"api_keys: {keys.index(key)} and {place} are the same key; give each once")
+        return self
 
-def build_api(dispatcher: Dispatcher, text: Text, http: HttpConfig) -> FastAPI:
-    """The ASGI application. `text` must be the tokenizer of the model that the dispatcher's replicas serve."""
+
+def build_api(dispatcher: Dispatcher, text: Text, http: HttpConfig, tiers: Tiers | None = None) -> FastAPI:
+    """The ASGI application. `text` must be the tokenizer of the model that the dispatcher's replicas serve, `tiers`
+    their SLO classes (None: the default ones)."""
     app = FastAPI(title="Crossdock", openapi_url=None, redirect_slashes=False)
-    api = _Endpoints(dispatcher, text, http)
+    api = _Endpoints(dispatcher, text, http, tiers or Tiers())
     for path, endpoint, method in (
         ("/v1/completions", api.completions, "POST"),
         ("/v1/chat/completions", api.chat_completions, "POST"),
         ("/v1/models", api.models, "GET"),
         ("/v1/models/{name:path}", api.model, "GET"),
+        ("/v1/requests", api.live_requests, "GET"),
+        ("/v1/requests/{name:path}", api.request_timeline, "GET"),
         ("/tokenize", api.tokenize, "POST"),
         ("/detokenize", api.detokenize, "POST"),
         ("/health", api.health, "GET"),
@@ -112,16 +129,18 @@ async def _event_stream(events: AsyncGenerator[bytes, None]) -> Response:
 
 
 class _Endpoints:
-    def __init__(self, dispatcher: Dispatcher, text: Text, http: HttpConfig) -> None:
+    def __init__(self, dispatcher: Dispatcher, text: Text, http: HttpConfig, tiers: Tiers) -> None:
         self._dispatcher = dispatcher
         self._text = text
         self._http = http
+        self._tiers = tiers
 
     # -- generation --
 
     async def completions(self, request: Request) -> Response:
         asked = await self._body(request, CompletionRequest)
         card = self._card(asked.model)
+        slo_class = self._slo_class(request, asked)
         if asked.suffix:
             raise ApiError("'suffix' is not supported.", param="suffix", code="unsupported_parameter")
         if asked.best_of is not None and asked.best_of != asked.n:
@@ -132,8 +151,8 @@ class _Endpoints:
             reason = f"{len(given)} prompts times n={asked.n} is more than {openai.MAX_CHOICES} outputs."
             raise ApiError(reason, param="prompt", code="invalid_value")
         prompts = [await self._completion_prompt(asked, card, prompt) for prompt in given]
-        choices = self._choices(request, asked, card, prompts, asked.max_tokens)
-        head = self._head(request, asked, card, "cmpl", "text_completion")
+        choices = self._choices(request, asked, card, prompts, asked.max_tokens, slo_class)
+        head = self._head(request, asked, card, slo_class, "cmpl", "text_completion")
         if asked.stream:
             return await _event_stream(self._completion_events(asked, choices, head))
         wholes = await self._wholes(choices)
@@ -150,18 +169,19 @@ class _Endpoints:
     async def chat_completions(self, request: Request) -> Response:
         asked = await self._body(request, ChatCompletionRequest)
         card = self._card(asked.model)
+        slo_class = self._slo_class(request, asked)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise ApiError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs", code="invalid_value")
         limit = asked.token_limit()
         truncates = asked.truncate_prompt_tokens is not None
         token_ids = await self._chat_tokens(asked, asked.template_tools(), card, truncates)
         prompt = Prompt(_truncated(token_ids, asked, card, limit, "messages"))
-        choices = self._choices(request, asked, card, [prompt], limit)
+        choices = self._choices(request, asked, card, [prompt], limit, slo_class)
         if asked.stream:
-            head = self._head(request, asked, card, "chatcmpl", "chat.completion.chunk")
+            head = self._head(request, asked, card, slo_class, "chatcmpl", "chat.completion.chunk")
             return await _event_stream(self._chat_events(asked, choices, head))
         wholes = await self._wholes(choices)
-        answer = self._head(request, asked, card, "chatcmpl", "chat.completion")
+        answer = self._head(request, asked, card, slo_class, "chatcmpl", "chat.completion")
         answer["choices"] = [self._chat_choice(asked, whole) for whole in wholes]
         answer["usage"] = _usage(choices, asked.n)
         if asked.prompt_logprobs is not None:
@@ -178,12 +198,18 @@ class _Endpoints:
             )
         return card
 
-    def _head(self, request: Request, asked: Sampled, card: ModelCard, prefix: str, kind: str) -> dict[str, Any]:
+    def _slo_class(self, request: Request, asked: Sampled) -> str:
+        return self._tiers.choose(asked.service_tier, request.headers.get(HEADER), request.state.api_key)
+
+    def _head(
+        self, request: Request, asked: Sampled, card: ModelCard, slo_class: str, prefix: str, kind: str
+    ) -> dict[str, Any]:
         return {
             "id": f"{prefix}-{request.state.request_id}",
             "object": kind,
             "created": int(time.time()),
             "model": asked.model or card.name,
+            "service_tier": slo_class,
         }
 
     async def _completion_prompt(self, asked: CompletionRequest, card: ModelCard, prompt: str | list[int]) -> Prompt:
@@ -262,6 +288,7 @@ class _Endpoints:
         card: ModelCard,
         prompts: Sequence[Prompt],
         limit: int | None,
+        slo_class: str,
     ) -> list[Choice]:
         """One choice for each prompt and each of `n`, in OpenAI's order. Raises ApiError unless all can be served."""
         if asked.stream_options is not None and not asked.stream:
@@ -272,6 +299,8 @@ class _Endpoints:
             raise ApiError(reason, param="prompt_logprobs", code="invalid_value")
         echoes_logprobs = isinstance(asked, CompletionRequest) and asked.echo and asked.logprobs is not None
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        request_id, key = request.state.request_id, request.state.api_key
+        tenant = "" if key is None else key.tenant
         choices: list[Choice] = []
         for prompt in prompts:
             max_tokens = _max_tokens(card, len(prompt.token_ids), limit, asked)
@@ -285,9 +314,11 @@ class _Endpoints:
                 sampling = replace(sampling, prompt_logprobs=max(sampling.prompt_logprobs or 0, sampling.logprobs or 0))
             for i in range(asked.n):
                 # A client may use an id twice, and there are several submissions in a request.
-                name = f"{request.state.request_id}-{uuid.uuid4().hex}"
+                name = f"{request_id}-{uuid.uuid4().hex}"
                 own = replace(sampling, max_tokens=max(1, max_tokens), seed=(seed + i) % 2**63)
-                submission = Submission(name, prompt.token_ids, own, asked.cache_salt)
+                submission = Submission(
+                    name, prompt.token_ids, own, asked.cache_salt, slo_class, request_id=request_id, tenant=tenant
+                )
                 detokenizer = self._text.detokenizer(
                     after=prompt.token_ids, skip_special_tokens=asked.skip_special_tokens
                 )
@@ -303,7 +334,8 @@ class _Endpoints:
         return choices
 
     async def _outputs(self, choice: Choice) -> AsyncGenerator[Output, None]:
-        """The outputs of one choice up to its end, wherever that comes from. Closing it aborts the request."""
+        """The outputs of one choice up to its end, wherever that comes from; the first may be an acceptance. Closing it
+        aborts the request."""
         deltas = cast(AsyncGenerator[TokenDelta, None], self._dispatcher.generate(choice.submission))
         async with aclosing(deltas):
             while True:
@@ -313,14 +345,31 @@ class _Endpoints:
                     raise _engine_refusal(error) from error
                 if delta is None:
                     raise RuntimeError(f"{choice.submission.id} ended without a finish reason")
+                if not delta.token_ids and delta.finish_reason is None:
+                    yield Output(choice.index)
+                    continue
                 output = choice.read(delta)
                 yield output
                 if output.finish_reason is not None:
                     return
 
-    def _all_outputs(self, choices: Sequence[Choice]) -> AsyncGenerator[Output, None]:
+    async def _all_outputs(self, choices: Sequence[Choice]) -> AsyncGenerator[Output, None]:
+        """The outputs of all choices as they come, but none before replicas have taken every one: until then, the
+        refusal of one must still be able to become the status of the whole answer."""
         streams = [self._outputs(choice) for choice in choices]
-        return streams[0] if len(streams) == 1 else merge(streams)
+        refusable = {choice.index for choice in choices}
+        held: list[Output] = []
+        async with aclosing(streams[0] if len(streams) == 1 else merge(streams)) as outputs:
+            async for output in outputs:
+                if not output.is_acceptance:
+                    held.append(output)
+                if refusable:
+                    refusable.discard(output.index)
+                    if refusable:
+                        continue
+                for ready in held:
+                    yield ready
+                held.clear()
 
     async def _wholes(self, choices: Sequence[Choice]) -> list[Output]:
         wholes = [Output(choice.index) for choice in choices]
@@ -420,6 +469,18 @@ class _Endpoints:
         name = request.path_params["name"]
         return _json(_model(self._card(name), name))
 
+    async def live_requests(self, request: Request) -> Response:
+        return _json({"object": "list", "data": await self._dispatcher.live_requests(_sees(request))})
+
+    async def request_timeline(self, request: Request) -> Response:
+        """By the request's id (the header X-Request-Id of its answer), or by the `id` in the answer's body."""
+        name, sees = request.path_params["name"], _sees(request)
+        for request_id in dict.fromkeys((name, name.removeprefix("chatcmpl-").removeprefix("cmpl-"))):
+            if found := await self._dispatcher.timelines(request_id, sees):
+                return _json({"id": request_id, "object": "request.timeline", "requests": found})
+        reason = f"No request '{name[:200]}' is known: it never came, ended long ago, or was another key's."
+        raise ApiError(reason, status=404, param="id", code="request_not_found")
+
     async def tokenize(self, request: Request) -> Response:
         asked = await self._body(request, TokenizeRequest)
         card = self._card(asked.model)
@@ -466,6 +527,12 @@ class _Endpoints:
             reason = f"Unsupported content type {content_type[:100]!r}: send application/json."
             raise ApiError(reason, status=415, code="unsupported_media_type")
         return kind.parse(await request.body())
+
+
+def _sees(request: Request) -> str | None:
+    """The tenant whose requests this one may look at; None: all. Where no keys are asked for, everyone sees all."""
+    key: ApiKey | None = request.state.api_key
+    return None if key is None or key.sees_all_requests else key.tenant
 
 
 def _truncated(token_ids: list[int], asked: Sampled, card: ModelCard, limit: int | None, param: str) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 import uvicorn
 from ray import serve
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError
 from ray.serve.config import HTTPOptions, ProxyLocation, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
@@ -25,9 +25,10 @@ from ray.serve.schema import LoggingConfig
 from crossdock.cluster import membership
 from crossdock.cluster.api import build_api
 from crossdock.cluster.config import ClusterConfig, PoolConfig
-from crossdock.cluster.dispatch import Dispatcher
+from crossdock.cluster.dispatch import Dispatcher, ReplicaDead
 from crossdock.cluster.pinning import PinningRouter
 from crossdock.cluster.text import Text
+from crossdock.cluster.tiers import Tiers
 from crossdock.workers.checkpoint import resolve_model
 from crossdock.workers.profile import SchedulingProfile
 from crossdock.workers.replica import Replica
@@ -48,22 +49,33 @@ class ReplicaClient:
         self._ingress = ingress
 
     async def tokens(self) -> AsyncIterator[list[TokenDelta]]:
-        async for deltas in self._handle.options(stream=True).tokens.remote(self._ingress):
-            yield deltas
+        try:
+            async for deltas in self._handle.options(stream=True).tokens.remote(self._ingress):
+                yield deltas
+        except ActorDiedError as error:
+            raise ReplicaDead("its process has ended") from error
 
     async def submit(self, submission: Submission) -> None:
-        try:
-            await self._handle.submit.remote(self._ingress, submission)
-        except RayTaskError as error:
-            if isinstance(error.cause, ValueError | Overloaded):
-                raise error.cause from None  # its own words, without the remote traceback
-            raise
+        refusal: ValueError | Overloaded | None = await self._handle.submit.remote(self._ingress, submission)
+        if refusal is not None:
+            raise refusal
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._handle.abort.remote(request_ids)
 
     async def close(self) -> None:
         await self._handle.close.remote(self._ingress)
+
+    async def peer_dead(self, peer: bytes) -> None:
+        await self._handle.peer_dead.remote(peer)
+
+    async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = await self._handle.timelines.remote(request_id, tenant)
+        return found
+
+    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = await self._handle.live_requests.remote(tenant)
+        return found
 
     async def metrics_text(self) -> str:
         text: str = await self._handle.metrics_text.remote()
@@ -85,11 +97,13 @@ class Ingress:
         self._every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
         self._every_ingress._init()
         text = await asyncio.to_thread(Text.load, path)
-        self._api = build_api(self.dispatcher, text, config.http)
+        tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
+        self._api = build_api(self.dispatcher, text, config.http, tiers)
         if config.http.direct:
             self._server = await _listen(self._api, config.http.host, config.http.port)
+        self._members: dict[str, set[str]] = {}  # by deployment
         for deployment, handle in engines.items():
-            membership.subscribe(deployment, partial(self._on_members, handle))
+            membership.subscribe(deployment, partial(self._on_members, deployment, handle))
             handle._init()  # a handle hears of its replicas only from its first use on; this is that, without a call
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -108,16 +122,17 @@ class Ingress:
         texts = await self._every_ingress.broadcast("ingress_metrics").results_async()
         return dict([await self.ingress_metrics(), *texts])
 
-    def _on_members(self, handle: DeploymentHandle, members: membership.Members) -> None:
-        self._loop.call_soon_threadsafe(self._update, handle, members)
+    def _on_members(self, deployment: str, handle: DeploymentHandle, members: membership.Members) -> None:
+        self._loop.call_soon_threadsafe(self._update, deployment, handle, members)
 
-    def _update(self, handle: DeploymentHandle, members: membership.Members) -> None:
+    def _update(self, deployment: str, handle: DeploymentHandle, members: membership.Members) -> None:
         for replica_id, advertised in members.items():
             self.dispatcher.join(
                 replica_id, ReplicaClient(handle, replica_id, self._name), SchedulingProfile(**advertised)
             )
-        for replica_id in self.dispatcher.names() - set(members):
+        for replica_id in self._members.get(deployment, set()) - set(members):
             self.dispatcher.leave(replica_id)
+        self._members[deployment] = set(members)
 
 
 async def _listen(api: Any, host: str, port: int) -> uvicorn.Server:
@@ -152,7 +167,9 @@ def build(args: ClusterConfig) -> serve.Application:
 
 
 def _engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Application:
-    num_threads = pool.num_cpus or os.cpu_count() or 1
+    num_replicas = sum(each.replicas for each in config.pools)
+    num_threads = pool.num_cpus or max((os.cpu_count() or 1) // num_replicas, 1)
+    ships = any(each.role == "prefill" for each in config.pools)
     deployment = serve.deployment(
         Replica,
         name=pool.name,
@@ -170,7 +187,9 @@ def _engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applica
         graceful_shutdown_wait_loop_s=0.1,
     )
     engine = pool.engine or config.engine
-    return deployment.bind(config.model.path, config.model.dtype, config.model.max_model_len, engine, num_threads)
+    model = config.model
+    transfer = config.transfer if ships else None
+    return deployment.bind(model.path, model.dtype, model.max_model_len, engine, num_threads, pool.role, transfer)
 
 
 def start_ray(config: ClusterConfig) -> None:

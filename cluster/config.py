@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from crossdock.cluster.api import HttpConfig
 from crossdock.workers.checkpoint import model_name
 from crossdock.workers.engine import EngineConfig
+from crossdock.workers.handover import TransferConfig
+from crossdock.workers.profile import Role
 
 
 class ConfigError(ValueError):
@@ -43,11 +45,13 @@ class ModelConfig(BaseModel):
 
 
 class PoolConfig(BaseModel):
-    """Replicas of one kind. Each prefills and decodes in mixed steps."""
+    """Replicas of one kind. With a `prefill` and a `decode` pool, prompts are computed in one and their KV pages
+    shipped to the other, which generates; a mixed replica does both in the same steps."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field("mixed", pattern=r"^[a-z][a-z0-9-]*$", description="Name of the Serve deployment.")
+    role: Role = Field("mixed", description="mixed, prefill or decode; a pool named prefill or decode has that role.")
     replicas: int = Field(1, ge=1, description="How many to run.")
     num_cpus: int = Field(0, ge=0, description="Cores of each replica; 0 reserves none and uses all.")
     num_gpus: float = Field(0, ge=0, description="GPUs of each replica.")
@@ -57,19 +61,25 @@ class PoolConfig(BaseModel):
     def _leaves_the_ingress_its_name(self) -> Self:
         if self.name == "ingress":
             raise ValueError("name 'ingress' is the HTTP deployment's; choose another")
-        if self.name in ("prefill", "decode"):
-            raise ValueError(f"name {self.name!r} is kept for pools that ship KV pages, which this version has not")
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_says_the_role(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("name") in ("prefill", "decode"):
+            return {"role": data["name"], **data}
+        return data
 
 
 class ClusterConfig(BaseModel):
     """All of it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)  # API keys are in it
 
     model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
     engine: EngineConfig = Field(default_factory=lambda: EngineConfig.model_validate({}))
     pools: tuple[PoolConfig, ...] = (PoolConfig.model_validate({}),)
+    transfer: TransferConfig = Field(default_factory=lambda: TransferConfig.model_validate({}))
     http: HttpConfig = Field(default_factory=lambda: HttpConfig.model_validate({}))
 
     @model_validator(mode="before")
@@ -91,6 +101,36 @@ class ClusterConfig(BaseModel):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"pools: two are named {name!r}; give each its own name")
+        roles = {pool.role for pool in self.pools}
+        if roles == {"prefill"} or roles == {"decode"}:
+            raise ValueError(f"pools: all have the role {roles.pop()!r}; give one of them the other, or 'mixed'")
+        sizes = {(pool.engine or self.engine).page_size for pool in self.pools}
+        if "prefill" in roles and len(sizes) > 1:
+            raise ValueError(f"pools: page_size must be the same in all, to ship pages; there are {sorted(sizes)}")
+        return self
+
+    @model_validator(mode="after")
+    def _classes_are_the_same_everywhere(self) -> Self:
+        """A request has its class before it has a replica."""
+        wanted = (self.engine.slo_classes, self.engine.default_slo_class)
+        for pool in self.pools:
+            if pool.engine is not None and (pool.engine.slo_classes, pool.engine.default_slo_class) != wanted:
+                raise ValueError(
+                    f"pools: {pool.name!r} must have the classes of all, engine.slo_classes and "
+                    f"engine.default_slo_class; leave both out of its engine"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _keys_name_classes_that_exist(self) -> Self:
+        names = [slo.name for slo in self.engine.slo_classes]
+        for place, key in enumerate(self.http.api_keys):
+            for field, asked in (("classes", key.classes or ()), ("default", (key.default,) if key.default else ())):
+                if unknown := [name for name in asked if name not in names]:
+                    raise ValueError(
+                        f"http.api_keys.{place}.{field}: {unknown[0]!r} is none of engine.slo_classes, which are "
+                        f"{', '.join(names)}"
+                    )
         return self
 
 
@@ -226,7 +266,9 @@ def _lines(model: BaseModel, indent: str) -> list[str]:
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
         comment = f"  # {field.description}" if field.description else ""
-        if isinstance(value, BaseModel):
+        if not field.repr and value:
+            lines.append(f"{indent}{name}: [<hidden>]{comment}")
+        elif isinstance(value, BaseModel):
             lines += [f"{indent}{name}:{comment}", *_lines(value, indent + "  ")]
         elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
             lines.append(f"{indent}{name}:{comment}")
@@ -234,9 +276,7 @@ def _lines(model: BaseModel, indent: str) -> list[str]:
                 first, *rest = _lines(member, indent + "    ")
                 lines += [f"{indent}  - {first.lstrip()}", *rest]
         else:
-            if not field.repr and value:
-                value = ["<hidden>"]
-            plain = model.model_dump(mode="json", include={name})[name] if field.repr else value
+            plain = model.model_dump(mode="json", include={name})[name]
             text = yaml.safe_dump(plain, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
             lines.append(f"{indent}{name}: {text}{comment}")
     return lines

@@ -1,24 +1,30 @@
-"""The life of a request, seen from an ingress: choose a replica, submit, follow its tokens, end it wherever it is."""
+"""The life of a request, seen from an ingress: place it on one replica or two, follow its tokens, place it anew when a
+replica is lost, end it wherever it is."""
 
 import asyncio
 import contextvars
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from crossdock.router.placement import Bookings, choose
 from crossdock.workers.profile import SchedulingProfile
-from crossdock.workers.request import FinishReason, Overloaded, Submission, TokenDelta
+from crossdock.workers.request import FinishReason, Leg, Overloaded, Submission, TokenDelta
+from crossdock.workers.timeline import prompt_length_bucket
 
 logger = logging.getLogger("ray.serve")
 
 
 class ReplicaLost(RuntimeError):
-    """The replica that served a request is gone, or none is up."""
+    """A replica does not answer any more, or none is up."""
+
+
+class ReplicaDead(ReplicaLost):
+    """The process of a replica is known to have ended: it writes to nobody any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +44,53 @@ class EngineClient(Protocol):
     async def submit(self, submission: Submission) -> None: ...
     async def abort(self, request_ids: Sequence[str]) -> None: ...
     async def close(self) -> None: ...
+    async def peer_dead(self, peer: bytes) -> None: ...
+    async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]: ...
+    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]: ...
     async def metrics_text(self) -> str: ...
 
 
-@dataclass(slots=True)
+_MOST_PLACEMENTS = 4  # of one request; the last two on one replica alone, whatever the pools
+_SILENCE_S = 10.0  # without a message, even an empty one, after which a replica counts as lost
+_REJOIN_S = 1.0  # until a lost replica, which is still a member, is tried again
+
+
+@dataclass(slots=True, eq=False)
 class _Link:
     """An open connection to one replica and the requests that run over it."""
 
+    name: str
     client: EngineClient
     profile: SchedulingProfile
     bookings: Bookings = field(default_factory=Bookings)
-    queues: dict[str, asyncio.Queue[TokenDelta | Exception]] = field(default_factory=dict)
-    pump: asyncio.Task[None] | None = None
+    arrivals: "dict[str, _Arrivals]" = field(default_factory=dict)  # by request
     is_open: bool = False
     is_leaving: bool = False
+
+
+_Arrivals: TypeAlias = asyncio.Queue[tuple[_Link, TokenDelta | ReplicaLost]]
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One placement of a request: the replicas that work on it now, and what comes from them."""
+
+    submission: Submission
+    decode: _Link
+    prefill: _Link | None
+    arrivals: _Arrivals = field(default_factory=asyncio.Queue)
+
+    @property
+    def links(self) -> list[_Link]:
+        return [self.decode, *([self.prefill] if self.prefill is not None else [])]
+
+    def legs(self) -> list[tuple[_Link, Submission]]:
+        """What each replica is told."""
+        if self.prefill is None:
+            return [(self.decode, self.submission)]
+        receive = replace(self.submission, leg=Leg.RECEIVE, peer=self.prefill.profile.peer)
+        send = replace(self.submission, leg=Leg.SEND, peer=self.decode.profile.peer)
+        return [(self.decode, receive), (self.prefill, send)]
 
 
 class Dispatcher:
@@ -64,7 +103,8 @@ class Dispatcher:
         self._model_name = model_name
         self._created = int(time.time())
         self._card: ModelCard | None = None
-        self._links: dict[str, _Link] = {}
+        self._members: dict[str, tuple[EngineClient, SchedulingProfile]] = {}  # as Serve has it
+        self._links: dict[str, _Link] = {}  # to those that take new requests
         self._background: set[asyncio.Task[Any]] = set()
         self.metrics = _IngressMetrics()
         self._ingress_texts = ingress_texts or self._own_text
@@ -72,104 +112,206 @@ class Dispatcher:
     # -- the story ---------------------------------------------------------------------------------------------------
 
     async def generate(self, submission: Submission) -> AsyncIterator[TokenDelta]:
-        """The request's tokens, one delta per engine step. Closing the iterator early, at any moment, aborts it.
+        """The request's tokens, one delta per engine step. The first delta is empty: a replica has taken the request,
+        and none will refuse it any more. Closing the iterator early, at any moment, aborts it.
+
+        A replica that is lost on the way is replaced: another goes on after the tokens that were already given out.
+        They are never repeated or changed, since each depends on the seed and its position alone.
 
         Raises:
             ValueError: the replica refuses the request; the message names the field.
-            Overloaded: the replica cannot give it its first token in time.
-            ReplicaLost: its replica died, or none is up.
+            Overloaded: no replica can give it its first token in time.
+            ReplicaLost: none is up, or one after the other was lost.
         """
-        link = self._choose(submission)
-        queue: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
-        link.queues[submission.id] = queue
-        link.bookings.book(submission.id, len(submission.prompt_token_ids))
-        watch = self.metrics.start()
-        ended = False
+        watch = self.metrics.start(submission)
+        output: list[int] = []
         try:
-            await self._submit(link, submission)
-            while not ended:
-                delta = await queue.get()
-                if isinstance(delta, Exception):
-                    ended = True
-                    raise delta
-                ended = delta.finish_reason is not None
-                if delta.finish_reason is FinishReason.ERROR:
-                    raise RuntimeError(delta.error)
-                link.bookings.first_token(submission.id)
-                watch.tokens(len(delta.token_ids), len(submission.prompt_token_ids))
-                yield delta
-        except (ValueError, Overloaded):
-            ended = True  # refused: the replica never had it
+            for epoch in range(_MOST_PLACEMENTS):
+                flight = await self._place(replace(submission, epoch=epoch, output_token_ids=tuple(output)))
+                ended_at: _Link | None = None
+                try:
+                    if epoch == 0:
+                        yield TokenDelta(submission.id, [])
+                    while ended_at is None:
+                        link, delta = await self._next(flight)
+                        ended_at = link if delta.finish_reason is not None else None
+                        if delta.finish_reason is FinishReason.ERROR:
+                            raise RuntimeError(delta.error)
+                        fresh = _unseen(delta, len(output))
+                        output += fresh.token_ids
+                        watch.tokens(len(fresh.token_ids))
+                        yield fresh
+                    return
+                except ReplicaLost as loss:
+                    if epoch + 1 == _MOST_PLACEMENTS:
+                        raise
+                    self.metrics.placed_again.inc()
+                    logger.warning("request %s goes on elsewhere: %s", submission.id, loss)
+                finally:
+                    for link in flight.links:
+                        self._part(link, submission, is_running=link is not ended_at)
+        except Overloaded:
+            watch.refused()
             raise
         finally:
             watch.end()
-            link.bookings.settle(submission.id)
-            link.queues.pop(submission.id, None)
-            if not ended and link.is_open:
-                self._spawn(link.client.abort([submission.id]))
-            self._close_if_done(link)
 
-    def _choose(self, submission: Submission) -> _Link:
-        candidates = {name: (link.profile, link.bookings) for name, link in self._links.items() if link.is_open}
+    async def _next(self, flight: _Flight) -> tuple[_Link, TokenDelta]:
+        """What comes next of a placement, from whom. That the replica of the prompt is done, or lost, is no end: the
+        other has its pages, or goes on with those that had arrived."""
+        while True:
+            link, item = await flight.arrivals.get()
+            if isinstance(item, ReplicaLost):
+                if link is not flight.prefill:
+                    raise item
+                flight.prefill = None
+                if isinstance(item, ReplicaDead):
+                    self._spawn(flight.decode.client.peer_dead(link.profile.peer))
+            elif item.finish_reason is FinishReason.SHIPPED:
+                flight.prefill = None
+                self._part(link, flight.submission, is_running=False)
+            else:
+                link.bookings.first_token(flight.submission.id)
+                return link, item
+
+    async def _place(self, submission: Submission) -> _Flight:
+        """Gives the request to the replicas that are best for it; where one is overloaded, to the next best. If all
+        are, raises the refusal that asks for the shortest wait."""
+        refusals: dict[str, Overloaded] = {}
+        while True:
+            flight = self._choose(submission, refusals)
+            if flight is None:
+                raise min(refusals.values(), key=lambda refusal: refusal.retry_after)
+            for link in flight.links:
+                link.arrivals[submission.id] = flight.arrivals
+                is_prompt_here = link is flight.prefill or flight.prefill is None
+                link.bookings.book(submission.id, len(submission.prompt_token_ids) if is_prompt_here else 0)
+            submitting = [asyncio.ensure_future(self._submit(*leg)) for leg in flight.legs()]
+            try:
+                refused = await asyncio.gather(*submitting)
+            except BaseException as error:
+                for task in submitting:
+                    task.cancel()
+                for link in flight.links:  # for all that is known here it runs there
+                    self._part(link, submission, is_running=not isinstance(error, ValueError) or len(submitting) > 1)
+                raise
+            refusing = {link.name: refusal for link, refusal in zip(flight.links, refused, strict=True) if refusal}
+            if not refusing:
+                return flight
+            refusals.update(refusing)
+            for link in flight.links:
+                self._part(link, submission, is_running=link.name not in refusing)
+
+    def _choose(self, submission: Submission, refusals: Mapping[str, Overloaded]) -> _Flight | None:
+        """The best placement on replicas that have not refused; None if all have."""
+        candidates = {
+            name: (link.profile, link.bookings)
+            for name, link in self._links.items()
+            if link.is_open and name not in refusals
+        }
         if not candidates:
+            if refusals:
+                return None
             raise ReplicaLost("no replica is up; the model may still be loading")
-        return self._links[choose(candidates, len(submission.prompt_token_ids))]
+        num_tokens = len(submission.prompt_token_ids) + len(submission.output_token_ids)
+        placement = choose(candidates, num_tokens, may_ship=submission.epoch < _MOST_PLACEMENTS - 2)
+        self.metrics.placements.labels(placement.reason).inc()
+        prefill = self._links[placement.prefill] if placement.prefill is not None else None
+        return _Flight(submission, self._links[placement.decode], prefill)
 
-    async def _submit(self, link: _Link, submission: Submission) -> None:
+    def _part(self, link: _Link, submission: Submission, *, is_running: bool) -> None:
+        """Request and replica have nothing more to do with each other."""
+        link.bookings.settle(submission.id)
+        link.arrivals.pop(submission.id, None)
+        if is_running and link.is_open:
+            self._spawn(link.client.abort([submission.id]))
+        self._close_if_done(link)
+
+    async def _submit(self, link: _Link, submission: Submission) -> Overloaded | None:
         try:
-            await link.client.submit(submission)
-        except (ValueError, Overloaded, asyncio.CancelledError):
+            async with asyncio.timeout(_SILENCE_S):
+                await link.client.submit(submission)
+        except Overloaded as refusal:
+            return refusal
+        except (ValueError, asyncio.CancelledError):
             raise
         except Exception as error:
-            raise ReplicaLost(f"the replica did not take the request: {error}") from error
+            raise ReplicaLost(f"replica {link.name} did not take the request: {error}") from error
+        return None
 
     # -- replicas come and go ----------------------------------------------------------------------------------------
 
     def join(self, name: str, client: EngineClient, profile: SchedulingProfile) -> None:
         """A replica is up, and this is what it advertises."""
-        if name in self._links:
+        if name in self._members:
             return
+        self._members[name] = client, profile
         self._card = ModelCard(self._model_name, self._created, profile.max_model_len, profile.vocab_size)
-        link = self._links[name] = _Link(client, profile)
-        link.pump = self._spawn(self._follow(name, link))
+        self._open(name)
 
     def leave(self, name: str) -> None:
         """A replica takes no new requests. Its running ones go on for as long as it lives."""
-        link = self._links.pop(name)
-        link.is_leaving = True
-        self._close_if_done(link)
-
-    def names(self) -> set[str]:
-        return set(self._links)
+        self._members.pop(name, None)
+        link = self._links.pop(name, None)
+        if link is not None:
+            link.is_leaving = True
+            self._close_if_done(link)
 
     async def close(self) -> None:
         """Leaves every replica; what runs there for this ingress is aborted."""
         links = list(self._links.values())
+        self._members.clear()
         await asyncio.gather(*(link.client.close() for link in links), return_exceptions=True)
 
     def _close_if_done(self, link: _Link) -> None:
         """An open stream counts as a running request: left open, it would hold up the replica's drain."""
-        if link.is_leaving and not link.queues and link.is_open:
+        if link.is_leaving and not link.arrivals and link.is_open:
             self._spawn(link.client.close())
 
-    async def _follow(self, name: str, link: _Link) -> None:
+    def _open(self, name: str) -> None:
+        link = self._links[name] = _Link(name, *self._members[name])
+        self._spawn(self._follow(link))
+
+    async def _follow(self, link: _Link) -> None:
         """Hands every message of a replica's stream to the requests it is for, until the stream ends."""
-        error: Exception = ReplicaLost(f"replica {name} ended its stream")
+        loss = ReplicaLost(f"replica {link.name} ended its stream")
+        stream = link.client.tokens()
         try:
-            async for deltas in link.client.tokens():
+            while True:
+                async with asyncio.timeout(_SILENCE_S):
+                    deltas = await anext(stream)
                 link.is_open = True
                 for delta in deltas:
-                    queue = link.queues.get(delta.request_id)
-                    if queue is not None:
-                        queue.put_nowait(delta)
+                    arrivals = link.arrivals.get(delta.request_id)
+                    if arrivals is not None:
+                        arrivals.put_nowait((link, delta))
+        except StopAsyncIteration:
+            pass
+        except TimeoutError:
+            loss = ReplicaLost(f"replica {link.name} has been silent for {_SILENCE_S:.0f} s")
+        except ReplicaLost as known:
+            loss = known
         except Exception as cause:
-            logger.warning("replica %s is lost: %s", name, cause)
-            error = ReplicaLost(f"replica {name} is lost: {type(cause).__name__}")
+            loss = ReplicaLost(f"replica {link.name} is lost: {type(cause).__name__}")
+            loss.__cause__ = cause
         finally:
-            link.is_open = False
-            self._links.pop(name, None)
-            for queue in link.queues.values():
-                queue.put_nowait(error)
+            self._lost(link, loss)
+
+    def _lost(self, link: _Link, loss: ReplicaLost) -> None:
+        link.is_open = False
+        for arrivals in link.arrivals.values():
+            arrivals.put_nowait((link, loss))
+        if self._links.get(link.name) is link:
+            del self._links[link.name]
+        if link.name in self._members:
+            logger.warning("%s", loss)
+            self._spawn(self._rejoin(link.name))
+
+    async def _rejoin(self, name: str) -> None:
+        """Serve says when a member is gone for good; until then it may only have been out of reach."""
+        await asyncio.sleep(_REJOIN_S)
+        if name in self._members and name not in self._links:
+            self._open(name)
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Runs `work` outside the request that asked for it: Serve would cancel its calls when that client leaves."""
@@ -194,6 +336,28 @@ class Dispatcher:
     def ready(self) -> bool:
         return any(link.is_open for link in self._links.values())
 
+    async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        """What became of all that the client's request `request_id` led to, on whichever replicas, oldest first.
+        `tenant`: only what is its; None: everyone's."""
+        found = await self._ask_all(lambda client: client.timelines(request_id, tenant))
+        return sorted(found, key=lambda timeline: timeline["arrived"])
+
+    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
+        """The requests in flight on all replicas, oldest first."""
+        found = await self._ask_all(lambda client: client.live_requests(tenant))
+        return sorted(found, key=lambda request: request["arrived"])
+
+    async def _ask_all(self, ask: Callable[[EngineClient], Awaitable[list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+        """What every replica that can answer says, each with its name."""
+        names = [name for name, link in self._links.items() if link.is_open]
+        answers = await asyncio.gather(*(ask(self._links[name].client) for name in names), return_exceptions=True)
+        return [
+            {"replica": name, **item}
+            for name, answer in zip(names, answers, strict=True)
+            if isinstance(answer, list)
+            for item in answer
+        ]
+
     async def metrics_text(self) -> str:
         """Prometheus text of the whole deployment: every replica's samples, labelled `replica`, and every ingress's,
         labelled `ingress`."""
@@ -206,6 +370,15 @@ class Dispatcher:
 
     async def _own_text(self) -> dict[str, str]:
         return {"0": self.metrics.text()}
+
+
+def _unseen(delta: TokenDelta, num_seen: int) -> TokenDelta:
+    """What a delta has beyond the first `num_seen` tokens of the output."""
+    seen = min(max(num_seen - delta.first, 0), len(delta.token_ids))
+    if not seen:
+        return delta
+    logprobs = delta.logprobs[seen:] if delta.logprobs is not None else None
+    return replace(delta, token_ids=delta.token_ids[seen:], first=delta.first + seen, logprobs=logprobs)
 
 
 def merge_metrics(texts: Mapping[str, str], label: str) -> str:
@@ -244,21 +417,34 @@ class _IngressMetrics:
         self.registry = registry = CollectorRegistry()
         self.in_flight = Gauge("crossdock_ingress_requests", "Requests in flight.", registry=registry)
         self.started = Counter("crossdock_ingress_requests_started", "Requests taken.", registry=registry)
+        self.refused = Counter(
+            "crossdock_ingress_requests_refused", "Requests answered 429.", ["slo_class"], registry=registry
+        )
+        self.placements = Counter(
+            "crossdock_router_decisions", "Placements, by what decided them.", ["reason"], registry=registry
+        )
+        self.placed_again = Counter(
+            "crossdock_ingress_placed_again", "Requests that went on elsewhere: a replica was lost.", registry=registry
+        )
         self.ttft = Histogram(
-            "crossdock_time_to_first_token_seconds",
-            "From submission to the first token.",
-            ["prompt_tokens"],
+            "crossdock_ingress_time_to_first_token_seconds",
+            "From submission to the first token, as this ingress sees it.",
+            ["prompt_tokens", "slo_class"],
             buckets=_TTFT,
             registry=registry,
         )
         self.gap = Histogram(
-            "crossdock_inter_token_seconds", "Between two tokens of a stream.", buckets=_GAP, registry=registry
+            "crossdock_ingress_inter_token_seconds",
+            "Between two tokens of a stream, as this ingress sees it.",
+            ["slo_class"],
+            buckets=_GAP,
+            registry=registry,
         )
 
-    def start(self) -> "_Watch":
+    def start(self, submission: Submission) -> "_Watch":
         self.in_flight.inc()
         self.started.inc()
-        return _Watch(self, time.monotonic())
+        return _Watch(self, submission, self.gap.labels(submission.slo_class), time.monotonic())
 
     def text(self) -> str:
         return generate_latest(self.registry).decode()
@@ -266,19 +452,26 @@ class _IngressMetrics:
 
 @dataclass(slots=True)
 class _Watch:
+    """One request's."""
+
     metrics: _IngressMetrics
+    submission: Submission
+    gap: Histogram
     last: float
     has_first: bool = False
 
-    def tokens(self, count: int, num_prompt_tokens: int) -> None:
+    def tokens(self, count: int) -> None:
         now = time.monotonic()
         if not self.has_first:
-            bucket = next((str(limit) for limit in (128, 512, 2048, 8192, 32768) if num_prompt_tokens <= limit), "inf")
-            self.metrics.ttft.labels(bucket).observe(now - self.last)
+            bucket = prompt_length_bucket(len(self.submission.prompt_token_ids))
+            self.metrics.ttft.labels(bucket, self.submission.slo_class).observe(now - self.last)
             self.has_first = True
         elif count:
-            self.metrics.gap.observe((now - self.last) / count)
+            self.gap.observe((now - self.last) / count)
         self.last = now
+
+    def refused(self) -> None:
+        self.metrics.refused.labels(self.submission.slo_class).inc()
 
     def end(self) -> None:
         self.metrics.in_flight.dec()

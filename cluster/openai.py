@@ -111,6 +111,7 @@ class Sampled(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
+    service_tier: str | None = None  # an SLO class, or a tier of OpenAI's; see cluster/tiers.py
 
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)

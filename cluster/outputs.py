@@ -30,6 +30,11 @@ class Output:
     def text(self) -> str:
         return "".join(self.texts)
 
+    @property
+    def is_acceptance(self) -> bool:
+        """It adds nothing: a replica has taken the choice's request, and no token has come yet."""
+        return not self.token_ids and self.finish_reason is None
+
     def extend(self, more: "Output") -> None:
         self.texts += more.texts
         self.token_ids += more.token_ids

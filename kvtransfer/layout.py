@@ -2,11 +2,15 @@
 
 All layers of one head of one page are ONE contiguous byte range, so a page (or any head range of it, for any
 tensor-parallel ratio) moves as a single descriptor. A layer's kernel sees a strided view of the same tensor.
+
+`PoolSpec` says all that another replica must know of a pool before it may write there: whose keys and values, in what
+shape, and which layers and heads each rank holds.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby, pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +80,126 @@ class PoolLayout:
             return View((num_pages, shape.num_kv_heads, self.page_size, dim), strides, offset)
 
         return view(shape.key_dim, key_offset), view(shape.value_dim, value_offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one rank holds of the model: layers from `first_layer` on, and of each a range of KV heads `[start, stop)`.
+
+    A range per layer, because layers may have different numbers of heads. Ranks may hold the same head: with fewer
+    heads than ranks, tensor parallelism replicates them.
+    """
+
+    first_layer: int
+    heads: tuple[tuple[int, int], ...]
+
+
+def shard_model(layers: Sequence[LayerShape], num_tensor_ranks: int, num_pipeline_ranks: int = 1) -> tuple[Shard, ...]:
+    """The shards of a model split as evenly as whole heads and layers allow; rank = pipeline rank · T + tensor rank."""
+    if not 1 <= num_pipeline_ranks <= len(layers) or num_tensor_ranks < 1:
+        raise ValueError(f"{len(layers)} layers cannot be split over {num_tensor_ranks} x {num_pipeline_ranks} ranks")
+
+    def heads(num_kv_heads: int, rank: int) -> tuple[int, int]:
+        start = rank * num_kv_heads // num_tensor_ranks
+        return start, max(start + 1, (rank + 1) * num_kv_heads // num_tensor_ranks)
+
+    stages = [stage * len(layers) // num_pipeline_ranks for stage in range(num_pipeline_ranks + 1)]
+    return tuple(
+        Shard(first, tuple(heads(layer.num_kv_heads, rank) for layer in layers[first:last]))
+        for first, last in pairwise(stages)
+        for rank in range(num_tensor_ranks)
+    )
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """The KV pool of one rank, as another replica must know it before the two may exchange pages."""
+
+    model: str  # names the weights and all that changes keys and values; pages of different models never mix
+    dtype: str  # "bfloat16"
+    itemsize: int  # bytes of an element
+    page_size: int  # tokens
+    layers: tuple[LayerShape, ...]  # of the whole model
+    shards: tuple[Shard, ...]  # of every rank of this replica: who writes a replicated head follows from all of them
+    rank: int
+    num_pages: int
+
+    def __post_init__(self) -> None:
+        if min(self.itemsize, self.page_size, self.num_pages, len(self.layers)) < 1:
+            raise ValueError("itemsize, page_size, num_pages and the number of layers must be at least 1")
+        if not 0 <= self.rank < len(self.shards):
+            raise ValueError(f"rank must be within 0 and {len(self.shards) - 1}, not {self.rank}")
+        for layer in self.layers:
+            if min(layer.num_kv_heads, layer.key_dim, layer.value_dim) < 0 or layer.num_kv_heads < 1:
+                raise ValueError(f"no layer can have {layer}")
+        for shard in self.shards:
+            held = self.layers[shard.first_layer : shard.first_layer + len(shard.heads)]
+            if shard.first_layer < 0 or not shard.heads or len(held) != len(shard.heads):
+                raise ValueError(f"a shard begins at layer {shard.first_layer} and has {len(shard.heads)}")
+            for layer, (start, stop) in zip(held, shard.heads, strict=True):
+                if not 0 <= start < stop <= layer.num_kv_heads:
+                    raise ValueError(f"heads [{start}, {stop}) of a layer with {layer.num_kv_heads}")
+
+    @classmethod
+    def whole(cls, layout: PoolLayout, model: str, dtype: str, num_pages: int) -> "PoolSpec":
+        """The pool of a replica with a single rank."""
+        layers = tuple(layout.layers)
+        return cls(model, dtype, layout.itemsize, layout.page_size, layers, shard_model(layers, 1), 0, num_pages)
+
+    @property
+    def shard(self) -> Shard:
+        return self.shards[self.rank]
+
+    @cached_property
+    def layout(self) -> PoolLayout:
+        """How this rank's pool lies in memory."""
+        return self.layout_of(self.rank)
+
+    def layout_of(self, rank: int) -> PoolLayout:
+        shard = self.shards[rank]
+        layers = self.layers[shard.first_layer : shard.first_layer + len(shard.heads)]
+        local = [
+            LayerShape(stop - start, layer.key_dim, layer.value_dim)
+            for layer, (start, stop) in zip(layers, shard.heads, strict=True)
+        ]
+        return PoolLayout(local, self.page_size, self.itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_pages * self.layout.page_bytes
+
+    def fields(self) -> dict[str, str]:
+        """Field by field, for people."""
+        shard = self.shard
+        return {
+            "model": self.model,
+            "dtype": f"{self.dtype} ({self.itemsize} bytes)",
+            "page_size": f"{self.page_size} tokens",
+            "layers": ", ".join(
+                f"{len(list(run))} x ({layer.num_kv_heads} heads, keys {layer.key_dim}, values {layer.value_dim})"
+                for layer, run in groupby(self.layers)
+            ),
+            "rank": f"{self.rank} of {len(self.shards)}",
+            "holds": f"layers {shard.first_layer}-{shard.first_layer + len(shard.heads) - 1}, heads "
+            + ", ".join(f"{start}-{stop - 1}" for (start, stop), _ in groupby(shard.heads)),
+            "page": f"{self.layout.page_bytes} bytes, {self.num_pages} of them",
+        }
+
+
+class IncompatiblePools(ValueError):
+    """Two pools cannot exchange pages; the message shows both, field by field."""
+
+
+_MUST_AGREE = ("model", "dtype", "page_size", "layers")
+
+
+def check_compatible(ours: PoolSpec, theirs: PoolSpec) -> None:
+    """Raises `IncompatiblePools` unless bytes of one pool mean the same in the other. Shards and sizes may differ."""
+    left, right = ours.fields(), theirs.fields()
+    wrong = [name for name in _MUST_AGREE if left[name] != right[name]]
+    if not wrong:
+        return
+    width = max(map(len, left.values()))
+    rows = [f"  {name:<10} {left[name]:<{width}}   {right[name]}{' <- differs' * (name in wrong)}" for name in left]
+    header = f"  {'':<10} {'here':<{width}}   there"
+    raise IncompatiblePools("\n".join([f"pools differ in {', '.join(wrong)}:", header, *rows]))

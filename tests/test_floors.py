@@ -17,7 +17,7 @@ BELOW = {  # what a folder may import besides itself
     "kvtransfer": set[str](),
     "kernels": set[str](),
 }
-PURE = [f"workers/{name}.py" for name in ("request", "pages", "profile", "chunking", "scheduler")]
+PURE = [f"workers/{name}.py" for name in ("request", "pages", "profile", "chunking", "scheduler", "timeline")]
 # Modules that may import a third party; a name ending in / is a folder.
 ROOMS = {
     "ray": ["cluster/", "workers/replica.py"],

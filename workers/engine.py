@@ -92,6 +92,8 @@ class Engine:
         self._rows[request.id] = SampleRow(request.sampling, request.token_ids, request.num_prompt_tokens, eos)
         if state is not None:
             self._grammars[submission.id] = state
+            for token in submission.output_token_ids:
+                state.accept(token)
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request in whatever state it is. None if it has ended already."""
@@ -126,13 +128,24 @@ class Engine:
         self.scheduler.cost = self.cost_fit.cost
         return predicted
 
-    def fail_all(self, error: str) -> list[TokenDelta]:
+    def arrive(self, request_id: str, token_id: int) -> None:
+        """All pages of a held request have arrived, with the first token: it decodes from the next step on."""
+        if (grammar := self._grammars.get(request_id)) is not None:
+            grammar.accept(token_id)
+        self.scheduler.arrive(request_id, token_id, self.clock())
+
+    def ship(self, request_id: str) -> None:
+        """All pages of a held request are at another replica: it ends here."""
+        self._forget(request_id)
+        self.scheduler.shipped(request_id)
+
+    def fail_all(self, error: str) -> list[tuple[Request, TokenDelta]]:
         """Ends every request with an error, after a step raised. Pages are freed; the engine can go on."""
-        deltas = []
-        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+        failed = []
+        for request in self.scheduler.requests():
             self.abort(request.id)
-            deltas.append(TokenDelta(request.id, [], finish_reason=FinishReason.ERROR, error=error))
-        return deltas
+            failed.append((request, TokenDelta(request.id, [], finish_reason=FinishReason.ERROR, error=error)))
+        return failed
 
     def _forget(self, request_id: str) -> None:
         self._rows.pop(request_id, None)

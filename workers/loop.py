@@ -1,17 +1,25 @@
 """The engine in a thread of its own, with asyncio in front: submit, abort, and one message per step."""
 
 import asyncio
+import json
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from crossdock.workers.engine import Engine
+from crossdock.kvtransfer.events import Event, Figures
+from crossdock.workers.engine import Engine, Step
+from crossdock.workers.handover import Handover
 from crossdock.workers.metrics import EngineMetrics
-from crossdock.workers.request import Submission, TokenDelta
+from crossdock.workers.request import Overloaded, Submission, TokenDelta
+from crossdock.workers.timeline import Progress, Timeline, Timelines
 
 logger = logging.getLogger(__name__)
+request_logger = logging.getLogger("crossdock.requests")
+"""One line of JSON for each request that ended, at INFO: `Timeline.summary`, which has nothing of its text."""
 
 
 @dataclass(slots=True)
@@ -30,13 +38,15 @@ class Channel:
         self._closed = True
         self._ready.set()
 
-    async def messages(self) -> AsyncIterator[list[TokenDelta]]:
-        """One list per step, or per several where the reader is slower than the engine."""
+    async def messages(self, heartbeat_s: float | None = None) -> AsyncIterator[list[TokenDelta]]:
+        """One list per step, or per several where the reader is slower than the engine; an empty one where there was
+        nothing for `heartbeat_s`, so that the reader knows that we live."""
         while True:
-            await self._ready.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ready.wait(), heartbeat_s)
             self._ready.clear()
             deltas, self._deltas = self._deltas, []
-            if deltas:
+            if deltas or (heartbeat_s is not None and not self._closed):
                 yield deltas
             if self._closed:
                 return
@@ -45,16 +55,23 @@ class Channel:
 class EngineLoop:
     """Steps an engine for as long as it has work. All public methods belong to the event loop that constructed it."""
 
-    def __init__(self, engine: Engine, metrics: EngineMetrics | None = None) -> None:
+    def __init__(self, engine: Engine, connect: Callable[[Callable[[Event], None]], Handover] | None = None) -> None:
+        """`connect` makes the engine's handover, given where its dock's events go; None: all work is local."""
         self.engine = engine
-        self.metrics = metrics or EngineMetrics()
-        self.metrics.watch(engine)
+        self.metrics = EngineMetrics(engine)
+        self.timelines = Timelines(engine.config.slo_classes, time.time() - engine.clock())
         self.channels: dict[str, Channel] = {}
+        self._page_bytes = engine.model.layout(engine.config.page_size).page_bytes
         self._channel_of: dict[str, Channel] = {}  # by request
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[Callable[[], None]] = deque()  # what to do between two steps, in the engine's thread
         self._wake = threading.Condition()
         self._stopping = False
+        self._is_blocked = False  # by pages that are on their way in or out: no step can do anything until they moved
+        self.handover = connect(self._on_event) if connect is not None else None
+        if self.handover is not None:
+            self.handover.on_figures = self._transferred
+            self.metrics.watch(self.handover.dock)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -79,10 +96,11 @@ class EngineLoop:
             raise RuntimeError(f"no channel {name!r} is open")
         done: asyncio.Future[None] = self._loop.create_future()
         self._channel_of[submission.id] = channel
+        arrived = self.engine.clock()  # here, not between two steps: the step that runs now is time it waits
 
         def add() -> None:
             try:
-                self.engine.add(submission)
+                self._add(submission, arrived)
             except Exception as error:
                 self._loop.call_soon_threadsafe(_settle, done, error)
             else:
@@ -103,14 +121,13 @@ class EngineLoop:
         for request_id in request_ids:
             self._channel_of.pop(request_id, None)
 
-        def abort() -> None:
-            for request_id in request_ids:
-                request = self.engine.abort(request_id)
-                if request is not None:
-                    self.metrics.aborted(request, self.engine)
-
         if request_ids:
-            self._post(abort)
+            self._post(lambda: self._abort(request_ids))
+
+    async def peer_dead(self, peer: bytes) -> None:
+        """The process of another replica, by its blob, has ended: who waits for its pages goes on without."""
+        if self.handover is not None:
+            self.handover.dock.peer_dead(peer)
 
     async def call(self, function: Callable[[], None]) -> None:
         """Runs `function` between two steps, in the engine's thread."""
@@ -129,6 +146,8 @@ class EngineLoop:
             self._stopping = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
+        if self.handover is not None:
+            await asyncio.to_thread(self.handover.dock.close)
         for channel in self.channels.values():
             channel.close()
 
@@ -143,24 +162,99 @@ class EngineLoop:
 
     def _run(self) -> None:
         while True:
+            patience = self.handover.patience if self.handover is not None else None
             with self._wake:
-                self._wake.wait_for(lambda: self._inbox or self._stopping or self.engine.has_work)
+                self._wake.wait_for(lambda: self._inbox or self._stopping or self._can_step, patience)
                 if self._stopping:
                     return
             while self._inbox:
                 self._inbox.popleft()()
-            if not self.engine.has_work:
-                continue
-            try:
-                step = self.engine.step()
-            except Exception as error:  # one bad step must not end the replica: its requests are told, others go on
-                logger.exception("a step failed; its requests end with an error")
-                deltas: Sequence[TokenDelta] = self.engine.fail_all(f"{type(error).__name__}: {error}")
-            else:
-                deltas = step.deltas
-                self.metrics.stepped(step)
-            if deltas:
-                self._loop.call_soon_threadsafe(self._deliver, deltas)
+            step = self._step() if self.engine.has_work else None
+            self._is_blocked = step is not None and not step.batch
+            if self.handover is not None:
+                self.handover.step(step)
+
+    # -- steps, in the engine's thread ---------------------------------------------------------------------------------
+
+    @property
+    def _can_step(self) -> bool:
+        return self.engine.has_work and not self._is_blocked
+
+    def _step(self) -> Step | None:
+        try:
+            step = self.engine.step()
+        except Exception as error:  # one bad step must not end the replica: its requests are told, others go on
+            logger.exception("a step failed; its requests end with an error")
+            failed = self.engine.fail_all(f"{type(error).__name__}: {error}")
+            if self.handover is not None:
+                for request, _ in failed:
+                    self.handover.aborted(request)
+            deltas = [delta for _, delta in failed]
+            self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
+            return None
+        progress = self.timelines.stepped(step.batch, step.deltas, step.started, step.seconds, step.predicted)
+        self.metrics.stepped(step)
+        self._progressed(progress, step.deltas)
+        return step
+
+    def _progressed(self, progress: Progress, deltas: Sequence[TokenDelta]) -> None:
+        self.metrics.progressed(progress)
+        self._send(deltas)
+        self._log(progress.finished)
+
+    def _send(self, deltas: Sequence[TokenDelta]) -> None:
+        if deltas:
+            self._loop.call_soon_threadsafe(self._deliver, deltas)
+
+    # -- between two steps, in the engine's thread ---------------------------------------------------------------------
+
+    def _on_event(self, event: Event) -> None:
+        """Of the dock's, on its thread."""
+
+        def handle() -> None:
+            assert self.handover is not None
+            deltas = self.handover.handle(event)
+            self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
+
+        self._post(handle)
+
+    def _transferred(self, request_id: str, is_sent: bool, figures: Figures, outcome: str) -> None:
+        self.metrics.transferred(is_sent, figures, outcome)
+        self.timelines.transferred(request_id, is_sent, figures, outcome, self.engine.clock())
+
+    def _add(self, submission: Submission, arrived: float) -> None:
+        try:
+            self.engine.add(submission)
+        except Overloaded:
+            self.metrics.refused(submission.slo_class)
+            raise
+        request, cost = self.engine.scheduler.get(submission.id), self.engine.scheduler.cost
+        assert request is not None
+        if self.handover is not None:
+            self.handover.add(submission)
+        end, budget = request.num_tokens, self.engine.config.max_num_batched_tokens
+        alone = cost.prefill_seconds(end - request.num_uncached_tokens, end, budget) if cost is not None else 0.0
+        self.timelines.add(submission, request, arrived, alone)
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        pages, aborted = self.engine.pages, []
+        for request_id in request_ids:
+            before = pages.num_available
+            request = self.engine.abort(request_id)
+            if request is not None:
+                freed = (pages.num_available - before) * self._page_bytes
+                aborted.append(self.timelines.aborted(request_id, self.engine.clock(), freed))
+                if self.handover is not None:
+                    self.handover.aborted(request)
+        for timeline in aborted:
+            self.metrics.aborted(timeline)
+        self._log(aborted)
+
+    def _log(self, ended: Sequence[Timeline]) -> None:
+        if ended and request_logger.isEnabledFor(logging.INFO):
+            self._loop.call_soon_threadsafe(_log, ended)  # the engine's time is dearer than the event loop's
+
+    # -- in the event loop ---------------------------------------------------------------------------------------------
 
     def _deliver(self, deltas: Sequence[TokenDelta]) -> None:
         by_channel: dict[int, tuple[Channel, list[TokenDelta]]] = {}
@@ -173,6 +267,11 @@ class EngineLoop:
                 del self._channel_of[delta.request_id]
         for channel, its in by_channel.values():
             channel.put(its)
+
+
+def _log(ended: Sequence[Timeline]) -> None:
+    for timeline in ended:
+        request_logger.info(json.dumps(timeline.summary(timeline.ended)))
 
 
 def _settle(future: "asyncio.Future[None]", error: Exception | None) -> None:

@@ -128,11 +128,13 @@ class PagePool:
         nobody owns any more. Indexed ones stay findable until evicted, the ends of prefixes first."""
         return self._give_back(self._owned.pop(owner, []))
 
-    def quarantine(self, owner: str) -> int:
-        """Like `release`, but pages only this owner holds stay untouchable until `end_quarantine`."""
+    def quarantine(self, owner: str, first: int = 0) -> int:
+        """Like `release`, but of its pages from number `first` on, those that only this owner holds stay untouchable
+        until `end_quarantine(owner)`."""
         held = self._owned.pop(owner, [])
-        alone = [page for page in held if self._num_owners[page] == 1]
-        self._give_back([page for page in held if self._num_owners[page] > 1])
+        alone = [page for page in held[first:] if self._num_owners[page] == 1]
+        tainted = set(alone)
+        self._give_back([page for page in held if page not in tainted])
         for page in alone:
             self._num_owners[page] = 0
             self._forget(page)  # a remote writer may change it: what was promised of its content no longer holds

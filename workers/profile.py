@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,6 +192,10 @@ def _non_negative_solution(matrix: NDArray[np.float64], vector: NDArray[np.float
     return best
 
 
+Role: TypeAlias = Literal["mixed", "prefill", "decode"]
+"""What a replica's pool is kept for. A value: every replica can do everything."""
+
+
 class SchedulingProfile(BaseModel):
     """What a replica advertises. The static part: fixed once it has started."""
 
@@ -203,4 +208,6 @@ class SchedulingProfile(BaseModel):
     max_num_batched_tokens: int  # per step
     max_num_seqs: int
     slo_classes: tuple[SloClass, ...]  # most urgent first
+    role: Role = "mixed"
+    peer: bytes = b""  # where its KV transfers are reached; empty: it makes none
     cost: StepCost  # as measured at start

@@ -25,16 +25,26 @@ class Status(Enum):
 
     WAITING = "waiting"  # holds no pages
     RUNNING = "running"  # holds pages for every token it has, prefilling or decoding
+    HELD = "held"  # holds pages, and computes nothing: their content is on its way in or out
     FINISHED = "finished"  # holds no pages and never will
 
 
 class FinishReason(Enum):
-    """Why a request ended; values are OpenAI's `finish_reason`, plus `abort` and `error`."""
+    """Why a request ended; values are OpenAI's `finish_reason`, plus three that no client is told as such."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    SHIPPED = "shipped"  # here: another replica has its pages and goes on
+
+
+class Leg(Enum):
+    """Which part of a request a replica does. It changes to `LOCAL` when the other side is lost."""
+
+    LOCAL = "local"  # all of it
+    SEND = "send"  # its prompt and first token; the pages go to another replica
+    RECEIVE = "receive"  # everything after the first token, on pages that another replica fills
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +87,12 @@ class Submission:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""  # requests share cached pages only under the same salt
     slo_class: str = DEFAULT_CLASS
+    request_id: str = ""  # what the client calls the HTTP request that this is a part of
+    tenant: str = ""  # who may ask what became of it; says nothing about the key it stands for
+    output_token_ids: Sequence[int] = ()  # what its client has already: another replica began, and was lost
+    leg: Leg = Leg.LOCAL
+    epoch: int = 0  # of its placement: how often it has been placed before
+    peer: bytes = b""  # of the replica that does the other leg, as that one advertises it
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +116,7 @@ class TokenDelta:
 
     request_id: str
     token_ids: list[int]
+    first: int = 0  # which of the output's tokens `token_ids[0]` is: after a failover some may come twice
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None
@@ -121,6 +138,9 @@ class Request:
     sampling: SamplingParams
     cache_salt: str = ""
     slo_class: str = DEFAULT_CLASS
+    output_token_ids: Sequence[int] = ()  # made elsewhere, before it came here
+    leg: Leg = Leg.LOCAL
+    epoch: int = 0
     arrival_time: float = 0.0  # seconds, on the scheduler's clock
     rank: int = 0  # of its class, 0 the most urgent
     arrival_work: int = 0  # prompt tokens the scheduler had handed out when it came
@@ -136,7 +156,7 @@ class Request:
     page_hashes: list[PageHash] = field(default_factory=list)  # of the full pages of token_ids, as far as hashed
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_token_ids)
+        self.token_ids = [*self.prompt_token_ids, *self.output_token_ids]
 
     @classmethod
     def from_submission(cls, submission: Submission, now: float) -> "Request":
@@ -146,8 +166,20 @@ class Request:
             sampling=submission.sampling,
             cache_salt=submission.cache_salt,
             slo_class=submission.slo_class,
+            output_token_ids=submission.output_token_ids,
+            leg=submission.leg,
+            epoch=submission.epoch,
             arrival_time=now,
         )
+
+    @property
+    def owner(self) -> str:
+        """Under what name it owns pages: a placement that failed may still hold some when the next one begins."""
+        return self.owner_name(self.id, self.epoch)
+
+    @staticmethod
+    def owner_name(request_id: str, epoch: int) -> str:
+        return f"{request_id}#{epoch}" if epoch else request_id
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -23,7 +23,7 @@ from crossdock.workers.chunking import (
 )
 from crossdock.workers.pages import PagePool, hash_pages
 from crossdock.workers.profile import StepCost, StepWork
-from crossdock.workers.request import FinishReason, Overloaded, Request, Status, TokenDelta, TokenLogprobs
+from crossdock.workers.request import FinishReason, Leg, Overloaded, Request, Status, TokenDelta, TokenLogprobs
 from crossdock.workers.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass, rank_of
 
 
@@ -161,6 +161,7 @@ class Scheduler:
     cost: StepCost | None = None  # what steps take; without it chunks are fixed and nobody is refused
     waiting: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)  # in order of admission
+    held: list[Request] = field(default_factory=list)  # their pages are on the way in or out
     num_preemptions: int = 0
     work_done: int = 0  # prompt tokens handed out since the start: the clock of response ratios
     _requests: dict[str, Request] = field(default_factory=dict)
@@ -182,10 +183,15 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        """Whether a step would compute something. Requests whose pages are on the way do not count."""
+        return bool(self.running) or any(request.leg is not Leg.RECEIVE for request in self.waiting)
 
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
+
+    def requests(self) -> list[Request]:
+        """All that have not ended."""
+        return list(self._requests.values())
 
     def add(self, request: Request) -> None:
         """Queues a request.
@@ -207,7 +213,10 @@ class Scheduler:
         request.rank = rank_of(self.config.slo_classes, request.slo_class)
         request.arrival_work, request.queued_at = self.work_done, request.arrival_time
         request.expected_cached_tokens = len(self._match_prefix(request)) * self.pages.page_size
-        self._refuse_if_late(request)
+        if (
+            request.leg is not Leg.RECEIVE and not request.output_token_ids
+        ):  # those promises are kept, or broken, elsewhere
+            self._refuse_if_late(request)
         self._requests[request.id] = request
         self.waiting.append(request)
 
@@ -242,7 +251,8 @@ class Scheduler:
             )
 
     def _prefills(self) -> list[Request]:
-        return [*self.waiting, *(request for request in self.running if not request.is_decoding)]
+        waiting = [request for request in self.waiting if request.leg is not Leg.RECEIVE]
+        return [*waiting, *(request for request in self.running if not request.is_decoding)]
 
     def _prefill_seconds(self, request: Request) -> float:
         assert self.cost is not None
@@ -269,11 +279,12 @@ class Scheduler:
         self._now = now
         decodes, skipped = self._schedule_decodes()
         prefills = self._ordered_prefills()
-        if not self.config.mixed_chunks and decodes and prefills:
-            self._chunks_last = not self._chunks_last
-            batch = self._schedule_prefills([] if self._chunks_last else decodes, skipped, prefills)
-            return batch if batch else Batch(decodes, len(decodes))
-        return self._schedule_prefills(decodes, skipped, prefills)
+        if self.config.mixed_chunks or not decodes or not prefills:
+            return self._schedule_prefills(decodes, skipped, prefills)
+        self._chunks_last = not self._chunks_last
+        if self._chunks_last and (batch := self._schedule_prefills([], skipped, prefills)):
+            return batch
+        return self._schedule_prefills(decodes, skipped, [])
 
     def _schedule_decodes(self) -> tuple[list[Scheduled], set[str]]:
         streams = [request for request in self.running if request.is_decoding]
@@ -287,7 +298,8 @@ class Scheduler:
     def _ordered_prefills(self) -> list[Request]:
         if self.config.prefill_order == "response_ratio":
             return order_prefills(self._prefills(), self._now, self.work_done, self.config.starvation_s)
-        return [*(request for request in self.running if not request.is_decoding), *self.waiting]
+        prefills = self._prefills()
+        return sorted(prefills, key=lambda request: request.status is Status.WAITING)  # stable: started ones first
 
     def _schedule_prefills(
         self, decodes: list[Scheduled], skipped: Collection[str], prefills: Sequence[Request]
@@ -365,9 +377,7 @@ class Scheduler:
 
     def _start(self, request: Request, room: Room) -> bool | None:
         """Admits a waiting request if it would get a chunk now. None: only pages are missing."""
-        running_ranks = [other.rank for other in self.running]
-        kept = reserved_slots(self.config.slo_classes, self.config.max_num_seqs, running_ranks, request.rank)
-        if self.config.max_num_seqs - len(self.running) <= kept:
+        if not self._has_place(request):
             return False
         hits = self._match_prefix(request)
         request.expected_cached_tokens = start = len(hits) * self.pages.page_size
@@ -377,6 +387,13 @@ class Scheduler:
         if start + num_tokens < request.num_tokens and not self._may_be_partial(request):
             return False
         return self._admit(request, hits) or None
+
+    def _has_place(self, request: Request) -> bool:
+        """Whether one more may hold pages: of the places, some are kept for more urgent classes."""
+        arriving = (other for other in self.held if other.leg is Leg.RECEIVE)  # one that is sent decodes elsewhere
+        taken = [other.rank for other in (*self.running, *arriving)]
+        kept = reserved_slots(self.config.slo_classes, self.config.max_num_seqs, taken, request.rank)
+        return self.config.max_num_seqs - len(taken) > kept
 
     def _may_be_partial(self, request: Request) -> bool:
         partial = [other for other in self.running if not other.is_decoding]
@@ -392,7 +409,7 @@ class Scheduler:
     def _part(self, request: Request, num_tokens: int, reason: str = "decode") -> Scheduled:
         start = request.num_computed_tokens
         samples = start + num_tokens == request.num_tokens and request.sampling.max_tokens > 0
-        return Scheduled(request, start, num_tokens, self.pages.pages_of(request.id), samples, reason)
+        return Scheduled(request, start, num_tokens, self.pages.pages_of(request.owner), samples, reason)
 
     # -- pages -------------------------------------------------------------------------------------------------------
 
@@ -410,14 +427,18 @@ class Scheduler:
         wanted = num_new + len(self.running)  # a page each, so that an admission does not preempt in the next step
         if not self.pages.can_allocate(wanted, shared=hits) and not self._make_way(request, wanted, hits):
             return False
-        self.pages.share(request.id, hits)
-        self.pages.allocate(request.id, num_new)
+        self.pages.share(request.owner, hits)
+        self.pages.allocate(request.owner, num_new)
         request.num_computed_tokens = len(hits) * self.pages.page_size
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed_tokens
-        request.status = Status.RUNNING
         self.waiting.remove(request)
-        self.running.append(request)
+        if request.leg is Leg.RECEIVE:
+            request.status = Status.HELD
+            self.held.append(request)
+        else:
+            request.status = Status.RUNNING
+            self.running.append(request)
         return True
 
     def _make_way(self, request: Request, num_pages: int, hits: Sequence[int]) -> bool:
@@ -425,9 +446,11 @@ class Scheduler:
         below = [
             other
             for other in self.running
-            if other.rank > request.rank and (other.is_decoding or not self._is_starving(other))
+            if other.rank > request.rank
+            and other.leg is not Leg.SEND  # its pages are being read
+            and (other.is_decoding or not self._is_starving(other))
         ]
-        if sum(len(self.pages.pages_of(other.id)) for other in below) + self.pages.num_available < num_pages:
+        if sum(len(self.pages.pages_of(other.owner)) for other in below) + self.pages.num_available < num_pages:
             return False
         while below and not self.pages.can_allocate(num_pages, shared=hits):
             victim = _last_to_keep(below)
@@ -440,11 +463,11 @@ class Scheduler:
         in it the last admitted. False when the request itself had to go."""
         if request.status is not Status.RUNNING:
             return False
-        while request.num_tokens > len(self.pages.pages_of(request.id)) * self.pages.page_size:
+        while request.num_tokens > len(self.pages.pages_of(request.owner)) * self.pages.page_size:
             if self.pages.num_available:
-                self.pages.allocate(request.id, 1)
+                self.pages.allocate(request.owner, 1)
                 break
-            victim = _last_to_keep(self.running)
+            victim = _last_to_keep([other for other in self.running if other.leg is not Leg.SEND])
             self._preempt(victim)
             if victim is request:
                 return False
@@ -454,7 +477,7 @@ class Scheduler:
         """Back to the queue, to be recomputed: its tokens stay, its pages go (their cached prefix may still be there
         when it returns). Counter-based sampling makes the continuation the same."""
         self.running.remove(request)
-        self.pages.release(request.id)
+        self.pages.release(request.owner)
         request.status = Status.WAITING
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -462,6 +485,53 @@ class Scheduler:
         request.expected_cached_tokens = 0
         request.queued_at = self._now
         self.waiting.insert(0, request)
+
+    # -- legs: a request's prompt is computed here, its tokens there ---------------------------------------------------
+
+    def grant(self, now: float) -> list[Request]:
+        """Reserves pages for requests that another replica prefills, in the order of prompts, as far as there are
+        pages and places. The pages it found cached are the first `num_computed_tokens` of each."""
+        granted = []
+        arriving = [request for request in self.waiting if request.leg is Leg.RECEIVE]
+        for request in order_prefills(arriving, now, self.work_done, self.config.starvation_s) if arriving else ():
+            if not self._has_place(request) or not self._admit(request, self._match_prefix(request)):
+                break
+            granted.append(request)
+        return granted
+
+    def commit(self, request_id: str, num_tokens: int) -> None:
+        """The first `num_tokens` of a held request have arrived; others can share their full pages from now on."""
+        request = self._requests[request_id]
+        start, request.num_computed_tokens = request.num_computed_tokens, num_tokens
+        self._index_pages(request, start)
+
+    def arrive(self, request_id: str, token_id: int, now: float) -> None:
+        """All of a held request has arrived, and the token that the other replica sampled after it: it decodes."""
+        request = self._requests[request_id]
+        assert request.status is Status.HELD
+        self.commit(request_id, request.num_tokens)
+        request.token_ids.append(token_id)
+        request.due = next_due(request.due, now, self.config.slo_classes[request.rank].tpot_s)
+        request.status, request.leg = Status.RUNNING, Leg.LOCAL
+        self.held.remove(request)
+        self.running.append(request)
+
+    def take_over(self, request_id: str, now: float) -> None:
+        """The other replica is lost: this one finishes the prompt. What has arrived is found again by its hashes; the
+        pages that the other may still be writing are quarantined until `pages.end_quarantine(owner)`."""
+        request = self._requests[request_id]
+        assert request.leg is Leg.RECEIVE
+        request.leg = Leg.LOCAL
+        if request.status is Status.HELD:
+            self.held.remove(request)
+            self.pages.quarantine(request.owner, request.num_computed_tokens // self.pages.page_size)
+            request.status, request.queued_at = Status.WAITING, now
+            request.expected_cached_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
+            self.waiting.insert(0, request)
+
+    def shipped(self, request_id: str) -> None:
+        """The pages of a held request are all at the other replica: it ends here."""
+        self._finish(self._requests[request_id], FinishReason.SHIPPED)
 
     # -- update: what the step found ---------------------------------------------------------------------------------
 
@@ -477,6 +547,10 @@ class Scheduler:
             if part.samples:
                 deltas.append(self._append_token(request, sampled[request.id]))
                 request.due = next_due(request.due, now, self.config.slo_classes[request.rank].tpot_s)
+                if request.leg is Leg.SEND and request.status is Status.RUNNING:
+                    self.running.remove(request)
+                    request.status = Status.HELD
+                    self.held.append(request)
             elif request.num_computed_tokens == request.num_tokens:  # max_tokens is 0: only the prompt was wanted
                 self._finish(request, FinishReason.LENGTH)
                 deltas.append(self._delta(request, []))
@@ -487,7 +561,7 @@ class Scheduler:
         num_full = request.num_computed_tokens // size
         if num_full > start // size and self.pages.enable_prefix_caching:
             request.page_hashes = hash_pages(request.token_ids, size, request.cache_salt, request.page_hashes)
-            self.pages.index(request.id, request.page_hashes[:num_full], first=start // size)
+            self.pages.index(request.owner, request.page_hashes[:num_full], first=start // size)
 
     def _append_token(self, request: Request, sampled: Sampled) -> TokenDelta:
         request.token_ids.append(sampled.token_id)
@@ -509,15 +583,27 @@ class Scheduler:
 
     def _delta(self, request: Request, token_ids: list[int]) -> TokenDelta:
         return TokenDelta(
-            request.id, token_ids, finish_reason=request.finish_reason, num_cached_tokens=request.num_cached_tokens
+            request.id,
+            token_ids,
+            first=request.num_output_tokens - len(token_ids),
+            finish_reason=request.finish_reason,
+            num_cached_tokens=request.num_cached_tokens,
         )
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        if request.status is Status.RUNNING:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
-        self.pages.release(request.id)
+        """Ends a request. Pages that are being written from afar are quarantined; those that are being read to be sent
+        stay its own until the engine, which knows when that is over, releases `request.owner`."""
+        match request.status:
+            case Status.RUNNING:
+                self.running.remove(request)
+            case Status.WAITING:
+                self.waiting.remove(request)
+            case Status.HELD:
+                self.held.remove(request)
+        if request.status is Status.HELD and request.leg is Leg.RECEIVE:
+            self.pages.quarantine(request.owner, request.num_computed_tokens // self.pages.page_size)
+        elif request.leg is not Leg.SEND:
+            self.pages.release(request.owner)
         request.status = Status.FINISHED
         request.finish_reason = reason
         del self._requests[request.id]

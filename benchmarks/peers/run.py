@@ -5,7 +5,8 @@
 A server is NAME[:BUDGET], the budget being the most tokens one of its steps may carry; `crossdock:unchunked` computes
 every prompt in one step, whatever waits. The peers are installed first
 with their scripts beside this file (`vllm.sh install`). Repeats are interleaved, every server in turn, so that a
-machine that slows down slows all of them; a server starts afresh each time and nothing else should run beside it.
+machine that slows down slows all of them; a server starts afresh each time and nothing else should run beside it:
+`others CPU %` is what did (of one core, in the workload with the most of it), the host's other guests included.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,7 +36,7 @@ from crossdock.cluster.bench.workloads import Interference
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PEERS = ("vllm", "llamacpp", "transformers")
+PEERS = ("vllm", "llamacpp", "transformers", "rayserve")
 WORKLOADS = ("chat", "prefill", "interference")
 _UNCHUNKED = 8192  # tokens: the longest prompt of the model that is measured, in one step
 # Inherited by whatever a server starts, in however many process groups.
@@ -68,6 +69,11 @@ class ServerSpec:
             return [*command, "--max-num-batched-tokens", str(self.budget), *whole, *args.crossdock_option]
         command = [str(HERE / f"{self.name}.sh"), "serve", model, "--port", str(port), "--budget", str(self.budget)]
         return [*command, *(["--venv", str(args.venvs / self.name)] if args.venvs else [])]
+
+    def model(self, args: argparse.Namespace) -> str | None:
+        """What to ask for; None is the first of the models that the server lists."""
+        # transformers lists whatever lies in the hub's cache, not what it was started with.
+        return str(args.model) if self.name == "transformers" else None
 
 
 def processes_of(session: int, mark: str) -> set[int]:
@@ -115,6 +121,26 @@ def memory_mib(processes: set[int]) -> float:
     return total / 1024
 
 
+def cpu_seconds(processes: Iterable[int]) -> float:
+    """CPU time of processes and of those of their children that have ended."""
+    ticks = 0
+    for pid in processes:
+        try:
+            # utime stime cutime cstime are the 14th to 17th field; the second, a name in brackets, may hold anything
+            ticks += sum(
+                int(field) for field in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+            )
+        except OSError:
+            continue
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def machine_cpu_seconds() -> float:
+    """CPU time of everything on this machine, and what its host took from it."""
+    user, nice, system, _, _, irq, softirq, steal = Path("/proc/stat").read_text().split()[1:9]
+    return sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
 def serving(spec: ServerSpec, args: argparse.Namespace, log: Path) -> Iterator[tuple[str, set[int], float]]:
     """Starts a server, waits until it answers, gives (address, its processes, seconds to start), and ends them all."""
@@ -131,7 +157,7 @@ def serving(spec: ServerSpec, args: argparse.Namespace, log: Path) -> Iterator[t
             start_new_session=True,
         )
     try:
-        while not _answers(address):
+        while not _answers(address, spec.model(args)):
             if process.poll() is not None:
                 raise RuntimeError(f"{spec.name} ended with {process.returncode} before it was ready; see {log}")
             if time.monotonic() - started > args.start_timeout:
@@ -159,9 +185,14 @@ def serving(spec: ServerSpec, args: argparse.Namespace, log: Path) -> Iterator[t
         process.wait()
 
 
-def _answers(address: str) -> bool:
+def _answers(address: str, model: str | None) -> bool:
+    """Whether it completes a prompt: Ray's router lists the models long before there is an engine behind it."""
     try:
-        return httpx.get(f"{address}/v1/models", timeout=5).status_code == 200
+        models = httpx.get(f"{address}/v1/models", timeout=5)
+        if models.status_code != 200:
+            return False
+        body = {"model": model or models.json()["data"][0]["id"], "prompt": "One", "max_tokens": 1}
+        return httpx.post(f"{address}/v1/completions", json=body, timeout=60).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -172,13 +203,31 @@ def measure(spec: ServerSpec, workload: str, address: str, args: argparse.Namesp
         url=address,
         workload=workload,
         num_requests=counts[workload],
-        # Its list of models holds whatever lies in the hub's cache, not what it was started with.
-        model=str(args.model) if spec.name == "transformers" else None,
+        model=spec.model(args),
         tokenizer=args.model if (args.model / "tokenizer.json").is_file() else None,
         interference=Interference(long_prompts=args.long_prompts),
         seed=args.seed,
     )
-    return as_json(asyncio.run(run_bench(options)))
+    return as_json(asyncio.run(asyncio.wait_for(run_bench(options), args.workload_timeout)))
+
+
+def measure_all(
+    spec: ServerSpec, address: str, processes: set[int], args: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """Every workload up to the first that fails or takes too long: what that left running would disturb the next."""
+    runs: dict[str, dict[str, Any]] = {}
+    ours = processes | {os.getpid()}
+    for workload in args.workloads:
+        started, ours_before, all_before = time.monotonic(), cpu_seconds(ours), machine_cpu_seconds()
+        try:
+            run = measure(spec, workload, address, args)
+            others = machine_cpu_seconds() - all_before - (cpu_seconds(ours) - ours_before)
+            runs[workload] = run | {"others_cpu_share": max(0.0, others / (time.monotonic() - started))}
+        except (TimeoutError, BenchError) as error:
+            reason = str(error) or f"not done within {args.workload_timeout:.0f} s"
+            print(f"  {workload}: {reason}; it and those after it are left out", file=sys.stderr, flush=True)
+            break
+    return runs
 
 
 def figures(runs: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -199,6 +248,7 @@ def figures(runs: dict[str, dict[str, Any]]) -> dict[str, float]:
         row["interfered gap p99"] = what["interfered_gap_ms"].get("p99", float("nan"))
         row["long TTFT p50"] = what["long_ttft_ms"].get("p50", float("nan"))
     row["failed"] = sum(run["summary"]["requests_failed"] for run in runs.values())
+    row["others CPU %"] = 100 * max((run["others_cpu_share"] for run in runs.values()), default=0.0)
     row["client CPU %"] = 100 * max((run["client_cpu_share"] for run in runs.values()), default=0.0)
     return row
 
@@ -248,7 +298,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--venvs", type=Path, help="directory of the peers' environments (default: .cache/peers)")
     parser.add_argument("--port", type=int, default=8411)
-    parser.add_argument("--start-timeout", type=float, default=300.0)
+    parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds")
+    parser.add_argument("--workload-timeout", type=float, default=300.0, help="seconds; what takes longer is left out")
     parser.add_argument("--crossdock-option", action="append", default=[], metavar="--OPTION=VALUE")
     parser.add_argument("--output", type=Path, default=ROOT / ".cache" / "peers" / "results", help="without suffix")
     return parser.parse_args()
@@ -267,9 +318,9 @@ def main() -> None:
             try:
                 with serving(spec, args, log) as (address, processes, start_seconds):
                     load = os.getloadavg()[0]
-                    runs = {workload: measure(spec, workload, address, args) for workload in args.workloads}
+                    runs = measure_all(spec, address, processes, args)
                     row = figures(runs) | {"memory MiB": memory_mib(processes), "start s": start_seconds}
-            except (RuntimeError, OSError, BenchError) as error:
+            except (RuntimeError, OSError) as error:
                 print(f"  {error}", file=sys.stderr, flush=True)
                 continue
             passes.setdefault(label, []).append(row)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import openai
@@ -54,6 +55,13 @@ class Scripted:
 
     async def metrics_text(self) -> str:
         return "crossdock_up 1\n"
+
+    async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        its = [one for one in self.submissions if one.request_id == request_id and tenant in (None, one.tenant)]
+        return [{"id": one.id} for one in its]
+
+    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
+        return [{"id": one.id} for one in self.submissions if tenant in (None, one.tenant)]
 
     async def generate(self, submission: Submission) -> AsyncIterator[TokenDelta]:
         self.submissions.append(submission)
@@ -754,6 +762,86 @@ def test_whatever_a_body_says_it_is_served_or_refused_in_openais_shape(
         error = refused(answer, 404 if answer.status_code == 404 else 400, type="invalid_request_error")
         assert error["param"] is not None
         assert re.split(r"[.\[]", error["param"])[0] in kind.model_fields
+
+
+# -- classes and timelines ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_class_is_chosen_and_told(http: httpx.Client, engine: Scripted, path: str) -> None:
+    def post(**fields: Any) -> httpx.Response:
+        headers = {"X-SLO-Class": fields.pop("header")} if "header" in fields else {}
+        return http.post(path, json={"prompt": "Hi", "messages": HI, **fields}, headers=headers)
+
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "standard"),
+        ({"service_tier": None}, "standard"),
+        ({"service_tier": "priority"}, "interactive"),
+        ({"service_tier": "batch"}, "batch"),
+        ({"header": "batch"}, "batch"),
+        ({"header": "interactive", "service_tier": "auto"}, "interactive"),
+    ]
+    for fields, chosen in cases:
+        assert post(**fields).json()["service_tier"] == chosen
+        chunks = events(post(**fields, stream=True))
+        assert {chunk["service_tier"] for chunk in chunks} == {chosen}
+        assert {submission.slo_class for submission in engine.submissions} == {chosen}
+        engine.submissions.clear()
+    refused(post(service_tier="gold"), 400, param="service_tier", code="invalid_value")
+    refused(post(service_tier=5), 400, param="service_tier", code="invalid_value")
+    refused(post(header="gold"), 400, param="X-SLO-Class", code="invalid_value")
+    refused(post(header="batch", service_tier="priority"), 400, param="service_tier")
+    assert not engine.submissions
+
+
+def test_the_openai_client_knows_tiers(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=HI, service_tier="priority")  # type: ignore[arg-type]
+    assert answer.service_tier == "interactive"  # type: ignore[comparison-overlap]
+
+
+def test_a_bound_key(engine: Scripted, text: Text) -> None:
+    config = HttpConfig.model_validate({"api_keys": ["first", {"key": "second", "classes": ["batch", "standard"]}]})
+    with served(engine, text, config) as http:
+
+        def post(key: str, **fields: Any) -> httpx.Response:
+            return http.post(
+                "/v1/completions", json={"prompt": "Hi", **fields}, headers={"authorization": f"Bearer {key}"}
+            )
+
+        assert post("first", service_tier="interactive").json()["service_tier"] == "interactive"
+        assert post("second").json()["service_tier"] == "standard"
+        answer = post("second", service_tier="interactive")
+        refused(answer, 403, type="permission_error", param="service_tier", code="slo_class_not_allowed")
+        assert "second" not in answer.text
+
+
+def test_a_request_is_found_by_its_id(http: httpx.Client, engine: Scripted) -> None:
+    for client_id in ("mine", "a/b", "50%", "cmpl-it"):
+        answer = http.post("/v1/completions", json={"prompt": "Hi", "n": 2}, headers={"x-request-id": client_id})
+        for name in (client_id, answer.json()["id"]):
+            found = http.get(f"/v1/requests/{quote(name)}")
+            assert found.status_code == 200, name
+            assert (found.json()["id"], len(found.json()["requests"])) == (client_id, 2)
+    assert len(http.get("/v1/requests").json()["data"]) == 8
+    refused(http.get("/v1/requests/other"), 404, param="id", code="request_not_found")
+    refused(http.get(f"/v1/requests/{'x' * 500}"), 404)
+    refused(http.post("/v1/requests"), 405)
+
+
+def test_requests_of_other_keys_are_not_seen(engine: Scripted, text: Text) -> None:
+    keys = ["first", "second", {"key": "operator", "sees_all_requests": True}]
+    with served(engine, text, HttpConfig.model_validate({"api_keys": keys})) as http:
+
+        def get(path: str, key: str) -> httpx.Response:
+            return http.get(path, headers={"authorization": f"Bearer {key}"})
+
+        headers = {"authorization": "Bearer first", "x-request-id": "mine"}
+        http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers)
+        assert all("first" not in submission.tenant for submission in engine.submissions)
+        assert [get("/v1/requests/mine", key).status_code for key in ("first", "second", "operator")] == [200, 404, 200]
+        assert [len(get("/v1/requests", key).json()["data"]) for key in ("first", "second", "operator")] == [1, 0, 1]
+        refused(http.get("/v1/requests/mine"), 401)
+        refused(http.get("/v1/requests"), 401)
 
 
 # -- errors from behind ------------------------------------------------------------------------------------------------

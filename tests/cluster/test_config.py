@@ -98,6 +98,21 @@ def test_tree_is_frozen() -> None:
         ({"pools": [{"name": "a"}, {"name": "a"}]}, "pools: two are named 'a'; give each its own name"),
         ({"pools": [{"name": "ingress"}]}, "pools.0: name 'ingress' is the HTTP deployment's; choose another"),
         ({"pools": [{"name": "a b"}]}, "pools.0.name: string should match pattern '^[a-z][a-z0-9-]*$', not 'a b'"),
+        (
+            {"http.api_keys": [{"key": "k", "classes": ["batch", "gold"]}]},
+            "http.api_keys.0.classes: 'gold' is none of engine.slo_classes, which are interactive, standard, batch",
+        ),
+        ({"http.api_keys": ["a", {"key": "k", "default": "gold"}]}, "http.api_keys.1.default: 'gold' is none of"),
+        ({"http.api_keys": [5]}, "http.api_keys.0: must be a string, or an object with key, classes, default"),
+        ({"http.api_keys": [{"key": "k", "class": ["batch"]}]}, "http.api_keys.0.class: no such setting"),
+        (
+            {
+                "pools.mixed.engine.slo_classes": [{"name": "one", "ttft_s": 1, "tpot_s": 1}],
+                "pools.mixed.engine.default_slo_class": "one",
+            },
+            "pools: 'mixed' must have the classes of all, engine.slo_classes and engine.default_slo_class",
+        ),
+        ({"pools.mixed.engine.default_slo_class": "batch"}, "pools: 'mixed' must have the classes of all"),
         ({"engine.max_num_batched_tokens": 10}, "engine: max_num_batched_tokens (10) must be at least max_num_seqs"),
     ],
 )
@@ -154,7 +169,34 @@ def test_printed_configuration_explains_itself_and_hides_secrets() -> None:
     assert "hunter2" not in text
     assert "<hidden>" in text
     assert "max_num_seqs: 64  # Requests" in text
-    assert "hunter2" not in repr(load(None, {"http.api_keys": ["hunter2"]}))
+    bound: dict[str, object] = {"http.api_keys": ["hunter2", {"key": "hunter3", "classes": ["batch"]}]}
+    assert "hunter" not in to_yaml(load(None, bound))
+    assert "hunter" not in repr(load(None, bound))
+
+
+def test_keys_may_be_bound_to_classes(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        """
+        engine: {slo_classes: [{name: gold, ttft_s: 1, tpot_s: 0.1}, {name: rest, ttft_s: 9, tpot_s: 1}],
+                 default_slo_class: rest}
+        http: {api_keys: [plain, {key: bound, classes: [rest], default: rest}, {key: all, sees_all_requests: true}]}
+        """
+    )
+    plain, bound, operator = load(path).http.api_keys
+    assert (plain.key, plain.classes, plain.sees_all_requests) == ("plain", None, False)
+    assert (bound.key, bound.classes, bound.default) == ("bound", ("rest",), "rest")
+    assert operator.sees_all_requests
+
+
+@pytest.mark.parametrize(
+    "data", [{"http": {"api_keys": [["hunter2"]]}}, {"http": {"api_keys": ["hunter2"], "port": -1}}]
+)
+def test_an_error_of_the_tree_itself_keeps_secrets_too(data: dict[str, object]) -> None:
+    """As Ray Serve raises it, which validates the arguments of an application by itself."""
+    with pytest.raises(ValidationError) as error:
+        ClusterConfig.model_validate(data)
+    assert "hunter2" not in str(error.value)
 
 
 def test_a_bad_secret_is_not_repeated() -> None:

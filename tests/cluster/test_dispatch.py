@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 from pydantic import ByteSize
@@ -10,15 +11,16 @@ from crossdock.cluster.dispatch import Dispatcher, ReplicaLost, merge_metrics
 from crossdock.workers.engine import Engine, EngineConfig, warm_up
 from crossdock.workers.loop import EngineLoop
 from crossdock.workers.model import wrap_module
-from crossdock.workers.request import SamplingParams, Submission, TokenDelta
+from crossdock.workers.request import Overloaded, SamplingParams, Submission, TokenDelta
 from tests.workers.architectures import build
 
 
 class InProcess:
     """An `EngineClient` without a process between: `replica.py` does the same behind a Serve handle."""
 
-    def __init__(self) -> None:
-        engine = Engine(wrap_module(build("llama", {})), EngineConfig(kv_cache_memory=ByteSize(4 << 20)))
+    def __init__(self, config: EngineConfig | None = None) -> None:
+        config = config or EngineConfig(kv_cache_memory=ByteSize(4 << 20))
+        engine = Engine(wrap_module(build("llama", {})), config)
         self.profile = warm_up(engine)
         self.loop = EngineLoop(engine)
         self.is_killed = False
@@ -27,7 +29,7 @@ class InProcess:
         channel = self.loop.channel("test")
         try:
             yield []
-            async for deltas in channel.messages():
+            async for deltas in channel.messages(1.0):
                 if self.is_killed:
                     raise ConnectionError("killed")
                 yield deltas
@@ -42,6 +44,15 @@ class InProcess:
 
     async def close(self) -> None:
         self.loop.channels["test"].close()
+
+    async def peer_dead(self, peer: bytes) -> None:
+        await self.loop.peer_dead(peer)
+
+    async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        return self.loop.timelines.find(request_id, tenant, self.loop.engine.clock())
+
+    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
+        return self.loop.timelines.live(tenant, self.loop.engine.clock())
 
     async def metrics_text(self) -> str:
         return self.loop.metrics.text()
@@ -78,9 +89,70 @@ def test_a_request_from_end_to_end() -> None:
         assert len(outputs[0]) == 20
         assert await client.owned_pages() == 0
         text = await dispatcher.metrics_text()
-        assert 'crossdock_requests_total{finish_reason="length",replica="one"}' in text
+        assert 'crossdock_requests_total{finish_reason="length",slo_class="standard",replica="one"}' in text
         assert "crossdock_time_to_first_token_seconds_count" in text
         await dispatcher.close()
+        await client.loop.close()
+
+    asyncio.run(story())
+
+
+class Refusing(InProcess):
+    """An overloaded replica: it refuses all, and asks for a wait of `retry_after` seconds."""
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__()
+        self.retry_after = retry_after
+        self.num_refused = 0
+
+    async def submit(self, submission: Submission) -> None:
+        self.num_refused += 1
+        raise Overloaded(f"retry in {self.retry_after} s", self.retry_after)
+
+
+def test_an_overloaded_replica_leaves_the_request_to_the_next_best() -> None:
+    async def story() -> None:
+        first, second, dispatcher = Refusing(5.0), InProcess(), Dispatcher("tiny")
+        first.profile = second.profile  # equally fast: the smaller name is asked first
+        dispatcher.join("a", first, first.profile)
+        dispatcher.join("b", second, second.profile)
+        while not all(link.is_open for link in dispatcher._links.values()):
+            await asyncio.sleep(0.001)
+        assert len(await tokens(dispatcher, "it")) == 20
+        assert first.num_refused == 1
+        assert all(not link.arrivals and not link.bookings.prompt_tokens for link in dispatcher._links.values())
+        await first.loop.close()
+        await second.loop.close()
+
+    asyncio.run(story())
+
+
+def test_when_all_are_overloaded_the_shortest_wait_is_told() -> None:
+    async def story() -> None:
+        clients, dispatcher = [Refusing(5.0), Refusing(2.0), Refusing(9.0)], Dispatcher("tiny")
+        for number, client in enumerate(clients):
+            dispatcher.join(f"{number}", client, client.profile)
+        while not all(link.is_open for link in dispatcher._links.values()):
+            await asyncio.sleep(0.001)
+        with pytest.raises(Overloaded) as refusal:
+            await tokens(dispatcher, "it")
+        assert refusal.value.retry_after == 2.0
+        assert [client.num_refused for client in clients] == [1, 1, 1]
+        for client in clients:
+            await client.loop.close()
+
+    asyncio.run(story())
+
+
+def test_the_first_delta_says_that_a_replica_has_taken_it() -> None:
+    async def story() -> None:
+        client, dispatcher = InProcess(), Dispatcher("tiny")
+        dispatcher.join("one", client, client.profile)
+        await ready(dispatcher)
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        deltas = [delta async for delta in dispatcher.generate(Submission("it", [5] * 40, params))]
+        assert [len(delta.token_ids) for delta in deltas] == [0, 1, 1]
+        assert deltas[0].finish_reason is None
         await client.loop.close()
 
     asyncio.run(story())
@@ -123,22 +195,63 @@ def test_leaving_early_frees_pages_at_every_stage() -> None:
     asyncio.run(story())
 
 
-def test_a_replica_that_dies_tells_its_requests_and_another_serves_on() -> None:
+def test_a_replica_that_dies_is_replaced_in_mid_stream() -> None:
+    """The other goes on after the tokens that were given out: none twice, none changed, sampled ones too."""
+
     async def story() -> None:
         first, second, dispatcher = InProcess(), InProcess(), Dispatcher("tiny")
         dispatcher.join("first", first, first.profile)
         await ready(dispatcher)
-        running = asyncio.create_task(tokens(dispatcher, "running", 200))
-        await asyncio.sleep(0.02)
+        params = SamplingParams(max_tokens=200, temperature=0.9, seed=5, ignore_eos=True, logprobs=0)
+        wanted = [t async for d in dispatcher.generate(Submission("alone", [7] * 30, params)) for t in d.token_ids]
         dispatcher.join("second", second, second.profile)
-        first.is_killed = True
-        with pytest.raises(ReplicaLost, match="first"):
-            await running
-        await ready(dispatcher)
+        output: list[int] = []
+        async for delta in dispatcher.generate(Submission("running", [7] * 30, params)):
+            assert delta.first == len(output) or not delta.token_ids
+            assert len(delta.logprobs or ()) == len(delta.token_ids)
+            output += delta.token_ids
+            if len(output) == 50:
+                victim = first if "running" in dispatcher._links["first"].arrivals else second
+                victim.is_killed = True
+        assert output == wanted
+        dispatcher.leave("first" if victim is first else "second")
         assert len(await tokens(dispatcher, "next")) == 20
-        assert dispatcher.names() == {"second"}
+        assert "crossdock_ingress_placed_again_total 1.0" in dispatcher.metrics.text()
         await first.loop.close()
         await second.loop.close()
+
+    asyncio.run(story())
+
+
+def test_when_the_last_replica_dies_its_requests_are_told() -> None:
+    async def story() -> None:
+        client, dispatcher = InProcess(), Dispatcher("tiny")
+        dispatcher.join("one", client, client.profile)
+        await ready(dispatcher)
+        running = asyncio.create_task(tokens(dispatcher, "running", 200))
+        await asyncio.sleep(0.02)
+        client.is_killed = True
+        with pytest.raises(ReplicaLost, match="no replica is up"):
+            await running
+        dispatcher.leave("one")
+        await client.loop.close()
+
+    asyncio.run(story())
+
+
+def test_a_replica_that_was_out_of_reach_is_tried_again() -> None:
+    async def story() -> None:
+        client, dispatcher = InProcess(), Dispatcher("tiny")
+        dispatcher.join("one", client, client.profile)
+        await ready(dispatcher)
+        client.is_killed = True
+        with pytest.raises(ReplicaLost):
+            await tokens(dispatcher, "lost")
+        client.is_killed = False
+        assert not dispatcher.ready()
+        await ready(dispatcher)
+        assert len(await tokens(dispatcher, "again")) == 20
+        await client.loop.close()
 
     asyncio.run(story())
 

@@ -152,6 +152,53 @@ def test_refusals_reach_the_client_in_openais_shape(client: openai.OpenAI) -> No
         )
 
 
+def test_a_request_is_followed_across_replicas(client: openai.OpenAI, url: str) -> None:
+    """Whichever of the two ingresses is asked."""
+    answer = client.completions.create(
+        model="smol",
+        prompt=[*range(900, 1500)],
+        max_tokens=4,
+        n=2,
+        extra_body={"min_tokens": 4, "service_tier": "priority"},
+        extra_headers={"X-Request-Id": "followed"},
+    )
+    assert answer.model_extra == {"service_tier": "interactive"}
+    for _ in range(4):
+        found = httpx.get(f"{url}/v1/requests/followed").json()["requests"]
+        assert [one["slo_class"] for one in found] == ["interactive"] * 2
+        for one in found:
+            assert one["num_prompt_tokens"] == 600 == one["chunks"][-1]["start"] + one["chunks"][-1]["num_tokens"]
+            assert (one["state"], one["num_output_tokens"], one["num_decode_steps"]) == ("finished", 4, 3)
+            assert one["replica"]
+    assert httpx.get(f"{url}/v1/requests/unheard-of").status_code == 404
+    assert httpx.get(f"{url}/v1/requests").json() == {"object": "list", "data": []}
+
+
+def test_more_than_can_be_in_time_is_429(url: str) -> None:
+    """Prompts of 1,500 tokens that all come at once, and a promise of a second or of twice what each takes alone."""
+
+    async def ask(http: httpx.AsyncClient, number: int) -> httpx.Response:
+        prompt = [1000 + number, *range(2000, 3499)]
+        body = {"model": "smol", "prompt": prompt, "max_tokens": 1, "service_tier": "interactive"}
+        return await http.post(f"{url}/v1/completions", json=body)
+
+    async def crowd() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=None) as http:
+            return await asyncio.gather(*(ask(http, number) for number in range(16)))
+
+    answers = asyncio.run(crowd())
+    assert {answer.status_code for answer in answers} == {200, 429}
+    for answer in answers:
+        if answer.status_code == 429:
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+            assert "class 'interactive' promises" in answer.json()["error"]["message"]
+    num_refused = sum(answer.status_code == 429 for answer in answers)
+    assert metric(url, "crossdock_ingress_requests_refused_total") == num_refused
+    assert metric(url, 'crossdock_requests_refused_total{slo_class="interactive"') == num_refused
+    wait_until_idle(url)
+
+
 def test_a_hundred_thousand_token_body_disturbs_nobody(client: openai.OpenAI, url: str) -> None:
     stream = client.completions.create(model="smol", prompt="Once", max_tokens=40, stream=True, temperature=0)
     next(iter(stream))
@@ -213,6 +260,10 @@ def test_metrics_describe_the_whole_deployment(url: str, client: openai.OpenAI) 
         "crossdock_pages",
         "crossdock_time_to_first_token_seconds_bucket",
         "crossdock_inter_token_seconds_bucket",
+        "crossdock_ingress_time_to_first_token_seconds_bucket",
+        "crossdock_step_cost_seconds",
+        "crossdock_step_relative_error",
+        "crossdock_slo_ttft_total",
     ):
         assert f"\n{name}" in text, name
     deadline = time.monotonic() + 20

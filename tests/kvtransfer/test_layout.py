@@ -1,9 +1,17 @@
-"""A page is one byte range, a head of it another, and the layers' views tile it without overlap."""
+"""A page is one byte range, a head of it another; the layers' views tile it; pools that differ do not mix."""
 
 import pytest
 import torch
 
-from crossdock.kvtransfer.layout import LayerShape, PoolLayout
+from crossdock.kvtransfer.layout import (
+    IncompatiblePools,
+    LayerShape,
+    PoolLayout,
+    PoolSpec,
+    Shard,
+    check_compatible,
+    shard_model,
+)
 
 SHAPES = {
     "uniform": [LayerShape(3, 8, 8)] * 4,
@@ -41,3 +49,72 @@ def test_smollm2_sizes() -> None:
     layout = PoolLayout([LayerShape(3, 64, 64)] * 30, 16, 2)
     assert layout.token_bytes == 30 * 3 * 128 * 2
     assert layout.page_bytes == 16 * layout.token_bytes
+
+
+LAYERS = (LayerShape(4, 8, 8), LayerShape(2, 16, 16), LayerShape(4, 8, 4))
+
+
+def spec(**changes: object) -> PoolSpec:
+    values = {"model": "m@1", "dtype": "bfloat16", "itemsize": 2, "page_size": 16, "layers": LAYERS, "rank": 0}
+    return PoolSpec(**{**values, "shards": shard_model(LAYERS, 1), "num_pages": 7, **changes})  # type: ignore[arg-type]
+
+
+def test_shards_are_whole_heads_and_layers() -> None:
+    assert shard_model(LAYERS, 1) == (Shard(0, ((0, 4), (0, 2), (0, 4))),)
+    assert shard_model(LAYERS, 2) == (Shard(0, ((0, 2), (0, 1), (0, 2))), Shard(0, ((2, 4), (1, 2), (2, 4))))
+    assert [s.heads[1] for s in shard_model(LAYERS, 4)] == [(0, 1), (0, 1), (1, 2), (1, 2)], "few heads are replicated"
+    assert [(s.first_layer, len(s.heads)) for s in shard_model(LAYERS, 1, 2)] == [(0, 1), (1, 2)]
+    with pytest.raises(ValueError, match="3 layers cannot be split over 1 x 4 ranks"):
+        shard_model(LAYERS, 1, 4)
+
+
+def test_a_rank_has_the_layout_of_its_shard() -> None:
+    second = spec(shards=shard_model(LAYERS, 2, 3), rank=3)
+    assert second.layout.layers == [LayerShape(1, 16, 16)]
+    assert second.nbytes == 7 * 16 * 32 * 2
+    assert spec().layout == spec().layout_of(0)
+    assert PoolSpec.whole(PoolLayout(LAYERS, 16, 2), "m@1", "bfloat16", 7) == spec()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"page_size": 0}, "page_size"),
+        ({"rank": 1}, "rank must be within 0 and 0, not 1"),
+        ({"layers": (LayerShape(0, 8, 8),)}, "num_kv_heads=0"),
+        ({"shards": (Shard(1, ((0, 2), (0, 4), (0, 4))),)}, "begins at layer 1"),
+        ({"shards": (Shard(0, ((0, 5),)),)}, r"heads \[0, 5\) of a layer with 4"),
+        ({"shards": (Shard(0, ((2, 2),)),)}, r"heads \[2, 2\)"),
+    ],
+)
+def test_impossible_specs_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spec(**changes)
+
+
+@pytest.mark.parametrize("changes", [{"num_pages": 9}, {"shards": shard_model(LAYERS, 2), "rank": 1}])
+def test_sizes_and_shards_may_differ(changes: dict[str, object]) -> None:
+    check_compatible(spec(), spec(**changes))
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("model", {"model": "m@2"}),
+        ("dtype", {"dtype": "float16"}),
+        ("dtype", {"itemsize": 4}),
+        ("page_size", {"page_size": 32}),
+        ("layers", {"layers": (LAYERS[0], LAYERS[1], LayerShape(4, 8, 8))}),
+    ],
+)
+def test_a_mismatch_shows_both_pools(field: str, changes: dict[str, object]) -> None:
+    ours, theirs = spec(), spec(**changes)
+    with pytest.raises(IncompatiblePools) as error:
+        check_compatible(ours, theirs)
+    text = str(error.value)
+    assert text.startswith(f"pools differ in {field}:")
+    rows = {line.split()[0]: line for line in text.splitlines()[2:]}
+    for name in ours.fields():
+        assert ours.fields()[name] in rows[name]
+        assert theirs.fields()[name] in rows[name]
+        assert rows[name].endswith("<- differs") == (name == field)

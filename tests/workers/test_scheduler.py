@@ -1,6 +1,8 @@
 """The scheduling rule: budget kept, pages balanced, everything ends, whatever happens in whatever order."""
 
 import hashlib
+from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,10 +18,18 @@ from hypothesis.stateful import (
 )
 
 from crossdock.workers.pages import PagePool
-from crossdock.workers.request import FinishReason, Request, SamplingParams, Status, TokenDelta
+from crossdock.workers.profile import StepCost
+from crossdock.workers.request import FinishReason, Leg, Overloaded, Request, SamplingParams, Status, TokenDelta
 from crossdock.workers.scheduler import Batch, Sampled, Scheduler, SchedulerConfig
+from crossdock.workers.slo import SloClass
 
 EOS = 0
+COST = StepCost(base=1e-3, per_prefill_token=1e-3, per_attended=1e-7, per_decode=5e-4, per_decode_context=1e-6)
+CLASSES = (
+    SloClass(name="interactive", ttft_s=0.4, tpot_s=0.004, decode_share=0.25),
+    SloClass(name="standard", ttft_s=0.5, tpot_s=0.02),
+    SloClass(name="batch", ttft_s=5.0, tpot_s=0.5),
+)
 
 
 def next_token(token_ids: list[int], vocab: int = 50) -> int:
@@ -235,6 +245,343 @@ def test_what_can_never_be_served_is_refused_by_name() -> None:
         scheduler(enable_chunked_prefill=False, max_model_len=40)
 
 
+# -- classes, order, promises ----------------------------------------------------------------------------------------
+
+
+class Simulation:
+    """A scheduler on a clock that advances by what each step costs."""
+
+    def __init__(self, **config: Any) -> None:
+        settings = {
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 16,
+            "page_size": 4,
+            "num_pages": 4000,
+            "max_model_len": 4000,
+            "slo_classes": CLASSES,
+            "admission": "queue",
+        }
+        self.it = scheduler(**(settings | config))
+        self.it.cost = COST
+        self.now = 0.0
+        self.first_token: dict[str, float] = {}
+        self.tokens: dict[str, list[float]] = {}
+        self.batches: list[Batch] = []
+
+    def add(self, name: str, num_tokens: int, slo_class: str = "standard", max_tokens: int = 1) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        salt = name  # nothing is shared
+        new = Request(name, [7] * num_tokens, params, salt, slo_class, arrival_time=self.now)
+        self.it.add(new)
+        return new
+
+    def step(self) -> Batch:
+        self.it.grant(self.now)
+        batch = self.it.schedule(self.now)
+        self.now += COST.seconds(batch.work)
+        tokens = {p.request.id: Sampled(next_token(p.request.token_ids)) for p in batch.scheduled if p.samples}
+        for delta in self.it.update(batch, tokens, self.now):
+            self.first_token.setdefault(delta.request_id, self.now)
+            self.tokens.setdefault(delta.request_id, []).append(self.now)
+        self.batches.append(batch)
+        return batch
+
+    def run(self) -> None:
+        while self.it.has_work:
+            self.step()
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """Half of each step is its own, whatever is left of the long one; first come, first served computes that first."""
+
+    def steps(**config: Any) -> int:
+        them = Simulation(**config)
+        them.add("long", 3000)
+        them.step()
+        them.add("short", 100)
+        count = 0
+        while "short" not in them.first_token:
+            them.step()
+            count += 1
+        return count
+
+    assert steps() <= 2
+    assert steps(prefill_order="fcfs", chunk_policy="fixed") == 12
+
+
+def test_the_steps_of_a_long_prompt_leave_streams_their_pace() -> None:
+    """No gap of a stream exceeds what its class promises by more than the bank of a quarter, while a floor chunk
+    fits into its slack at all."""
+    them = Simulation()
+    for number in range(4):
+        them.add(f"s{number}", 20, "standard", max_tokens=300)
+    for _ in range(5):
+        them.step()
+    them.add("long", 3000, "batch")
+    them.run()
+    for number in range(4):
+        times = them.tokens[f"s{number}"]
+        gaps = [after - before for before, after in pairwise(times)]
+        assert max(gaps[5:]) <= 1.25 * CLASSES[1].tpot_s
+    assert "slack" in them.batches[8].limit
+
+
+def test_classes_are_strict_tiers() -> None:
+    them = Simulation(max_num_batched_tokens=64, short_lane_share=0.0)
+    for name in ("batch", "standard", "interactive"):
+        for number in range(3):
+            them.add(f"{name} {number}", 60, name)
+    them.run()
+    order = sorted(them.first_token, key=lambda name: (them.first_token[name], name))
+    assert [name.split()[0] for name in order] == ["interactive"] * 3 + ["standard"] * 3 + ["batch"] * 3
+
+
+def test_who_slows_down_first_when_pages_run_short() -> None:
+    """Batch loses its pages, then standard; the interactive streams are never preempted."""
+    them = Simulation(num_pages=64, max_model_len=200, max_num_seqs=8, starvation_s=1000.0)
+    requests = {name: them.add(name, 40, name, max_tokens=100) for name in ("batch", "standard", "interactive")}
+    for _ in range(10):
+        them.step()
+    assert all(it.status is Status.RUNNING for it in requests.values())
+    late = them.add("interactive 2", 100, "interactive", max_tokens=4)  # needs 25 of the 64 pages at once
+    them.step()
+    assert late.status is Status.RUNNING
+    assert requests["batch"].status is Status.WAITING
+    them.run()
+    assert requests["batch"].num_preemptions >= 1
+    assert requests["batch"].num_preemptions >= requests["standard"].num_preemptions
+    assert requests["interactive"].num_preemptions == late.num_preemptions == 0
+
+
+def test_who_slows_down_first_when_time_runs_short() -> None:
+    """Batch streams skip steps so that an interactive one keeps its pace; none of them stops for good."""
+    them = Simulation(max_num_seqs=48)
+    for number in range(30):
+        them.add(f"b{number}", 4, "batch", max_tokens=40)
+    for _ in range(3):
+        them.step()
+    them.add("i", 4, "interactive", max_tokens=60)
+    them.run()
+    times = them.tokens["i"]
+    gaps = [after - before for before, after in pairwise(times)]
+    assert sorted(gaps)[len(gaps) // 2] <= 1.25 * CLASSES[0].tpot_s
+    assert any(batch.num_skipped for batch in them.batches)
+    for number in range(30):
+        times = them.tokens[f"b{number}"]
+        assert len(times) == 40
+        assert max(after - before for before, after in pairwise(times)) <= CLASSES[2].tpot_s
+
+
+@pytest.mark.parametrize("length", [100, 2000])
+def test_nobody_starves(length: int) -> None:
+    """Under more interactive work than the replica can do, for ever, a batch prompt has its first token within
+    `starvation_s`, plus its own time, plus that of whoever had starved before it; here nobody had."""
+    them = Simulation(starvation_s=2.0, max_num_seqs=64)
+    victim = them.add("victim", length, "batch")
+    alone = COST.prefill_seconds(0, length, 256)
+    arrivals = 0
+    while "victim" not in them.first_token:
+        while arrivals * 0.05 <= them.now:  # 100 tokens each 50 ms: twice what a millisecond a token allows
+            them.add(f"i{arrivals}", 100, "interactive")
+            arrivals += 1
+        them.step()
+        assert them.now < 60
+    assert victim.arrival_time == 0.0
+    assert them.first_token["victim"] <= 2.0 + 2 * alone + 0.5
+
+
+def test_partial_prefills_are_bounded() -> None:
+    them = Simulation(max_num_batched_tokens=64, max_num_partial_prefills=3, max_long_partial_prefills=1)
+    for number in range(6):
+        them.add(f"long {number}", 1000)
+        them.add(f"short {number}", 100)
+    while them.it.has_work:
+        them.step()
+        partial = [it for it in them.it.running if not it.is_decoding]
+        assert len(partial) <= 3
+        assert sum(it.id.startswith("long") and it.num_uncached_tokens > 160 for it in partial) <= 1
+
+
+def test_late_is_refused_with_the_seconds_to_wait() -> None:
+    them = Simulation(admission="reject")
+    them.add("first", 3000, "batch")
+    them.add("second", 30, "interactive")  # goes before: not late
+    for number in range(2):
+        them.add(f"third {number}", 150, "standard")
+    with pytest.raises(Overloaded, match=r"'standard' promises 0\.\d s") as refused:
+        them.add("fourth", 200, "standard")
+    assert 0 < refused.value.retry_after < 1
+    them.add("fourth", 200, "batch")
+    waited = them.now + refused.value.retry_after
+    while them.now < waited:
+        them.step()
+    them.add("fifth", 200, "standard")  # what was promised: now it would be taken
+    them.run()
+
+
+def test_unknown_class_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="slo_class 'gold' is not served here; there are interactive, standard, batch"):
+        Simulation().add("a", 3, "gold")
+
+
+def test_the_same_history_gives_the_same_steps() -> None:
+    def history() -> list[str]:
+        them = Simulation(num_pages=400, max_model_len=1500)
+        for number in range(40):
+            them.add(f"r{number}", 1 + 37 * number % 900, CLASSES[number % 3].name, max_tokens=1 + number % 30)
+            them.step()
+        them.run()
+        return [
+            f"{batch.limit} {[(p.request.id, p.start, p.num_tokens, p.reason) for p in batch.scheduled]}"
+            for batch in them.batches
+        ]
+
+    assert history() == history()
+
+
+def test_chunks_and_decodes_alternate_where_they_do_not_mix() -> None:
+    """SGLang without --enable-mixed-chunk."""
+    them = Simulation(mixed_chunks=False, chunk_policy="fixed", max_num_batched_tokens=64)
+    them.add("stream", 10, max_tokens=50)
+    them.step()
+    them.add("long", 256)
+    kinds = ["decodes" if batch.num_decodes else "chunk" for batch in (them.step() for _ in range(8))]
+    assert kinds == ["chunk", "decodes"] * 4
+
+
+def test_max_prefill_tokens_bounds_a_step() -> None:
+    them = Simulation(max_prefill_tokens=32, chunk_policy="fixed")
+    them.add("a", 100)
+    them.run()
+    assert [batch.num_tokens for batch in them.batches] == [32, 32, 32, 4]
+    assert them.batches[0].limit == "max_prefill_tokens"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"min_chunk_tokens": 3}, "min_chunk_tokens"),
+        ({"max_num_partial_prefills": 1}, "max_long_partial_prefills"),
+        ({"default_slo_class": "gold"}, "default_slo_class"),
+        ({"slo_classes": (CLASSES[0], CLASSES[0])}, "different names"),
+        ({"slo_classes": (CLASSES[0].model_copy(update={"decode_share": 1.0}), *CLASSES[1:])}, "decode_share"),
+    ],
+)
+def test_settings_that_cannot_be(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scheduler(**config)
+
+
+# -- legs ------------------------------------------------------------------------------------------------------------
+
+
+def pair_request(name: str, num_tokens: int, leg: Leg, max_tokens: int = 5, epoch: int = 1) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return Request(name, [ord(name[0])] * num_tokens, params, leg=leg, epoch=epoch)
+
+
+def test_a_sent_prompt_keeps_its_pages_until_they_are_read() -> None:
+    it = scheduler()
+    it.add(pair_request("a", 30, Leg.SEND))
+    _, deltas = step(it)
+    assert len(deltas[0].token_ids) == 1
+    assert deltas[0].finish_reason is None
+    assert it.get("a").status is Status.HELD  # type: ignore[union-attr]
+    assert not it.has_work
+    it.shipped("a")
+    assert it.get("a") is None
+    assert it.pages.counts().owned == 8, "the last writes may still read them"
+    it.pages.release("a#1")
+    assert it.pages.counts().owned == 0
+
+
+def test_a_prompt_that_is_received_decodes_from_its_second_token() -> None:
+    it = scheduler()
+    it.add(pair_request("a", 30, Leg.RECEIVE))
+    assert not it.has_work
+    (granted,) = it.grant(0.0)
+    assert granted.num_computed_tokens == 0
+    assert len(it.pages.pages_of("a#1")) == 8
+    it.commit("a", 16)
+    assert not it.schedule(0.0)
+    first = next_token([ord("a")] * 30)
+    it.arrive("a", first, 0.0)
+    deltas = []
+    while it.has_work:
+        deltas += step(it)[1]
+    expected = reference_output([ord("a")] * 30, granted.sampling, 100)
+    assert [first, *(token for delta in deltas for token in delta.token_ids)] == expected
+    assert [delta.first for delta in deltas] == [1, 2, 3, 4]
+    assert it.pages.counts().owned == it.pages.counts().quarantined == 0
+
+
+def test_committed_pages_are_shared_while_the_rest_is_on_its_way() -> None:
+    it = scheduler()
+    it.add(pair_request("a", 30, Leg.RECEIVE))
+    it.grant(0.0)
+    it.commit("a", 16)
+    it.add(Request("b", [ord("a")] * 30, SamplingParams(max_tokens=1)))
+    batch, _ = step(it)
+    assert (batch.scheduled[0].start, batch.scheduled[0].num_tokens) == (16, 14)
+
+
+def test_what_had_arrived_is_not_computed_again() -> None:
+    it = scheduler()
+    it.add(pair_request("a", 30, Leg.RECEIVE))
+    it.grant(0.0)
+    it.commit("a", 16)
+    it.take_over("a", 1.0)
+    assert it.pages.counts().quarantined == 4
+    batch, _ = step(it)
+    assert (batch.scheduled[0].start, batch.scheduled[0].num_tokens) == (16, 14)
+    run(it)
+    assert it.pages.counts().quarantined == 4, "the lost writer is not known to have stopped"
+    it.pages.end_quarantine("a#1")
+    assert it.pages.counts().quarantined == 0
+
+
+def test_an_aborted_arrival_is_quarantined() -> None:
+    it = scheduler()
+    it.add(pair_request("a", 30, Leg.RECEIVE))
+    it.grant(0.0)
+    it.commit("a", 8)
+    it.abort("a")
+    counts = it.pages.counts()
+    assert (counts.quarantined, counts.owned, counts.cached) == (6, 0, 2)
+
+
+def test_grants_wait_for_pages() -> None:
+    it = scheduler(num_pages=26, max_model_len=100)
+    it.add(pair_request("a", 60, Leg.RECEIVE))
+    it.add(pair_request("b", 60, Leg.RECEIVE))
+    assert [request.id for request in it.grant(0.0)] == ["a"]
+    assert it.grant(0.0) == []
+    it.arrive("a", 1, 0.0)
+    run(it)
+    assert [request.id for request in it.grant(0.0)] == ["b"]
+
+
+def test_grants_wait_for_places() -> None:
+    it = scheduler(max_num_seqs=1)
+    it.add(pair_request("a", 6, Leg.RECEIVE))
+    it.add(pair_request("b", 6, Leg.RECEIVE))
+    assert [request.id for request in it.grant(0.0)] == ["a"]
+    it.add(request("local", [1, 2, 3]))
+    assert not it.schedule(0.0)
+
+
+def test_a_request_that_began_elsewhere_goes_on_where_it_was() -> None:
+    prompt = [9] * 30
+    expected = reference_output(prompt, SamplingParams(max_tokens=10, ignore_eos=True), 100)
+    it = scheduler()
+    it.add(Request("a", prompt, SamplingParams(max_tokens=10, ignore_eos=True), output_token_ids=expected[:4]))
+    deltas = []
+    while it.has_work:
+        deltas += step(it)[1]
+    assert [token for delta in deltas for token in delta.token_ids] == expected[4:]
+    assert deltas[0].first == 4
+
+
 # -- any history ---------------------------------------------------------------------------------------------------
 
 
@@ -248,8 +595,28 @@ class AnyHistory(RuleBasedStateMachine):
         threshold=st.sampled_from([0, 4, 9]),
         caching=st.booleans(),
         chunked=st.booleans(),
+        mixed=st.booleans(),
+        policy=st.sampled_from(["adaptive", "fixed"]),
+        order=st.sampled_from(["response_ratio", "fcfs"]),
+        partial=st.sampled_from([(1, 1), (2, 1), (8, 2)]),
+        lane=st.sampled_from([0.0, 0.5, 0.9]),
+        admission=st.sampled_from(["queue", "reject"]),
     )
-    def start(self, pages: int, budget: int, seqs: int, threshold: int, caching: bool, chunked: bool) -> None:
+    def start(
+        self,
+        pages: int,
+        budget: int,
+        seqs: int,
+        threshold: int,
+        caching: bool,
+        chunked: bool,
+        mixed: bool,
+        policy: str,
+        order: str,
+        partial: tuple[int, int],
+        lane: float,
+        admission: str,
+    ) -> None:
         self.it = scheduler(
             num_pages=pages,
             max_model_len=40,
@@ -258,8 +625,20 @@ class AnyHistory(RuleBasedStateMachine):
             max_num_seqs=min(seqs, budget - 4),
             long_prefill_token_threshold=threshold,
             enable_chunked_prefill=chunked,
+            mixed_chunks=mixed,
+            chunk_policy=policy,
+            prefill_order=order,
+            max_num_partial_prefills=partial[0],
+            max_long_partial_prefills=partial[1],
+            short_lane_share=lane,
+            admission=admission,
+            starvation_s=0.5,
+            slo_classes=CLASSES,
         )
+        self.it.cost = COST if policy == "adaptive" else None
+        self.now = 0.0
         self.live: dict[str, Request] = {}
+        self.being_read: set[str] = set()
         self.count = 0
 
     @rule(
@@ -268,20 +647,77 @@ class AnyHistory(RuleBasedStateMachine):
         max_tokens=st.integers(0, 25),
         salt=st.sampled_from(["", "tenant"]),
         ignore_eos=st.booleans(),
+        slo_class=st.sampled_from(["interactive", "standard", "batch"]),
+        leg=st.sampled_from([Leg.LOCAL, Leg.LOCAL, Leg.SEND, Leg.RECEIVE]),
     )
-    def add(self, prefix: list[int], tail: list[int], max_tokens: int, salt: str, ignore_eos: bool) -> None:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
-        new = Request(f"r{self.count}", (prefix + tail)[:39], params, cache_salt=salt)
+    def add(
+        self,
+        prefix: list[int],
+        tail: list[int],
+        max_tokens: int,
+        salt: str,
+        ignore_eos: bool,
+        slo_class: str,
+        leg: Leg,
+    ) -> None:
+        params = SamplingParams(max_tokens=max(max_tokens, leg is not Leg.LOCAL), ignore_eos=ignore_eos)
+        name, prompt = f"r{self.count}", (prefix + tail)[:39]
+        epoch = int(leg is not Leg.LOCAL)
+        new = Request(name, prompt, params, salt, slo_class, leg=leg, epoch=epoch, arrival_time=self.now)
         self.count += 1
-        self.it.add(new)
-        self.live[new.id] = new
+        with suppress(Overloaded):
+            self.it.add(new)
+            self.live[new.id] = new
+        if new.id not in self.live:
+            assert self.it.config.admission == "reject"
+            assert self.live, "an idle replica refuses nobody"
+            assert self.it.get(new.id) is None
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.live)))
-        assert self.it.abort(name) is self.live.pop(name)
-        assert not self.it.pages.pages_of(name)
+        request = self.live.pop(name)
+        assert self.it.abort(name) is request
+        if request.leg is Leg.SEND:
+            self.being_read.add(request.owner)
+        else:
+            assert not self.it.pages.pages_of(request.owner)
+
+    @rule(data=st.data(), pages=st.integers(0, 10))
+    def deliver(self, data: st.DataObject, pages: int) -> None:
+        """Something happens to a request between two replicas: more of it arrives, or all; it has been read."""
+        if not self.it.held:
+            return
+        request = data.draw(st.sampled_from(sorted(self.it.held, key=lambda it: it.id)))
+        if request.leg is Leg.SEND:
+            self.it.shipped(request.id)
+            self.being_read.add(request.owner)
+            del self.live[request.id]
+        elif (end := request.num_computed_tokens + pages * self.it.pages.page_size) < request.num_tokens:
+            self.it.commit(request.id, end)
+        else:
+            token = next_token(request.token_ids)
+            if token == EOS or request.sampling.max_tokens == 1:  # the sender would have ended it
+                self.it.abort(request.id)
+                del self.live[request.id]
+            else:
+                self.it.arrive(request.id, token, self.now)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def lose_the_sender(self, data: st.DataObject) -> None:
+        arriving = sorted(name for name, it in self.live.items() if it.leg is Leg.RECEIVE and it.num_output_tokens == 0)
+        if arriving:
+            self.it.take_over(data.draw(st.sampled_from(arriving)), self.now)
+
+    @rule()
+    def writers_and_readers_stop(self) -> None:
+        for owner in self.being_read:
+            self.it.pages.release(owner)
+        self.being_read.clear()
+        for number in range(self.count):
+            self.it.pages.end_quarantine(f"r{number}#1")
 
     @rule(steps=st.integers(1, 6))
     def run_steps(self, steps: int) -> None:
@@ -289,12 +725,15 @@ class AnyHistory(RuleBasedStateMachine):
             self.one_step()
 
     def one_step(self) -> None:
-        batch = self.it.schedule(0.0)
+        self.it.grant(self.now)
+        batch = self.it.schedule(self.now)
+        self.now += COST.seconds(batch.work)
         assert batch.num_tokens <= self.it.config.max_num_batched_tokens
         assert len(self.it.running) <= self.it.config.max_num_seqs
         names = [part.request.id for part in batch.scheduled]
         assert len(names) == len(set(names))
-        assert bool(batch) == bool(self.live), "there is work, so a step must do some"
+        if batch or not (self.it.held or self.being_read or self.it.pages.counts().quarantined):
+            assert bool(batch) == self.it.has_work, "there is work, so a step must do some"
         for number, part in enumerate(batch.scheduled):
             each, end = part.request, part.start + part.num_tokens
             assert part.start == each.num_computed_tokens
@@ -305,12 +744,17 @@ class AnyHistory(RuleBasedStateMachine):
                 assert each.num_output_tokens > 0
                 assert part.num_tokens == 1
                 assert part.samples
+            assert part.reason
             threshold = self.it.config.long_prefill_token_threshold
             assert not threshold or not self.it.config.enable_chunked_prefill or part.num_tokens <= threshold
+        if not self.it.config.mixed_chunks:
+            assert batch.num_decodes in (0, len(batch.scheduled)), "chunks and decodes take turns"
         tokens = {p.request.id: Sampled(next_token(p.request.token_ids)) for p in batch.scheduled if p.samples}
-        for delta in self.it.update(batch, tokens, 0.0):
+        for delta in self.it.update(batch, tokens, self.now):
             if delta.finish_reason is not None:
                 done = self.live.pop(delta.request_id)
+                if done.leg is Leg.SEND:
+                    self.being_read.add(done.owner)
                 expected = reference_output(done.prompt_token_ids, done.sampling, 40)
                 assert done.token_ids[done.num_prompt_tokens :] == expected
 
@@ -320,12 +764,14 @@ class AnyHistory(RuleBasedStateMachine):
             return
         counts = self.it.pages.counts()
         assert counts.free + counts.owned + counts.cached + counts.quarantined == counts.total
-        held = {page for each in self.it.running for page in self.it.pages.pages_of(each.id)}
+        owners = {each.owner for each in [*self.it.running, *self.it.held]} | self.being_read
+        held = {page for owner in owners for page in self.it.pages.pages_of(owner)}
         assert counts.owned == len(held)
         for each in self.it.waiting:
-            assert not self.it.pages.pages_of(each.id)
+            assert not self.it.pages.pages_of(each.owner)
         for each in self.live.values():
-            assert each.status in (Status.WAITING, Status.RUNNING)
+            assert each.status in (Status.WAITING, Status.RUNNING, Status.HELD)
+        assert all(each.leg is not Leg.LOCAL for each in self.it.held)
 
     def teardown(self) -> None:
         if not hasattr(self, "it"):
@@ -333,9 +779,18 @@ class AnyHistory(RuleBasedStateMachine):
         limit = 10_000
         while self.live:
             self.one_step()
+            self.writers_and_readers_stop()
+            for name, each in list(self.live.items()):
+                if each.status is Status.HELD and each.leg is Leg.SEND:
+                    self.it.shipped(name)
+                    self.being_read.add(each.owner)
+                    del self.live[name]
+                elif each.leg is Leg.RECEIVE and each.num_output_tokens == 0:
+                    self.it.take_over(name, self.now)
             limit -= 1
             assert limit, "not everything ends"
-        assert self.it.pages.counts().owned == 0
+        self.writers_and_readers_stop()
+        assert self.it.pages.counts().owned == self.it.pages.counts().quarantined == 0
         assert not self.it.has_work
 
 

@@ -1,0 +1,246 @@
+"""Pages over NIXL and UCX: RDMA between hosts, CMA or TCP on one. What NIXL does and does not do is in facts/nixl.md.
+
+The three that shape this file: nothing moves, on either side, unless somebody polls; a finished write is announced to
+the target only when its initiator looks at it again; and a write once begun cannot be called back, by no means.
+"""
+
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdock.kvtransfer.plan import ByteRange
+from crossdock.kvtransfer.transport import (
+    Memory,
+    Peer,
+    PeerLost,
+    Received,
+    TransportEvent,
+    TransportUnavailable,
+    WriteDone,
+    WriteFailed,
+)
+
+_WRITING_SECONDS = 0.0002
+"""Between polls while a write of ours is open: a page and its acknowledgement take 0.6 ms so, 1.2 ms at 0.5 ms."""
+
+
+@dataclass(slots=True, eq=False)
+class _Route:
+    """A peer's descriptor lists, prepared once: index = range · pages + page, on either side."""
+
+    num_ranges: int
+    num_pages: int
+    num_peer_pages: int
+    local: Any = None
+    remote: Any = None
+
+
+class NixlTransport:
+    """`ucx_tls` and `ucx_net_devices` set UCX's own variables, for tests and odd networks; None leaves them alone.
+
+    NIXL's progress thread is off: it spins, taking a whole core even when idle. With cores to spare, and RDMA, it
+    saves the poll interval; polling goes on all the same.
+    Nobody may fork after `open`: a child that exits normally takes the parent's connections down with it.
+    """
+
+    kind = "nixl"
+    lost_is_fence = False  # the peer may live, and RDMA writes may be on their way
+    busy_seconds = 0.0005
+    idle_seconds = 0.02  # whoever has nothing under way is sent nothing that is urgent
+
+    def __init__(
+        self, ucx_tls: str | None = None, ucx_net_devices: str | None = None, *, progress_thread: bool = False
+    ) -> None:
+        # All of this is read when the libraries are loaded or the first agent is made.
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # by default it tells stdout of every agent
+        os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")  # else registrations pile up; vLLM does the same
+        if ucx_tls is not None:
+            os.environ["UCX_TLS"] = ucx_tls
+        if ucx_net_devices is not None:
+            os.environ["UCX_NET_DEVICES"] = ucx_net_devices
+        raise_exceptions = logging.raiseExceptions
+        try:
+            self._nixl: Any = importlib.import_module("nixl")  # never nixl_cu12: two variants in one process clash
+        except ImportError as error:
+            raise TransportUnavailable(f"nixl cannot be imported ({error}): pip install 'crossdock[nixl]'") from error
+        finally:
+            logging.raiseExceptions = raise_exceptions  # nixl turns it off for everyone
+        bindings = self._nixl._bindings
+        self._errors: tuple[type[Exception], ...] = tuple(
+            getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")
+        )  # they have no common base
+        self._setup_errors: tuple[type[Exception], ...] = (*self._errors, RuntimeError, ValueError, TypeError)
+        self._progress_thread = progress_thread
+        self._agent: Any = None
+        self._registration: Any = None
+        self._memory = Memory(0, 0)
+        self._routes: dict[str, _Route] = {}
+        self._open: dict[int, tuple[str, Any]] = {}  # peer, handle
+        self._num_writes = 0
+        self._events: list[TransportEvent] = []
+        self._woken = threading.Event()
+
+    # -- Transport -------------------------------------------------------------------------------------------------
+
+    def open(self, name: str, memory: Memory) -> bytes:
+        api = self._nixl._api
+        config = api.nixl_agent_config(
+            enable_prog_thread=self._progress_thread,
+            backends=["UCX"],
+            # The default is none at all, and was seen to hang and to crash (facts/nixl.md, Threads).
+            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+        )
+        try:
+            self._agent = api.nixl_agent(name, config)
+            rows = [(memory.address, memory.nbytes, _device(memory), "")]
+            self._registration = self._agent.register_memory(rows, _kind(memory))
+            metadata = self._agent.get_agent_metadata()
+        except self._setup_errors as error:
+            raise TransportUnavailable(f"NIXL with UCX_TLS={os.environ.get('UCX_TLS', '')}: {error}") from error
+        self._memory = memory
+        data: bytes = msgpack.packb([metadata, memory.address, _device(memory), _kind(memory)])
+        return data
+
+    def connect(self, peer: Peer, page_bytes: int, num_pages: int, ranges: Sequence[ByteRange]) -> None:
+        if peer.name in self._routes:
+            return
+        route = _Route(len(ranges), num_pages, peer.spec.num_pages)
+        try:
+            metadata, address, device, kind = msgpack.unpackb(peer.address, use_list=False)
+            self._agent.add_remote_agent(metadata)
+            self._routes[peer.name] = route
+            if ranges:
+                here = [(self._memory.address + part.source, part.length) for part in ranges]
+                there = [(address + part.target, part.length) for part in ranges]
+                local = _strided(here, _device(self._memory), page_bytes, num_pages)
+                remote = _strided(there, device, peer.spec.layout.page_bytes, peer.spec.num_pages)
+                route.local = self._agent.prep_xfer_dlist("", local, _kind(self._memory))
+                route.remote = self._agent.prep_xfer_dlist(peer.name, remote, kind)
+        except self._setup_errors as error:
+            self._events.append(PeerLost(peer.name, f"{peer.name}: {_text(error)}"))
+
+    def write(self, peer: str, source_pages: Sequence[int], target_pages: Sequence[int], message: bytes) -> int:
+        self._num_writes += 1
+        route = self._routes.get(peer)
+        if route is None or route.remote is None:
+            self._events.append(WriteFailed(self._num_writes, f"{peer} is not connected"))
+            return self._num_writes
+        try:
+            handle = self._agent.make_prepped_xfer(
+                "WRITE",
+                route.local,
+                _indices(source_pages, route.num_ranges, route.num_pages),
+                route.remote,
+                _indices(target_pages, route.num_ranges, route.num_peer_pages),
+                message,
+            )
+            state = self._agent.transfer(handle)  # with CMA, the whole copy happens in here
+        except self._errors as error:
+            self._fail(self._num_writes, peer, error)
+            return self._num_writes
+        self._open[self._num_writes] = peer, handle
+        self._settle(self._num_writes, peer, handle, state)
+        return self._num_writes
+
+    def send(self, peer: str, message: bytes) -> None:
+        if peer not in self._routes:
+            return
+        try:
+            self._agent.send_notif(peer, message)
+        except self._errors as error:
+            self._events.append(PeerLost(peer, f"{peer}: {_text(error)}"))
+
+    def poll(self, seconds: float) -> list[TransportEvent]:
+        if not self._events and seconds > 0:
+            self._woken.wait(min(seconds, _WRITING_SECONDS) if self._open else seconds)
+        self._woken.clear()
+        for number, (peer, handle) in list(self._open.items()):
+            try:
+                self._settle(number, peer, handle, self._agent.check_xfer_state(handle))
+            except self._errors as error:
+                self._fail(number, peer, error)
+        for peer, notifications in self._agent.get_new_notifs().items():
+            self._events.extend(Received(peer, message) for message in notifications)
+        events, self._events = self._events, []
+        return events
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def disconnect(self, peer: str) -> None:
+        for number, (other, handle) in list(self._open.items()):
+            if other == peer:
+                del self._open[number]
+                self._release(handle)
+                self._events.append(WriteFailed(number, "disconnected"))
+        route = self._routes.pop(peer, None)
+        if route is None:
+            return
+        for descriptors in (route.local, route.remote):
+            if descriptors is not None:
+                self._release(descriptors)
+        try:
+            self._agent.remove_remote_agent(peer)
+        except self._errors as error:
+            logging.getLogger(__name__).warning("NIXL did not forget %s: %s", peer, _text(error))
+
+    def close(self) -> None:
+        for peer in list(self._routes):
+            self.disconnect(peer)
+        if self._registration is not None:
+            self._agent.deregister_memory(self._registration)
+        self._agent = self._registration = None
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _settle(self, number: int, peer: str, handle: Any, state: str) -> None:
+        if state == "DONE":
+            del self._open[number]
+            self._release(handle)
+            self._events.append(WriteDone(number))
+        elif state != "PROC":
+            self._fail(number, peer, RuntimeError(state))
+
+    def _fail(self, number: int, peer: str, error: Exception) -> None:
+        """NIXL tells of a write that ends badly by an exception; in all cases seen, the peer was gone."""
+        entry = self._open.pop(number, None)
+        if entry:
+            self._release(entry[1])
+        self._events.append(WriteFailed(number, f"{peer}: {_text(error)}"))
+        self._events.append(PeerLost(peer, f"{peer}: {_text(error)}"))
+
+    def _release(self, handle: Any) -> None:
+        try:
+            handle.release()
+        except self._errors as error:
+            logging.getLogger(__name__).warning("NIXL did not release %r: %s", handle, _text(error))
+
+
+def _strided(rows: Sequence[tuple[int, int]], device: int, stride: int, num_pages: int) -> NDArray[np.uint64]:
+    """Each of (address, length) once per page: a row per range, instead of a descriptor per range and page."""
+    return np.array([(address, length, device, stride, num_pages) for address, length in rows], dtype=np.uint64)
+
+
+def _indices(pages: Sequence[int], num_ranges: int, num_pages: int) -> NDArray[np.int32]:
+    starts = np.arange(num_ranges, dtype=np.int32)[:, None] * num_pages
+    return np.asarray((starts + np.asarray(pages, dtype=np.int32)).reshape(-1), dtype=np.int32)
+
+
+def _device(memory: Memory) -> int:
+    return memory.cuda_device or 0
+
+
+def _kind(memory: Memory) -> str:
+    return "DRAM" if memory.cuda_device is None else "VRAM"
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__} {error}".strip()

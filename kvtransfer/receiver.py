@@ -1,0 +1,278 @@
+"""The target's side of all transfers: what has arrived without gaps, and when granted pages are out of reach again.
+
+Sans-IO, like the sender. The commit frontier is the number of tokens that every source rank has delivered in an
+unbroken sequence; it only grows. A transfer that ends early keeps its pages until each source has said that it
+stopped, or is dead and a grace period over: a write on its way cannot be called back.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from crossdock.kvtransfer.events import Arrived, Committed, Failed, Figures, Reason, WriterStopped
+from crossdock.kvtransfer.fence import Fence
+from crossdock.kvtransfer.messages import Abort, Grant, Hello, Message, Pages, Stopped, Wait
+from crossdock.kvtransfer.sender import Output, Send
+
+_MOST_EARLY = 64
+"""A source has one write open at a time: if more than a few messages wait for an earlier one, that is lost."""
+
+
+@dataclass(slots=True, eq=False)
+class _Source:
+    """One rank that writes to us."""
+
+    rank: int
+    page_bytes: int  # of a page, how much it writes
+    silent_until: float = float("inf")
+    next_page: int = 0
+    next_sequence: int = 0
+    early: dict[int, Pages] = field(default_factory=dict)  # that arrived before others of a lower sequence number
+    num_tokens: int = 0
+    is_heard: bool = False
+    is_complete: bool = False
+    stops_at: float | None = None  # it writes no more from then on
+
+
+@dataclass(slots=True, eq=False)
+class _Expectation:
+    request: str
+    epoch: int
+    deadline_seconds: float
+    began: float
+    sources: dict[str, _Source]
+    grant: Grant | None = None
+    wait_until: float | None = None
+    num_tokens: int = 0  # the commit frontier
+    state: bytes | None = None
+    is_stopping: bool = False
+    figures: Figures = field(default_factory=Figures)
+
+
+class Receiver:
+    """All transfers to one rank; `blob` tells others how to answer it."""
+
+    def __init__(self, page_size: int, blob: bytes, grace_seconds: float) -> None:
+        self.page_size = page_size
+        self.blob = blob
+        self.grace_seconds = grace_seconds
+        self.num_unknown = 0  # messages about nothing we expect: of ended epochs, mostly
+        self._expected: dict[tuple[str, int], _Expectation] = {}
+        self._fence = Fence()
+        self._out: list[Output] = []
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    @property
+    def next_deadline(self) -> float:
+        """When `tick` may next have something to say; infinity if never."""
+        return min((at for e in self._expected.values() for at in _times(e)), default=float("inf"))
+
+    # -- what the owner wants --------------------------------------------------------------------------------------
+
+    def expect(
+        self,
+        request: str,
+        epoch: int,
+        sources: Mapping[str, tuple[int, int]],
+        deadline_seconds: float,
+        now: float,
+    ) -> list[Output]:
+        """`sources` (their names, each with its rank and how many bytes of a page it writes) will send this request.
+        An older epoch of it still expected is cancelled."""
+        if (request, epoch) in self._expected:
+            return []
+        if self._fence.has_passed(request, epoch):
+            self._out.append(Failed(request, epoch, False, Reason.SUPERSEDED, "this epoch has ended"))
+            self._out.append(WriterStopped(request, epoch))
+            return self._flush()
+        for older in [e for e in self._expected.values() if e.request == request]:
+            self._stop(older, now)
+        self._expected[request, epoch] = _Expectation(
+            request, epoch, deadline_seconds, now, {name: _Source(*source) for name, source in sources.items()}
+        )
+        return self._flush()
+
+    def wait(self, request: str, epoch: int, seconds: float, now: float) -> list[Output]:
+        """Tells the sources that the grant will take about `seconds`."""
+        expected = self._expected.get((request, epoch))
+        if expected and expected.grant is None and not expected.is_stopping:
+            expected.wait_until = now + seconds
+            self._tell(expected, Wait(request, epoch, seconds, is_from_source=False))
+        return self._flush()
+
+    def grant(self, request: str, epoch: int, first_page: int, pages: Sequence[int], now: float) -> list[Output]:
+        """The first `first_page` pages are here; the others go to `pages`. From now on the sources have a deadline."""
+        expected = self._expected.get((request, epoch))
+        if expected and expected.grant is None and not expected.is_stopping:
+            expected.grant = Grant(request, epoch, first_page, tuple(pages))
+            expected.num_tokens = first_page * self.page_size
+            expected.figures.grant_wait_seconds = now - expected.began
+            for source in expected.sources.values():
+                source.next_page, source.num_tokens = first_page, expected.num_tokens
+                source.silent_until = now + expected.deadline_seconds
+            self._tell(expected, expected.grant)
+        return self._flush()
+
+    def cancel(self, request: str, epoch: int, now: float) -> list[Output]:
+        """Nothing more of this is wanted. `WriterStopped` answers, also where nothing is expected (any more)."""
+        expected = self._expected.get((request, epoch))
+        if expected is None:
+            self._fence.pass_(request, epoch)
+            self._out.append(WriterStopped(request, epoch))
+        else:
+            self._stop(expected, now)
+        return self._flush()
+
+    # -- what happens ----------------------------------------------------------------------------------------------
+
+    def receive(self, peer: str, message: Message, now: float) -> list[Output]:
+        """A Hello, Wait, Stopped or Pages from a source."""
+        key = message.request, message.epoch
+        expected = self._expected.get(key)
+        source = expected.sources.get(peer) if expected else None
+        if expected is None or source is None:
+            if isinstance(message, Hello) and self._fence.has_passed(*key):
+                self._out.append(Send(peer, Abort(*key, self.blob)))
+            elif not isinstance(message, Hello):  # a source may well be told before we are
+                self.num_unknown += 1
+            return self._flush()
+        if not source.is_heard:
+            source.is_heard = True
+            if all(other.is_heard for other in expected.sources.values()):
+                expected.figures.handshake_seconds = now - expected.began
+        if expected.grant:
+            source.silent_until = now + expected.deadline_seconds
+        match message:
+            case Hello():
+                self._answer(expected, peer, now)
+            case Wait():
+                source.silent_until += message.seconds
+            case Stopped():
+                source.stops_at = now + (0.0 if message.is_clean else self.grace_seconds)
+                self._fail(expected, Reason.PEER_STOPPED, f"{peer} stopped", now)
+            case Pages() if not expected.is_stopping:
+                self._arrive(expected, peer, source, message, now)
+            case _:
+                pass
+        return self._flush()
+
+    def peer_lost(self, peer: str, is_dead: bool, detail: str, now: float) -> list[Output]:
+        """Nothing can be sent to `peer`. Only if `is_dead` does that mean that it writes no more."""
+        for expected in [e for e in self._expected.values() if peer in e.sources]:
+            source = expected.sources[peer]
+            if is_dead and source.stops_at is None:
+                source.stops_at = now + self.grace_seconds
+            if not source.is_complete:
+                self._fail(expected, Reason.PEER_LOST, detail, now)
+        return self._flush()
+
+    def tick(self, now: float) -> list[Output]:
+        """Fails what is past its deadline, and ends what the dead can no longer reach."""
+        for expected in list(self._expected.values()):
+            late = [peer for peer, source in expected.sources.items() if _is_awaited(source, expected, now)]
+            if late and not expected.is_stopping:
+                detail = f"{', '.join(late)}: no pages for {expected.deadline_seconds:.3g} s"
+                self._fail(expected, Reason.DEADLINE, detail, now)
+            self._end_if_stopped(expected, now)
+        return self._flush()
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _answer(self, expected: _Expectation, peer: str, now: float) -> None:
+        """To a source that was told after us: it may have missed what we said before."""
+        key = expected.request, expected.epoch
+        if expected.is_stopping:
+            self._out.append(Send(peer, Abort(*key, self.blob)))
+        elif expected.grant:
+            self._out.append(Send(peer, expected.grant))
+        elif expected.wait_until is not None:
+            self._out.append(Send(peer, Wait(*key, max(0.0, expected.wait_until - now), is_from_source=False)))
+
+    def _arrive(self, expected: _Expectation, peer: str, source: _Source, message: Pages, now: float) -> None:
+        is_known = message.source_rank == source.rank and message.num_sources == len(expected.sources)
+        if not is_known or not expected.grant or len(source.early) >= _MOST_EARLY:
+            self._fail(expected, Reason.PROTOCOL, f"{peer} wrote what it may not: {message}", now)
+            return
+        source.early.setdefault(message.sequence, message)
+        while (following := source.early.pop(source.next_sequence, None)) is not None:
+            source.next_sequence += 1
+            end = following.first_page + following.num_pages
+            if (
+                source.is_complete
+                or following.first_page != source.next_page
+                or end - expected.grant.first_page > len(expected.grant.pages)
+                or following.num_tokens > max(end * self.page_size, source.num_tokens)
+            ):
+                self._fail(expected, Reason.PROTOCOL, f"{peer} wrote pages out of order: {following}", now)
+                return
+            source.next_page = end
+            source.num_tokens = max(source.num_tokens, following.num_tokens)
+            expected.figures.num_bytes += following.num_pages * source.page_bytes
+            expected.figures.num_pages += following.num_pages
+            expected.figures.num_writes += 1
+            if following.state is not None:
+                source.is_complete, source.silent_until = True, float("inf")
+                if source.rank == min(other.rank for other in expected.sources.values()):
+                    expected.state = following.state
+        self._commit(expected, now)
+
+    def _commit(self, expected: _Expectation, now: float) -> None:
+        key = expected.request, expected.epoch
+        num_tokens = min(source.num_tokens for source in expected.sources.values())
+        if num_tokens > expected.num_tokens:
+            expected.num_tokens = num_tokens
+            self._out.append(Committed(*key, num_tokens))
+        if all(source.is_complete for source in expected.sources.values()):
+            assert expected.state is not None
+            del self._expected[key]
+            self._fence.pass_(*key)
+            expected.figures.total_seconds = now - expected.began
+            self._out.append(Arrived(*key, num_tokens, expected.state, expected.figures))
+
+    def _fail(self, expected: _Expectation, reason: Reason, detail: str, now: float) -> None:
+        if not expected.is_stopping:
+            self._out.append(Failed(expected.request, expected.epoch, False, reason, detail))
+            self._stop(expected, now)
+        else:
+            self._end_if_stopped(expected, now)
+
+    def _stop(self, expected: _Expectation, now: float) -> None:
+        if not expected.is_stopping:
+            expected.is_stopping = True
+            for peer, source in expected.sources.items():
+                if source.stops_at is None and not source.is_complete:
+                    self._out.append(Send(peer, Abort(expected.request, expected.epoch, self.blob)))
+        self._end_if_stopped(expected, now)
+
+    def _end_if_stopped(self, expected: _Expectation, now: float) -> None:
+        """Who has delivered all writes no more; and where nothing was granted, nothing can be written."""
+        key = expected.request, expected.epoch
+        is_over = expected.grant is None or all(
+            source.is_complete or (source.stops_at is not None and source.stops_at <= now)
+            for source in expected.sources.values()
+        )
+        if expected.is_stopping and is_over and key in self._expected:
+            del self._expected[key]
+            self._fence.pass_(*key)
+            self._out.append(WriterStopped(*key))
+
+    def _tell(self, expected: _Expectation, message: Message) -> None:
+        self._out.extend(Send(peer, message) for peer in expected.sources)
+
+    def _flush(self) -> list[Output]:
+        out, self._out = self._out, []
+        return out
+
+
+def _is_awaited(source: _Source, expected: _Expectation, now: float) -> bool:
+    return source.stops_at is None and not source.is_complete and now >= source.silent_until
+
+
+def _times(expected: _Expectation) -> Iterable[float]:
+    for source in expected.sources.values():
+        if expected.is_stopping:
+            if source.stops_at is not None:
+                yield source.stops_at
+        elif not source.is_complete:
+            yield source.silent_until

@@ -1,0 +1,393 @@
+"""Pages over plain TCP, in pure Python: works wherever two processes reach each other, from and into ordinary memory.
+
+Each side connects to the other for what it has to say, so a connection carries frames one way and acknowledgements
+the other. A frame is a header, a table of byte ranges, a message and the ranges' bytes, which go from pool to pool
+without another copy in Python. Who connects must show the secret from the listener's blob before anything else is
+read. A write is done when its acknowledgement comes: then, and only then, it lies in the target's pool.
+"""
+
+import contextlib
+import errno
+import hmac
+import math
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgpack
+
+from crossdock.kvtransfer import messages
+from crossdock.kvtransfer.plan import ByteRange
+from crossdock.kvtransfer.transport import (
+    Memory,
+    Peer,
+    PeerLost,
+    Received,
+    TransportEvent,
+    WriteDone,
+    WriteFailed,
+    host_view,
+)
+
+_GREETING = struct.Struct("<8s32sH")  # magic, cookie, length of the name that follows
+_MAGIC = b"crossdk1"
+_FRAME = struct.Struct("<QII")  # number of the write, ranges, bytes of the message
+_RANGE = struct.Struct("<QQ")  # offset in the pool, length
+_ACK = struct.Struct("<Q")
+_MAX_RANGES = 1 << 18
+_MAX_NAME = 256
+_MAX_STRANGERS = 64  # connections that have not shown the secret yet
+_GREETING_SECONDS = 5.0
+_BATCH_BYTES = 1 << 20  # per system call: more did not help on loopback (benchmarks/kvtransfer.py)
+_BATCH_BUFFERS = 64
+_TURN_BYTES = 8 << 20  # per connection and poll, so that others get their turn
+_BUFFER_BYTES = 4 << 20  # of the kernel, per direction
+
+Parser: TypeAlias = Iterator[list[memoryview]]
+
+
+class _Closed(Exception):
+    """The other side closed the connection, or we will not go on with it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """Bytes out of a queue, bytes into the buffers that a parser asks for one after the other."""
+
+    socket: socket.socket
+    peer: str  # "" until it has greeted
+    is_outgoing: bool
+    parser: Parser
+    wanted: deque[memoryview] = field(default_factory=deque)
+    queue: deque[memoryview] = field(default_factory=deque)
+    is_connecting: bool = False
+    since: float = 0.0
+
+    def flush(self) -> None:
+        for _ in range(_TURN_BYTES // _BATCH_BYTES):
+            if not self.queue:
+                return
+            try:
+                num_bytes = self.socket.sendmsg(_batch(self.queue))
+            except BlockingIOError:
+                return
+            _advance(self.queue, num_bytes)
+
+    def fill(self) -> None:
+        """Reads what is there and lets the parser work on it. Raises _Closed at the end of the stream."""
+        num_left = _TURN_BYTES
+        self._parse()
+        while num_left > 0:
+            try:
+                num_bytes = self.socket.recvmsg_into(_batch(self.wanted))[0]
+            except BlockingIOError:
+                return
+            if num_bytes == 0:
+                raise _Closed("closed by the other side")
+            _advance(self.wanted, num_bytes)
+            self._parse()
+            num_left -= num_bytes
+        # What is left keeps the socket readable: the next poll comes back to it.
+
+    def _parse(self) -> None:
+        while not self.wanted:
+            self.wanted.extend(view for view in next(self.parser) if view.nbytes)
+
+
+@dataclass(slots=True, eq=False)
+class _Route:
+    """How our pages map onto a peer's."""
+
+    peer: Peer
+    page_bytes: int
+    ranges: Sequence[ByteRange]
+    connection: _Connection | None = None
+    open_writes: set[int] = field(default_factory=set)
+
+
+class TcpTransport:
+    """Listens on `host` (port 0: any free one) and tells others to come to `advertise`, by default the same."""
+
+    kind = "tcp"
+    lost_is_fence = True
+    busy_seconds = math.inf
+    idle_seconds = math.inf
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, advertise: str | None = None) -> None:
+        self._listener = socket.create_server((host, port), family=_family(host), backlog=128)
+        self._listener.setblocking(False)
+        self._advertise = advertise or host
+        self._cookie = secrets.token_bytes(32)
+        self._name = ""
+        self._memory = memoryview(b"")
+        self._routes: dict[str, _Route] = {}
+        self._incoming: set[_Connection] = set()
+        self._refused: set[str] = set()  # lost: a late connection of theirs must not bring a stale write
+        self._events: list[TransportEvent] = []
+        self._num_writes = 0
+        self.num_strangers = 0  # connections refused for want of the secret, or for frames that make no sense
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._wakened = socket.socketpair()
+        for end in (self._waker, self._wakened):
+            end.setblocking(False)
+        self._selector.register(self._wakened, selectors.EVENT_READ, self._drain_waker)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    # -- Transport -------------------------------------------------------------------------------------------------
+
+    def open(self, name: str, memory: Memory) -> bytes:
+        self._name, self._memory = name, host_view(memory)
+        data: bytes = msgpack.packb([self._advertise, self._listener.getsockname()[1], self._cookie])
+        return data
+
+    def connect(self, peer: Peer, page_bytes: int, num_pages: int, ranges: Sequence[ByteRange]) -> None:
+        self._refused.discard(peer.name)
+        if peer.name not in self._routes:
+            self._routes[peer.name] = _Route(peer, page_bytes, ranges)
+
+    def write(self, peer: str, source_pages: Sequence[int], target_pages: Sequence[int], message: bytes) -> int:
+        self._num_writes += 1
+        route = self._routes.get(peer)
+        if route is None:
+            self._events.append(WriteFailed(self._num_writes, f"{peer} is not connected"))
+            return self._num_writes
+        route.open_writes.add(self._num_writes)
+        parts = _merged(route, source_pages, target_pages)
+        table = b"".join(_RANGE.pack(target, length) for _, target, length in parts)
+        data = [self._memory[source : source + length] for source, _, length in parts]
+        self._enqueue(route, [_FRAME.pack(self._num_writes, len(parts), len(message)) + table + message, *data])
+        return self._num_writes
+
+    def send(self, peer: str, message: bytes) -> None:
+        if peer in self._routes:
+            self._enqueue(self._routes[peer], [_FRAME.pack(0, 0, len(message)) + message])
+
+    def poll(self, seconds: float) -> list[TransportEvent]:
+        timeout = 0.0 if self._events else None if seconds == math.inf else max(0.0, seconds)
+        if any(not connection.peer for connection in self._incoming):
+            timeout = min(_GREETING_SECONDS, math.inf if timeout is None else timeout)
+            self._close_silent_strangers()
+        for key, ready in self._selector.select(timeout):
+            handle: Callable[[int], None] = key.data
+            handle(ready)
+        events, self._events = self._events, []
+        return events
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):  # full of earlier wakes: it will wake; or closed meanwhile
+            self._waker.send(b"\0")
+
+    def disconnect(self, peer: str) -> None:
+        route = self._routes.pop(peer, None)
+        if route:
+            self._fail_writes(route, "disconnected")
+            if route.connection:
+                self._close(route.connection)
+        for connection in [c for c in self._incoming if c.peer == peer]:
+            self._close(connection)
+        self._refused.add(peer)
+
+    def close(self) -> None:
+        for connection in [*self._incoming, *(r.connection for r in self._routes.values() if r.connection)]:
+            self._close(connection)
+        self._selector.close()
+        for end in (self._listener, self._waker, self._wakened):
+            end.close()
+        self._memory.release()
+
+    # -- connections -----------------------------------------------------------------------------------------------
+
+    def _enqueue(self, route: _Route, parts: Sequence[bytes | memoryview]) -> None:
+        try:
+            connection = route.connection or self._dial(route)
+        except (OSError, ValueError, TypeError) as error:
+            self._lose(route.peer.name, f"{route.peer.name}: {error}")
+            return
+        connection.queue.extend(memoryview(part) for part in parts)
+        self._watch(connection)
+
+    def _dial(self, route: _Route) -> _Connection:
+        host, port, cookie = msgpack.unpackb(route.peer.address)
+        sock = socket.socket(_family(host), socket.SOCK_STREAM)
+        _tune(sock)
+        connection = _Connection(sock, route.peer.name, True, self._acknowledgements(route), is_connecting=True)
+        code = sock.connect_ex((host, port))
+        if code not in (0, errno.EINPROGRESS):
+            sock.close()
+            raise OSError(code, errno.errorcode.get(code, "cannot connect"))
+        name = self._name.encode()
+        connection.queue.append(memoryview(_GREETING.pack(_MAGIC, cookie, len(name)) + name))
+        self._selector.register(sock, selectors.EVENT_WRITE, lambda ready: self._serve(connection, ready))
+        route.connection = connection
+        return connection
+
+    def _accept(self, _ready: int) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            sock, _ = self._listener.accept()
+            if sum(not connection.peer for connection in self._incoming) >= _MAX_STRANGERS:
+                self.num_strangers += 1
+                sock.close()
+                return
+            _tune(sock)
+            connection = _Connection(sock, "", False, iter(()), since=time.monotonic())
+            connection.parser = self._frames(connection)
+            self._incoming.add(connection)
+            self._selector.register(sock, selectors.EVENT_READ, lambda ready: self._serve(connection, ready))
+
+    def _serve(self, connection: _Connection, ready: int) -> None:
+        if connection.socket.fileno() < 0:
+            return  # closed by an earlier event of this very poll
+        try:
+            if connection.is_connecting:
+                code = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if code:
+                    raise OSError(code, errno.errorcode.get(code, "cannot connect"))
+                connection.is_connecting = False
+            if ready & selectors.EVENT_WRITE:
+                connection.flush()
+            if ready & selectors.EVENT_READ:
+                connection.fill()
+            self._watch(connection)
+        except (OSError, _Closed) as error:
+            if connection.peer:
+                self._lose(connection.peer, f"{connection.peer}: {error}")
+            else:
+                self.num_strangers += 1
+                self._close(connection)
+
+    def _watch(self, connection: _Connection) -> None:
+        writing = selectors.EVENT_WRITE if connection.queue or connection.is_connecting else 0
+        reading = 0 if connection.is_connecting else selectors.EVENT_READ
+        key = self._selector.get_key(connection.socket)
+        if key.events != reading | writing:
+            self._selector.modify(connection.socket, reading | writing, key.data)
+
+    def _lose(self, peer: str, detail: str) -> None:
+        """Both directions at once: after this, nothing of `peer` can reach the pool."""
+        route = self._routes.get(peer)
+        if route:
+            self._fail_writes(route, detail)
+        self.disconnect(peer)
+        self._events.append(PeerLost(peer, detail))
+
+    def _fail_writes(self, route: _Route, detail: str) -> None:
+        self._events.extend(WriteFailed(number, detail) for number in sorted(route.open_writes))
+        route.open_writes.clear()
+
+    def _close(self, connection: _Connection) -> None:
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        connection.queue.clear()
+        connection.wanted.clear()
+        self._incoming.discard(connection)
+
+    def _close_silent_strangers(self) -> None:
+        too_old = time.monotonic() - _GREETING_SECONDS
+        for connection in [c for c in self._incoming if not c.peer and c.since < too_old]:
+            self.num_strangers += 1
+            self._close(connection)
+
+    def _drain_waker(self, _ready: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wakened.recv(4096):
+                pass
+
+    # -- parsers: they yield the buffers to fill next, and act when these are full ----------------------------------
+
+    def _acknowledgements(self, route: _Route) -> Parser:
+        ack = bytearray(_ACK.size)
+        while True:
+            yield [memoryview(ack)]
+            (number,) = _ACK.unpack(ack)
+            if number not in route.open_writes:
+                raise _Closed("acknowledged what was not written")
+            route.open_writes.remove(number)
+            self._events.append(WriteDone(number))
+
+    def _frames(self, connection: _Connection) -> Parser:
+        greeting = bytearray(_GREETING.size)
+        yield [memoryview(greeting)]
+        magic, cookie, name_length = _GREETING.unpack(greeting)
+        if magic != _MAGIC or not hmac.compare_digest(cookie, self._cookie) or not 0 < name_length <= _MAX_NAME:
+            raise _Closed("a stranger")
+        name = bytearray(name_length)
+        yield [memoryview(name)]
+        peer = name.decode(errors="replace")
+        if peer in self._refused:
+            raise _Closed(f"{peer} was lost")
+        connection.peer = peer
+        header = bytearray(_FRAME.size)
+        while True:
+            yield [memoryview(header)]
+            number, num_ranges, message_length = _FRAME.unpack(header)
+            if num_ranges > _MAX_RANGES or message_length > messages.MAX_BYTES:
+                raise _Closed(f"a frame of {num_ranges} ranges and a message of {message_length} bytes")
+            table, message = bytearray(num_ranges * _RANGE.size), bytearray(message_length)
+            yield [memoryview(table), memoryview(message)]
+            views = []
+            for offset, length in _RANGE.iter_unpack(table):
+                if offset + length > self._memory.nbytes:
+                    raise _Closed(f"a write to {offset}, {length} bytes, beyond the pool's {self._memory.nbytes}")
+                views.append(self._memory[offset : offset + length])
+            if views:
+                yield views
+            self._events.append(Received(peer, bytes(message)))
+            if number:
+                connection.queue.append(memoryview(_ACK.pack(number)))
+                connection.flush()
+
+
+def _merged(route: _Route, source_pages: Sequence[int], target_pages: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(offset in our pool, offset in theirs, length), where neighbours on both sides are one."""
+    merged: list[tuple[int, int, int]] = []
+    target_page_bytes = route.peer.spec.layout.page_bytes
+    for source_page, target_page in zip(source_pages, target_pages, strict=True):
+        for part in route.ranges:
+            source = source_page * route.page_bytes + part.source
+            target = target_page * target_page_bytes + part.target
+            if merged:
+                begin, other, length = merged[-1]
+                if begin + length == source and other + length == target:
+                    merged[-1] = begin, other, length + part.length
+                    continue
+            merged.append((source, target, part.length))
+    return merged
+
+
+def _batch(views: deque[memoryview]) -> list[memoryview]:
+    batch, num_bytes = [], 0
+    for view in views:
+        batch.append(view)
+        num_bytes += view.nbytes
+        if num_bytes >= _BATCH_BYTES or len(batch) == _BATCH_BUFFERS:
+            break
+    return batch
+
+
+def _advance(views: deque[memoryview], num_bytes: int) -> None:
+    while num_bytes:
+        if num_bytes < views[0].nbytes:
+            views[0] = views[0][num_bytes:]
+            return
+        num_bytes -= views.popleft().nbytes
+
+
+def _tune(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+    # A host that vanished sends no FIN: ask it now and then. A write to it meets the transfer's own deadline.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,133 @@
+"""A plan is held, element by element, to an oracle that labels every element of the model with its own number."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from crossdock.kvtransfer.layout import IncompatiblePools, LayerShape, PoolSpec, Shard, shard_model
+from crossdock.kvtransfer.plan import plan_writes, source_ranks
+
+UNIFORM = (LayerShape(4, 3, 3),) * 4
+MIXED = (LayerShape(4, 2, 2), LayerShape(2, 4, 4), LayerShape(4, 2, 1), LayerShape(1, 5, 0))
+ITEMSIZE, PAGE_SIZE = 2, 2
+UNUSED = -1
+
+
+def spec(layers: tuple[LayerShape, ...], rank: int = 0, tp: int = 1, pp: int = 1) -> PoolSpec:
+    return PoolSpec("model", "float16", ITEMSIZE, PAGE_SIZE, layers, shard_model(layers, tp, pp), rank, num_pages=1)
+
+
+def labelled_page(pool: PoolSpec) -> NDArray[np.int64]:
+    """A page of this rank: each element's label says (layer, head, which element of the cell); an oracle that knows
+    the layout only by its views, as the kernels do."""
+    page = np.full(pool.layout.page_elements, UNUSED, dtype=np.int64)
+    for number, (start, stop) in enumerate(pool.shard.heads):
+        for kind, view in enumerate(pool.layout.views(number, 1)):
+            _, num_heads, tokens, dim = view.shape
+            assert num_heads == stop - start
+            for head in range(num_heads):
+                for token in range(tokens):
+                    at = view.offset + head * view.strides[1] + token * view.strides[2]
+                    label = (((pool.shard.first_layer + number) * 64 + start + head) * 2 + kind) * 64 + token
+                    page[at : at + dim] = label * 64 + np.arange(dim)
+    return page
+
+
+def transfer(sources: list[PoolSpec], target: PoolSpec) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The target's page after all sources wrote, and how often each of its elements was written."""
+    page = np.full(target.layout.page_elements, UNUSED - 1, dtype=np.int64)
+    written = np.zeros_like(page)
+    for source in sources:
+        content = labelled_page(source)
+        for part in plan_writes(source, target):
+            assert part.source % ITEMSIZE == part.target % ITEMSIZE == part.length % ITEMSIZE == 0
+            begin, end, from_ = (
+                part.target // ITEMSIZE,
+                (part.target + part.length) // ITEMSIZE,
+                part.source // ITEMSIZE,
+            )
+            assert end <= len(page)
+            assert from_ + end - begin <= len(content)
+            page[begin:end] = content[from_ : from_ + end - begin]
+            written[begin:end] += 1
+    return page, written
+
+
+def check(layers: tuple[LayerShape, ...], source: tuple[int, int], target: tuple[int, int]) -> None:
+    sources = [spec(layers, rank, *source) for rank in range(source[0] * source[1])]
+    for rank in range(target[0] * target[1]):
+        pool = spec(layers, rank, *target)
+        expected = labelled_page(pool)
+        page, written = transfer(sources, pool)
+        used = expected != UNUSED
+        assert (page[used] == expected[used]).all()
+        assert (written[used] == 1).all()
+        assert (written <= 1).all()
+        writers = [s.rank for s in sources if plan_writes(s, pool)]
+        assert writers == list(source_ranks(sources[0], pool))
+
+
+RATIOS = [
+    ((1, 1), (1, 1)),
+    ((1, 1), (2, 1)),
+    ((2, 1), (1, 1)),
+    ((2, 1), (4, 1)),
+    ((4, 1), (2, 1)),
+    ((3, 1), (2, 1)),  # 4 heads over 3 ranks: 1, 1, 2
+    ((2, 1), (3, 1)),
+    ((8, 1), (2, 1)),  # more ranks than heads: each head is held twice
+    ((2, 1), (8, 1)),
+    ((8, 1), (8, 1)),
+    ((1, 1), (1, 2)),
+    ((1, 2), (1, 1)),
+    ((2, 2), (4, 1)),
+    ((4, 1), (2, 2)),
+    ((2, 3), (3, 2)),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), RATIOS, ids=str)
+@pytest.mark.parametrize("layers", [UNIFORM, MIXED], ids=["uniform", "layers differ"])
+def test_every_element_comes_once_and_from_the_right_place(
+    layers: tuple[LayerShape, ...], source: tuple[int, int], target: tuple[int, int]
+) -> None:
+    check(layers, source, target)
+
+
+shapes = st.builds(LayerShape, st.integers(1, 6), st.integers(1, 3), st.integers(0, 3))
+models = st.lists(shapes, min_size=1, max_size=5).map(tuple)
+
+
+@settings(max_examples=60, deadline=None)
+@given(models, st.integers(1, 7), st.integers(1, 7), st.data())
+def test_any_model_at_any_ratio(layers: tuple[LayerShape, ...], tp: int, other_tp: int, data: st.DataObject) -> None:
+    stages = st.integers(1, len(layers))
+    check(layers, (tp, data.draw(stages)), (other_tp, data.draw(stages)))
+
+
+@pytest.mark.parametrize(("tp", "other"), [(1, 1), (1, 2), (2, 1), (4, 2), (3, 2)])
+def test_equal_layers_are_one_range_per_page(tp: int, other: int) -> None:
+    for rank in range(tp):
+        for other_rank in range(other):
+            assert len(plan_writes(spec(UNIFORM, rank, tp), spec(UNIFORM, other_rank, other))) <= 1
+
+
+def test_the_same_shard_is_the_whole_page_even_where_layers_leave_parts_unused() -> None:
+    (part,) = plan_writes(spec(MIXED), spec(MIXED))
+    used = int(np.flatnonzero(labelled_page(spec(MIXED)) != UNUSED)[-1]) + 1
+    assert (part.source, part.target, part.length) == (0, 0, used * ITEMSIZE)
+
+
+def test_replicas_of_a_head_share_the_work() -> None:
+    one_head = (LayerShape(1, 4, 4),) * 2
+    writers = {source_ranks(spec(one_head, 0, 4), spec(one_head, rank, 4)) for rank in range(4)}
+    assert writers == {(0,), (1,), (2,), (3,)}
+
+
+def test_a_source_that_lacks_layers_is_refused() -> None:
+    half = PoolSpec("model", "float16", ITEMSIZE, PAGE_SIZE, UNIFORM, (Shard(0, ((0, 4),) * 2),), 0, 1)
+    with pytest.raises(IncompatiblePools, match="no rank of the source holds head 0 of layer 2"):
+        plan_writes(half, spec(UNIFORM))
+    assert plan_writes(spec(UNIFORM), half), "to have more than the target wants is fine"

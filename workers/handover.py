@@ -1,0 +1,190 @@
+"""Between an engine and its dock: a prompt's pages leave as chunks are done, or arrive and are decoded from.
+
+Runs in the engine's thread, between steps. The protocol is kvtransfer's, the state of requests the scheduler's; this
+says which event of the one is which call of the other.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field
+
+from crossdock.kvtransfer.dock import Dock
+from crossdock.kvtransfer.events import Arrived, Committed, Event, Failed, Figures, Granted, Released, WriterStopped
+from crossdock.kvtransfer.layout import IncompatiblePools, PoolSpec
+from crossdock.kvtransfer.nixl import NixlTransport
+from crossdock.kvtransfer.tcp import TcpTransport
+from crossdock.kvtransfer.transport import Memory, Transport, TransportUnavailable
+from crossdock.workers.engine import Engine, Step
+from crossdock.workers.request import FinishReason, Leg, Request, Status, Submission, TokenDelta
+
+
+class TransferConfig(BaseModel):
+    """How KV pages travel between replicas."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    transport: Literal["auto", "nixl", "tcp"] = Field(
+        "auto", description="auto is nixl where it is installed, else tcp; all replicas must use the same."
+    )
+    host: str = Field("127.0.0.1", description="Address that other replicas reach this node's transfers at.")
+    deadline_s: float = Field(10.0, gt=0, description="How long the other side of a transfer may be silent.")
+    grace_s: float = Field(1.0, ge=0, description="How long after a writer's death its writes might still land.")
+
+
+class CannotPair(RuntimeError):
+    """The two replicas of a placement cannot exchange pages; the message shows both pools."""
+
+
+@dataclass(slots=True, eq=False)
+class Handover:
+    """The transfers of one engine. `add`, `step` and `handle` must not overlap with the engine's own calls."""
+
+    engine: Engine
+    dock: Dock
+    config: TransferConfig
+    on_figures: Callable[[str, bool, Figures, str], None] = lambda *_: None
+    """Told of every transfer's end: request id, whether it was sent from here, its figures, and how it ended."""
+    _epochs: dict[str, int] = field(default_factory=dict)  # of the requests with a transfer under way, by id
+    _told: dict[str, float] = field(default_factory=dict)  # when the other side last heard of a request
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def add(self, submission: Submission) -> None:
+        """Begins the transfer of a request that the engine has just taken. CannotPair: it must be placed elsewhere."""
+        if submission.leg is Leg.LOCAL:
+            return
+        begin = self.dock.ship if submission.leg is Leg.SEND else self.dock.expect
+        try:
+            begin(submission.id, submission.epoch, [submission.peer], self.config.deadline_s)
+        except (IncompatiblePools, ValueError) as error:
+            self.engine.abort(submission.id)
+            self._release(submission.id, submission.epoch)
+            raise CannotPair(str(error)) from error
+        self._epochs[submission.id] = submission.epoch
+        self._told[submission.id] = self.engine.clock()
+
+    def aborted(self, request: Request) -> None:
+        """Ends the transfer of a request that was aborted here."""
+        self._cancel(request.id, request.leg)
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until `step` should be called again though nothing happens; None: for ever."""
+        return self.config.deadline_s / 6 if self._told else None
+
+    def step(self, step: Step | None) -> None:
+        """After a step, or when something else happened: what was computed goes out, who waited for pages gets them,
+        and whoever still waits is told that we live."""
+        for part in step.batch.scheduled if step else ():
+            request = part.request
+            if request.leg is not Leg.SEND or request.id not in self._epochs:
+                continue
+            pages = self.engine.pages.pages_of(request.owner)
+            if request.finish_reason is not None:  # its first token was its last: nobody needs the pages
+                self._cancel(request.id, Leg.SEND)
+            elif request.num_output_tokens > len(request.output_token_ids):
+                state = msgpack.packb(request.token_ids[-1])
+                self.dock.finish(request.id, pages, request.num_computed_tokens, state)
+            else:
+                self.dock.chunk(request.id, pages, request.num_computed_tokens)
+            self._told[request.id] = self.engine.clock()
+        now = self.engine.clock()
+        for request in self.engine.scheduler.grant(now):
+            first = request.num_computed_tokens // self.engine.config.page_size
+            self.dock.grant(request.id, request.epoch, first, self.engine.pages.pages_of(request.owner)[first:])
+            self._told[request.id] = now
+        self._keep_patient(now)
+
+    def _keep_patient(self, now: float) -> None:
+        for request_id, told in self._told.items():
+            if now - told > self.config.deadline_s / 3:
+                self._told[request_id] = now
+                self.dock.wait(request_id, self._epochs[request_id], self.config.deadline_s)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> Sequence[TokenDelta]:
+        """What follows from an event of the dock's."""
+        request = self.engine.scheduler.get(event.request)
+        if request is not None and request.epoch != event.epoch:
+            request = None  # of a placement that is over
+        match event:
+            case Committed(num_tokens=num_tokens) if request is not None and request.status is Status.HELD:
+                self.engine.scheduler.commit(request.id, num_tokens)
+            case Arrived(state=state, figures=figures):
+                self._end(event.request)
+                self.on_figures(event.request, False, figures, "arrived")
+                if request is not None and request.status is Status.HELD:
+                    self.engine.arrive(request.id, msgpack.unpackb(state))
+            case Failed(sending=False) if request is not None and request.leg is Leg.RECEIVE:
+                self._end(event.request)
+                self.on_figures(event.request, False, Figures(), event.reason.value)
+                self.engine.scheduler.take_over(request.id, self.engine.clock())
+            case Failed(sending=True) if request is not None:
+                self.on_figures(event.request, True, Figures(), event.reason.value)
+                self.engine.abort(request.id)
+                self._end(event.request)
+                return [TokenDelta(request.id, [], finish_reason=FinishReason.SHIPPED)]
+            case Released(arrived=arrived, figures=figures):
+                deltas = []
+                if request is not None and arrived:
+                    self.engine.ship(request.id)
+                    deltas = [TokenDelta(request.id, [], finish_reason=FinishReason.SHIPPED)]
+                    self.on_figures(event.request, True, figures, "shipped")
+                self._end(event.request)
+                self._release(event.request, event.epoch)
+                return deltas
+            case WriterStopped():
+                self.engine.pages.end_quarantine(_owner(event))
+            case Granted() | Committed() | Failed():
+                pass
+        return ()
+
+    def _cancel(self, request_id: str, leg: Leg) -> None:
+        epoch = self._epochs.get(request_id)
+        if epoch is not None:
+            (self.dock.cancel_ship if leg is Leg.SEND else self.dock.cancel_expect)(request_id, epoch)
+            self._end(request_id)
+
+    def _end(self, request_id: str) -> None:
+        self._epochs.pop(request_id, None)
+        self._told.pop(request_id, None)
+
+    def _release(self, request_id: str, epoch: int) -> None:
+        self.engine.pages.release(Request.owner_name(request_id, epoch))
+
+
+def _owner(event: Event) -> str:
+    return Request.owner_name(event.request, event.epoch)
+
+
+def connect(
+    engine: Engine, model: str, role: str, config: TransferConfig, on_event: Callable[[Event], None]
+) -> Handover:
+    """A handover with a dock of its own over the engine's KV pool. `model` names the weights: pages of different models
+    never mix. `on_event` hands the dock's events, from its thread, to `Handover.handle`, in the engine's.
+
+    Raises:
+        TransportUnavailable: NIXL is asked for and cannot be used here.
+    """
+    pool = engine.model.pool
+    assert pool is not None
+    memory = Memory(pool.data_ptr(), pool.nbytes, pool.device.index if pool.is_cuda else None)
+    layout = engine.model.layout(engine.config.page_size)
+    spec = PoolSpec.whole(layout, model, str(engine.model.dtype).removeprefix("torch."), engine.pages.num_pages)
+    dock = Dock(_transport(config), memory, spec, role, on_event, grace_seconds=config.grace_s, clock=engine.clock)
+    return Handover(engine, dock, config)
+
+
+def _transport(config: TransferConfig) -> Transport:
+    if config.transport == "tcp":
+        return TcpTransport(config.host)
+    try:
+        return NixlTransport()
+    except TransportUnavailable:
+        if config.transport == "nixl":
+            raise
+        return TcpTransport(config.host)
