@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from crossdock.cluster.bench.command import bench
 from crossdock.cluster.chat import chat
+from crossdock.cluster.top import top
 
 if TYPE_CHECKING:
     from crossdock.cluster.config import ClusterConfig
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 
 _MODEL, _ENGINE, _HTTP, _FILES = "Model", "Engine (names as in vLLM)", "HTTP", "Cluster and file"
+_CHUNKS = "Chunks and who goes first"
 _SWITCHES = "Engine: on unless switched off"
 
 _SERVE_EXAMPLES = """
@@ -44,6 +46,9 @@ a model from the Hugging Face hub
 
 [cyan]crossdock serve ./my-model --long-prefill-token-threshold 256 --max-num-batched-tokens 1024[/cyan]
 chunks of at most 256 tokens, so that long prompts share every step
+
+[cyan]crossdock serve --chunk-policy fixed --prefill-order fcfs --admission queue[/cyan]
+vLLM's token budget and order, to compare with
 
 [cyan]crossdock serve --pools mixed=2 --set pools.mixed.num_cpus=4[/cyan]
 two replicas of four cores each
@@ -73,8 +78,58 @@ def effective_config(
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Requests that may run at once, per replica.", rich_help_panel=_ENGINE)
     ] = None,
+    chunk_policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="adaptive|fixed",
+            help="Chunks fit the tightest stream's slack, or a fixed token budget as in vLLM.",
+            rich_help_panel=_CHUNKS,
+        ),
+    ] = None,
+    min_chunk_tokens: Annotated[
+        int | None,
+        typer.Option(help="adaptive: prompt tokens a step carries at least; 0: two pages.", rich_help_panel=_CHUNKS),
+    ] = None,
+    max_prefill_tokens: Annotated[
+        int | None,
+        typer.Option(help="Prompt tokens per step; 0: what the budget leaves.", rich_help_panel=_CHUNKS),
+    ] = None,
     long_prefill_token_threshold: Annotated[
-        int | None, typer.Option(help="Longest chunk of one prompt; 0: the whole step.", rich_help_panel=_ENGINE)
+        int | None,
+        typer.Option(
+            help="Longest chunk of one prompt, and where 'long' begins; 0: no limit, 4 % of the context.",
+            rich_help_panel=_CHUNKS,
+        ),
+    ] = None,
+    chunked_prefill_size: Annotated[
+        int | None,
+        typer.Option(
+            help="As in SGLang: N is --max-num-batched-tokens N; -1 is --no-enable-chunked-prefill, which needs a "
+            "--max-num-batched-tokens of the whole context.",
+            rich_help_panel=_CHUNKS,
+        ),
+    ] = None,
+    max_num_partial_prefills: Annotated[
+        int | None, typer.Option(help="Prompts that may be partly computed at once.", rich_help_panel=_CHUNKS)
+    ] = None,
+    max_long_partial_prefills: Annotated[
+        int | None, typer.Option(help="Of these, how many may be long.", rich_help_panel=_CHUNKS)
+    ] = None,
+    prefill_order: Annotated[
+        str | None,
+        typer.Option(
+            metavar="response_ratio|fcfs",
+            help="By class, then by work waited for over tokens left; or in order of arrival.",
+            rich_help_panel=_CHUNKS,
+        ),
+    ] = None,
+    admission: Annotated[
+        str | None,
+        typer.Option(
+            metavar="reject|queue",
+            help="When a class's time to first token cannot be met: 429 with Retry-After, or wait.",
+            rich_help_panel=_CHUNKS,
+        ),
     ] = None,
     enable_chunked_prefill: Annotated[
         bool | None,
@@ -82,6 +137,15 @@ def effective_config(
             "--enable-chunked-prefill/--no-enable-chunked-prefill",
             metavar="",
             help="Cut prompts into chunks.",
+            rich_help_panel=_SWITCHES,
+        ),
+    ] = None,
+    mixed_chunks: Annotated[
+        bool | None,
+        typer.Option(
+            "--mixed-chunks/--no-mixed-chunks",
+            metavar="",
+            help="Chunks and decodes share steps; off: they alternate, as in SGLang.",
             rich_help_panel=_SWITCHES,
         ),
     ] = None,
@@ -141,6 +205,10 @@ def effective_config(
     """The configuration that these flags mean."""
     from crossdock.cluster.config import load
 
+    if chunked_prefill_size is not None:
+        max_num_batched_tokens, enable_chunked_prefill = _from_sglang(
+            chunked_prefill_size, max_num_batched_tokens, enable_chunked_prefill
+        )
     names = served_model_name or []
     flags: dict[str, object] = {
         "model.path": model,
@@ -149,8 +217,16 @@ def effective_config(
         "model.max_model_len": max_model_len,
         "engine.max_num_batched_tokens": max_num_batched_tokens,
         "engine.max_num_seqs": max_num_seqs,
+        "engine.chunk_policy": chunk_policy,
+        "engine.min_chunk_tokens": min_chunk_tokens,
+        "engine.max_prefill_tokens": max_prefill_tokens,
         "engine.long_prefill_token_threshold": long_prefill_token_threshold,
+        "engine.max_num_partial_prefills": max_num_partial_prefills,
+        "engine.max_long_partial_prefills": max_long_partial_prefills,
+        "engine.prefill_order": prefill_order,
+        "engine.admission": admission,
         "engine.enable_chunked_prefill": enable_chunked_prefill,
+        "engine.mixed_chunks": mixed_chunks,
         "engine.enable_prefix_caching": enable_prefix_caching,
         "engine.kv_cache_memory": kv_cache_memory,
         "engine.page_size": page_size,
@@ -223,6 +299,7 @@ def version() -> None:
 
 app.command(epilog="In an answer Ctrl-C stops it. [cyan]crossdock chat 'Why is the sky blue?'[/cyan] asks once.")(chat)
 app.command()(bench)
+app.command()(top)
 
 
 def main() -> None:
@@ -239,6 +316,24 @@ def _told_plainly() -> Iterator[None]:
         for line in str(error).splitlines():
             stderr.print(f"[red]error:[/red] {escape(line)}")
         raise typer.Exit(2) from None
+
+
+def _from_sglang(size: int, budget: int | None, chunked: bool | None) -> tuple[int | None, bool | None]:
+    """max_num_batched_tokens and enable_chunked_prefill, as `--chunked-prefill-size` and their own flags say."""
+    flag = f"--chunked-prefill-size {size}"
+    if size == -1:
+        if chunked:
+            raise ValueError(f"{flag} switches chunks off and --enable-chunked-prefill on; give one of them")
+        return budget, False
+    if size < 1:
+        raise ValueError(f"{flag}: must be a number of tokens, or -1 for no chunks")
+    if chunked is False:
+        raise ValueError(
+            f"{flag} is a size of chunks, which --no-enable-chunked-prefill switches off; give one of them"
+        )
+    if budget is not None and budget != size:
+        raise ValueError(f"{flag} and --max-num-batched-tokens {budget} are the same setting; give one of them")
+    return size, True
 
 
 def _parse_pools(text: str) -> list[dict[str, object]]:

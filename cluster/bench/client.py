@@ -23,10 +23,12 @@ class Dialect:
     continuous_usage: bool = True
     usage: bool = True
     ignore_eos: bool = True
+    service_tier: bool = True  # where a job names one
 
 
 # What can be done without, and the field a server's refusal would name. Unnamed, they are given up in this order.
 _NICETIES = {
+    "service_tier": "service_tier",
     "continuous_usage": "continuous_usage_stats",
     "token_ids": "prompt",
     "ignore_eos": "ignore_eos",
@@ -46,6 +48,7 @@ class Server:
     chat: bool = False
     tokenizer: Path | None = None
     seed: int = 0
+    service_tier: str | None = None  # one that jobs will ask for, to find out whether the server knows it
     salt: str = ""  # differs from run to run, so that no prefix cache remembers the last run
     notes: list[str] = field(default_factory=list)
 
@@ -53,7 +56,9 @@ class Server:
         bearer = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         self._address = Address(self.url, {**bearer, **self.headers})
         self.url = self._address.url
-        self._dialect = Dialect(chat=self.chat, token_ids=not self.chat)
+        has_tiers = self.service_tier is not None
+        self._dialect = Dialect(chat=self.chat, token_ids=not self.chat, service_tier=has_tiers)
+        self.max_model_len: int | None = None  # tokens; None where the server does not say
         self._ids: Sequence[int] = ()  # ordinary tokens of the vocabulary
         self._words = (0.0, 1.0)  # prompt tokens of a text = first + second x words
 
@@ -85,6 +90,7 @@ class Server:
                 exchange = await self._address.exchange("POST", path, content, stream.feed)
             if exchange.response.status != 200:
                 sample.error = f"HTTP {exchange.response.status}: {error_text(exchange.kept)}"
+                sample.refused = exchange.response.status == 429
             elif sample.error is None and not stream.done:
                 sample.error = "the stream ended without a finish reason"
         except asyncio.CancelledError:
@@ -109,6 +115,8 @@ class Server:
         if dialect.ignore_eos:
             # min_tokens beside it would ask the same of vLLM a second time, at the price of a logits mask in each step.
             body["ignore_eos"] = True
+        if dialect.service_tier and job.service_tier is not None:
+            body["service_tier"] = job.service_tier
         if dialect.usage:
             body["stream_options"] = {"include_usage": True}
             if dialect.continuous_usage:
@@ -144,23 +152,29 @@ class Server:
         Raises:
             BenchError: the server is not there, or takes none of the forms known here.
         """
-        self.model = self.model or await self._first_model()
+        await self._read_models()
         if self._dialect.token_ids:
             self._ids = self._local_ids(self.tokenizer) if self.tokenizer else await self._server_ids()
             if not self._ids:
-                self._dialect = Dialect(token_ids=False)
+                self._dialect = replace(self._dialect, token_ids=False)
         status, answer = await self._negotiate()
         if status != 200:
             raise BenchError(f"{self.url} refuses a plain completion: HTTP {status}: {error_text(answer)}")
         if not self._dialect.token_ids:
             await self._calibrate()
 
-    async def _first_model(self) -> str:
+    async def _read_models(self) -> None:
+        """The first model the server names, unless one is given, and its context, where it says."""
         status, answer = await self.fetch("GET", "/v1/models")
         try:
-            return str(json.loads(answer)["data"][0]["id"])
-        except (ValueError, LookupError, TypeError):
-            raise BenchError(f"{self.url}/v1/models names no model (HTTP {status}); give one with --model") from None
+            models = json.loads(answer)["data"]
+            card = next(it for it in models if self.model in (None, it["id"]))
+            self.model = str(card["id"])
+            self.max_model_len = card["max_model_len"] if isinstance(card.get("max_model_len"), int) else None
+        except (ValueError, LookupError, TypeError, StopIteration):
+            if self.model is None:
+                text = f"{self.url}/v1/models names no model (HTTP {status}); give one with --model"
+                raise BenchError(text) from None
 
     @staticmethod
     def _local_ids(directory: Path) -> list[int]:
@@ -185,11 +199,11 @@ class Server:
 
     async def _negotiate(self) -> tuple[int, bytes]:
         """Gives up one nicety after the other until a small request passes; the last answer otherwise."""
-        probe = Job((Segment("probe", 16),), 2)
+        probe = Job((Segment("probe", 16),), 2, service_tier=self.service_tier)
         path, body = self._body(probe)
         first = status, answer = await self.fetch("POST", path, body)
         if status == 404 and not self._dialect.chat:
-            self._dialect = Dialect(chat=True, token_ids=False)
+            self._dialect = replace(self._dialect, chat=True, token_ids=False)
             self.notes.append("no /v1/completions here: using /v1/chat/completions")
             path, body = self._body(probe)
             first = status, answer = await self.fetch("POST", path, body)

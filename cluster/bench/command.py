@@ -1,14 +1,15 @@
 """`crossdock bench URL`: offers a seeded load to any OpenAI endpoint and reports what its users would feel.
 
-This file is the command line. workloads.py says what is sent, run.py when, client.py how; metrics.py
-turns what came back into figures, and report.py shows them.
+This file is the command line. workloads.py and mix.py say what is sent, run.py when, client.py how; metrics.py turns
+what came back into figures, serverside.py adds what the server says of itself, and report.py shows them.
 """
 
 import asyncio
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,8 +18,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from crossdock.cluster.bench import metrics, report
 from crossdock.cluster.bench.http import BenchError
+from crossdock.cluster.bench.mix import MIXES, Mix
 from crossdock.cluster.bench.run import BenchOptions, BenchResult, run_bench
-from crossdock.cluster.bench.workloads import WORKLOADS, Interference
+from crossdock.cluster.bench.workloads import SHAPES, WORKLOADS, Interference
+
+_MIX, _LONG, _TRACE = "Workload mix", "Workloads interference and short-vs-long", "Workload trace"
+_SLO_DEFAULTS = ", ".join(
+    f"{name} {limits['ttft'] * 1e3:.0f}/{limits['tpot'] * 1e3:.0f}" for name, limits in metrics.DEFAULT_TARGETS.items()
+)
 
 
 def bench(
@@ -33,14 +40,61 @@ def bench(
     prompt_tokens: Annotated[int | None, typer.Option(help="Length of a prompt.")] = None,
     output_tokens: Annotated[int | None, typer.Option(help="Length of an output.")] = None,
     prefix_tokens: Annotated[int | None, typer.Option(help="Length of a prefix that all prompts share.")] = None,
-    streams: Annotated[int | None, typer.Option(help="interference: established streams (4).")] = None,
-    long_prompts: Annotated[int, typer.Option(help="interference: how many long prompts.")] = 4,
-    long_prompt_tokens: Annotated[int, typer.Option(help="interference: their length.")] = 4096,
-    interval: Annotated[float, typer.Option(help="interference: seconds between one and the next.")] = 1.0,
-    quiet: Annotated[float, typer.Option(help="interference: quiet seconds before the first.")] = 4.0,
-    trace: Annotated[Path | None, typer.Option(help="trace: Mooncake JSONL or Azure LLM CSV file.")] = None,
-    trace_speed: Annotated[float, typer.Option(help="trace: 2 replays it in half the time.")] = 1.0,
-    length_scale: Annotated[float, typer.Option(help="trace: multiplies all lengths.")] = 1.0,
+    burstiness: Annotated[
+        float | None, typer.Option(help="Of open loops: 1 is Poisson, less comes in bursts (as in vLLM).")
+    ] = None,
+    service_tier: Annotated[
+        str | None, typer.Option(help="SLO class of the requests, e.g. interactive; mix has its own.")
+    ] = None,
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CLASS=LIMITS",
+            help=f"A class's targets in ms, e.g. interactive=ttft:500,tpot:50. Default: {_SLO_DEFAULTS}.",
+        ),
+    ] = None,
+    mix: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(MIXES)}.", show_default="chat-heavy", rich_help_panel=_MIX)
+    ] = None,
+    long_share: Annotated[
+        float | None, typer.Option(help="Share of long prompts among arrivals.", rich_help_panel=_MIX)
+    ] = None,
+    batch_share: Annotated[
+        float | None,
+        typer.Option(help="Share of long prompts that are batch; others: standard.", rich_help_panel=_MIX),
+    ] = None,
+    interactive_share: Annotated[
+        float | None,
+        typer.Option(help="Share of conversations that are interactive; others: standard.", rich_help_panel=_MIX),
+    ] = None,
+    long_tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FROM-TO", help="Length of long prompts.", show_default="4096-16384", rich_help_panel=_MIX
+        ),
+    ] = None,
+    streams: Annotated[
+        int | None,
+        typer.Option(help="interference: established streams.", show_default="4", rich_help_panel=_LONG),
+    ] = None,
+    short_interval: Annotated[
+        float,
+        typer.Option(help="short-vs-long: seconds from one short request to the next.", rich_help_panel=_LONG),
+    ] = 0.5,
+    long_prompts: Annotated[int, typer.Option(help="How many long prompts.", rich_help_panel=_LONG)] = 4,
+    long_prompt_tokens: Annotated[int, typer.Option(help="Their length.", rich_help_panel=_LONG)] = 4096,
+    long_service_tier: Annotated[
+        str | None, typer.Option(help="Their SLO class.", show_default="--service-tier", rich_help_panel=_LONG)
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(help="Seconds from the end of one to the next.", rich_help_panel=_LONG)
+    ] = 1.0,
+    quiet: Annotated[float, typer.Option(help="Quiet seconds before the first.", rich_help_panel=_LONG)] = 4.0,
+    trace: Annotated[
+        Path | None, typer.Option(help="Mooncake JSONL or Azure LLM CSV file.", rich_help_panel=_TRACE)
+    ] = None,
+    trace_speed: Annotated[float, typer.Option(help="2 replays it in half the time.", rich_help_panel=_TRACE)] = 1.0,
+    length_scale: Annotated[float, typer.Option(help="Multiplies all lengths.", rich_help_panel=_TRACE)] = 1.0,
     goodput: Annotated[
         list[str] | None,
         typer.Option(help="Limits in ms that make a request good, e.g. 'ttft:500 tpot:50' (also gap, e2e)."),
@@ -60,21 +114,39 @@ def bench(
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw gaps over time here (png, svg, pdf).")] = None,
 ) -> None:
     """Measure any OpenAI endpoint: throughput, time to first token, gaps between tokens, goodput."""
+    if workload == "chat" and (trace is not None or mix is not None):
+        workload = "mix" if trace is None else "trace"
     try:
         options = BenchOptions(
             url=url,
-            workload="trace" if trace is not None and workload == "chat" else workload,
+            workload=workload,
             num_requests=num_requests,
             duration=duration,
             concurrency=concurrency,
-            request_rate=request_rate,
+            request_rate=None if workload == "mix" else request_rate,
+            burstiness=1.0 if burstiness is None else burstiness,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             prefix_tokens=prefix_tokens,
             streams=streams,
             interference=Interference(
-                long_prompts=long_prompts, long_prompt_tokens=long_prompt_tokens, interval=interval, quiet=quiet
+                long_prompts=long_prompts,
+                long_prompt_tokens=long_prompt_tokens,
+                interval=interval,
+                quiet=quiet,
+                short_interval=short_interval,
+                service_tier=long_service_tier or service_tier,
             ),
+            mix=_mix(
+                mix or "chat-heavy",
+                rate=request_rate,
+                burstiness=burstiness,
+                long_share=long_share,
+                batch_share=batch_share,
+                interactive_share=interactive_share,
+                long_tokens=None if long_tokens is None else _parse_range(long_tokens),
+            ),
+            service_tier=service_tier,
             trace=trace,
             trace_speed=trace_speed,
             length_scale=length_scale,
@@ -82,6 +154,7 @@ def bench(
             repeat_prompts=repeat_prompts,
             warmup=warmup,
             goodput=metrics.parse_goodput(goodput or ()),
+            targets=metrics.parse_targets(slo or ()),
             model=model,
             api_key=api_key,
             headers=_parse_headers(header or ()),
@@ -106,6 +179,20 @@ def bench(
         raise typer.Exit(1)
 
 
+def _mix(name: str, **given: Any) -> Mix:
+    """A preset with the user's numbers in place of its own."""
+    if name not in MIXES:
+        raise ValueError(f"mix: there is no {name!r}; choose from {', '.join(MIXES)}")
+    return replace(MIXES[name], **{field: value for field, value in given.items() if value is not None})
+
+
+def _parse_range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    if not low.isdecimal() or not high.isdecimal():
+        raise ValueError(f"long_tokens: {text!r} is not FROM-TO, e.g. 4096-16384")
+    return int(low), int(high)
+
+
 def _parse_headers(lines: list[str] | tuple[()]) -> dict[str, str]:
     headers = {}
     for line in lines:
@@ -121,7 +208,7 @@ def _run_with_progress(options: BenchOptions) -> BenchResult:
         return asyncio.run(run_bench(options))
     if options.workload == "interference":
         total: int | None = options.interference.long_prompts
-    elif options.trace is None and options.duration is None:
+    elif options.workload in SHAPES and options.workload != "short-vs-long" and options.duration is None:
         total = options.shape.num_requests
     else:
         total = options.num_requests

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crossdock.cluster.bench.workloads import Role
+from crossdock.workers.slo import DEFAULT_CLASSES
 
 Floats = npt.NDArray[np.float64]
 
@@ -32,6 +33,8 @@ class Sample:
     usage_tokens: int | None = None  # the server's own count of output tokens
     error: str | None = None
     stopped: bool = False  # closed by the client, on purpose
+    service_tier: str | None = None  # the SLO class it asked for
+    refused: bool = False  # answered 429: the server said at once that it would be late
 
     @property
     def output_tokens(self) -> int:
@@ -98,6 +101,25 @@ def parse_goodput(specs: Sequence[str]) -> dict[str, float]:
     return limits
 
 
+Targets = dict[str, dict[str, float]]  # limits in seconds, by SLO class
+
+DEFAULT_TARGETS: Targets = {slo.name: {"ttft": slo.ttft_s, "tpot": slo.tpot_s} for slo in DEFAULT_CLASSES}
+
+
+def parse_targets(specs: Sequence[str]) -> Targets:
+    """The server's default classes, and what `interactive=ttft:500,tpot:50` (milliseconds) changes or adds."""
+    targets = {name: dict(limits) for name, limits in DEFAULT_TARGETS.items()}
+    for spec in specs:
+        name, equals, limits = spec.partition("=")
+        if not name or not equals:
+            raise ValueError(f"slo: {spec!r} is not CLASS=KEY:MS,…, e.g. interactive=ttft:500,tpot:50")
+        try:
+            targets.setdefault(name.strip(), {}).update(parse_goodput([limits]))
+        except ValueError as error:
+            raise ValueError(f"slo: {spec!r}: {str(error).removeprefix('goodput: ')}") from None
+    return targets
+
+
 def meets(sample: Sample, limits: dict[str, float]) -> bool:
     """Whether a request succeeded within every limit. One with a single token has no TPOT and no gap to miss."""
     if not sample.ok:
@@ -113,7 +135,8 @@ def meets(sample: Sample, limits: dict[str, float]) -> bool:
 
 
 def summarize(samples: Sequence[Sample], duration: float, limits: dict[str, float] | None = None) -> dict[str, Any]:
-    """Figures of a set of requests that were offered over `duration` seconds. Failed ones count nowhere but as failed.
+    """Figures of a set of requests that were offered over `duration` seconds. Failed and refused ones count nowhere
+    but as such, and as not good.
 
     Requests the client closed on purpose count their tokens and gaps, but have no end-to-end time.
     """
@@ -124,8 +147,9 @@ def summarize(samples: Sequence[Sample], duration: float, limits: dict[str, floa
     seconds = max(duration, 1e-9)
     summary: dict[str, Any] = {
         "requests_ok": len(ok),
-        "requests_failed": len(samples) - len(ok),
-        "first_error": next((s.error or "no token came" for s in samples if not s.ok), None),
+        "requests_refused": sum(s.refused for s in samples),
+        "requests_failed": sum(not s.ok and not s.refused for s in samples),
+        "first_error": next((s.error or "no token came" for s in samples if not s.ok and not s.refused), None),
         "short_outputs": sum(s.output_tokens < s.asked_tokens for s in whole),
         "duration_s": duration,
         "requests_per_s": len(ok) / seconds,
@@ -140,12 +164,32 @@ def summarize(samples: Sequence[Sample], duration: float, limits: dict[str, floa
     }
     if limits:
         good = sum(meets(s, limits) for s in samples)
-        summary["goodput"] = {
+        summary["goodput"] = _goodput(good, len(samples), seconds) | {
             "limits_ms": {key: limit * 1000 for key, limit in limits.items()},
-            "share": good / len(samples) if samples else 0.0,
-            "requests_per_s": good / seconds,
         }
     return summary
+
+
+def by_class(samples: Sequence[Sample], duration: float, targets: Targets) -> dict[str, Any]:
+    """The figures of every SLO class that was asked for, each with its goodput under its own targets, and the goodput
+    of all together.
+
+    A prompt of any length is held to its class's plain targets: a client cannot know what the server allows a prompt
+    that takes longer than `ttft` even alone.
+    """
+    tiers = {s.service_tier: None for s in samples if s.service_tier is not None}
+    names = [*(name for name in targets if name in tiers), *(name for name in tiers if name not in targets)]
+    classes = {}
+    for name in names:
+        its = [s for s in samples if s.service_tier == name]
+        classes[name] = summarize(its, duration, targets.get(name))
+    tiered = [s for s in samples if s.service_tier is not None]
+    good = sum(meets(s, targets.get(s.service_tier or "", {})) for s in tiered)
+    return {"classes": classes, "goodput": _goodput(good, len(tiered), max(duration, 1e-9))}
+
+
+def _goodput(good: int, offered: int, seconds: float) -> dict[str, Any]:
+    return {"share": good / offered if offered else 0.0, "requests_per_s": good / seconds}
 
 
 def gaps_within(sample: Sample, windows: Sequence[tuple[float, float]]) -> Floats:
@@ -179,6 +223,21 @@ def interference(samples: Sequence[Sample], quiet: tuple[float, float]) -> dict[
         "interfered_tokens_per_s": _tokens_within(streams, windows) / max(prefilling, 1e-9),
         "long_ttft_ms": spread_ms(s.ttft for s in long),
         "long_prompt_tokens_per_s": sum(s.prompt_tokens for s in long) / max(prefilling, 1e-9),
+    }
+
+
+def short_vs_long(samples: Sequence[Sample], quiet: tuple[float, float]) -> dict[str, Any]:
+    """The time to first token of short requests sent in the quiet window, and of those sent while a long prompt had
+    not had its first token yet."""
+    short = [s for s in samples if s.role == "short" and s.ok]
+    long = [s for s in samples if s.role == "long" and s.ok]
+    windows = [(s.sent, s.times[0]) for s in long]
+    return {
+        "long_prompts": len(long),
+        "quiet_ttft_ms": spread_ms(s.ttft for s in short if quiet[0] <= s.sent <= quiet[1]),
+        "short_ttft_ms": spread_ms(s.ttft for s in short if any(start <= s.sent <= end for start, end in windows)),
+        "long_ttft_ms": spread_ms(s.ttft for s in long),
+        "long_prompt_tokens_per_s": sum(s.prompt_tokens for s in long) / max(sum(s.ttft for s in long), 1e-9),
     }
 
 

@@ -1,5 +1,6 @@
 """Shows a benchmark's result: a table for the eye, JSON for programs, a plot of the gaps."""
 
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ def table(result: BenchResult) -> Table:
     out = Table(title=f"{result.options.workload} on {result.model}", show_header=False, title_justify="left")
     out.add_column(style="bold")
     out.add_column(justify="right")
-    failed = summary["requests_failed"]
-    out.add_row("requests ok / failed", f"{summary['requests_ok']} / {failed}", style="red" if failed else None)
+    failed, refused = summary["requests_failed"], summary["requests_refused"]
+    counts = f"{summary['requests_ok']} / {failed}" + (f", {refused} refused (429)" if refused else "")
+    out.add_row("requests ok / failed", counts, style="red" if failed else None)
     if failed:
         out.add_row("first error", escape(str(summary["first_error"])), style="red")
     if summary["short_outputs"]:
@@ -36,6 +38,14 @@ def table(result: BenchResult) -> Table:
         out.add_row("stream output while prefilling", f"{what['interfered_tokens_per_s']:.1f} tok/s")
         out.add_row("long prompt TTFT  p50 / p99 / max", _spread(what["long_ttft_ms"]))
         out.add_row("long prompt speed", f"{what['long_prompt_tokens_per_s']:.0f} tok/s")
+    elif "short_vs_long" in summary:
+        what = summary["short_vs_long"]
+        out.add_section()
+        out.add_row("short TTFT, quiet             p50 / p99 / max", _spread(what["quiet_ttft_ms"]))
+        out.add_row("short TTFT, while prefilling  p50 / p99 / max", _spread(what["short_ttft_ms"]))
+        out.add_row("short requests while prefilling", str(what["short_ttft_ms"]["count"]))
+        out.add_row("long prompt TTFT              p50 / p99 / max", _spread(what["long_ttft_ms"]))
+        out.add_row("long prompt speed", f"{what['long_prompt_tokens_per_s']:.0f} tok/s")
     else:
         out.add_row("prompts", f"{summary['prompt_tokens_per_s']:.1f} tok/s")
         out.add_row("requests", f"{summary['requests_per_s']:.2f} /s")
@@ -46,15 +56,51 @@ def table(result: BenchResult) -> Table:
             out.add_row("TPOT      p50 / p99", _spread(summary["tpot_ms"], "p50", "p99"))
         out.add_row("E2E       p50 / p90 / p99", _spread(summary["e2e_ms"], "p50", "p90", "p99"))
     if "goodput" in summary:
-        good = summary["goodput"]
-        limits = " ".join(f"{key}:{limit:g}" for key, limit in good["limits_ms"].items())
         out.add_section()
-        out.add_row(f"goodput ({limits})", f"{good['share']:.1%}, {good['requests_per_s']:.2f} /s")
+        out.add_row(*_goodput("goodput", summary["goodput"]))
+    if "slo" in summary:
+        _add_classes(out, summary["slo"])
+    if "server" in summary:
+        _add_server(out, summary["server"])
     out.add_section()
     out.add_row("client CPU", cpu, style="yellow" if result.client_cpu_share > 0.1 else "dim")
     for note in result.notes:
         out.add_row("note", escape(note), style="yellow")
     return out
+
+
+def _add_classes(out: Table, slo: dict[str, Any]) -> None:
+    for name, figures in slo["classes"].items():
+        out.add_section()
+        answers = (figures[f"requests_{how}"] for how in ("ok", "refused", "failed"))
+        out.add_row(f"{escape(name)}: ok / refused / failed", " / ".join(map(str, answers)))
+        if "goodput" in figures:
+            out.add_row(*_goodput("  good", figures["goodput"]))
+        out.add_row("  TTFT      p50 / p99", _spread(figures["ttft_ms"], "p50", "p99"))
+        out.add_row("  token gap p50 / p99 / max", _spread(figures["gap_ms"]))
+        out.add_row("  TPOT      p50 / p99", _spread(figures["tpot_ms"], "p50", "p99"))
+    out.add_section()
+    out.add_row(*_goodput("all classes: good", slo["goodput"]))
+    # The server allows such a prompt twice the time it takes alone (SloClass.ttft_deadline), which no client can know.
+    out.caption = "Long prompts are held to their class's plain TTFT too."
+
+
+def _add_server(out: Table, server: dict[str, Any]) -> None:
+    """Of the server's own account, what says how well it knows itself, and how it cut prompts."""
+    out.add_section()
+    if "step_error_p50" in server and "step_error_p90" in server:
+        errors = f"{server['step_error_p50']:.1%} / {server['step_error_p90']:.1%}"
+        out.add_row("server: step prediction error p50 / p90", errors)
+    if "step_s_p50" in server and "step_s_p99" in server:
+        out.add_row("server: step p50 / p99", f"{server['step_s_p50'] * 1e3:.0f} / {server['step_s_p99'] * 1e3:.0f} ms")
+    if "prefill_tokens_per_s" in server:
+        chunk = f", chunks of {server['chunk_tokens_p50']:.0f} (p50)" if "chunk_tokens_p50" in server else ""
+        out.add_row("server: prompts computed", f"{server['prefill_tokens_per_s']:.0f} tok/s{chunk}")
+
+
+def _goodput(title: str, good: dict[str, Any]) -> tuple[str, str]:
+    limits = " ".join(f"{key}:{limit:g}" for key, limit in good.get("limits_ms", {}).items())
+    return f"{title} ({limits})" if limits else title, f"{good['share']:.1%}, {good['requests_per_s']:.2f} /s"
 
 
 def _spread(spread: dict[str, Any], *names: str) -> str:
@@ -68,11 +114,12 @@ def as_json(result: BenchResult) -> dict[str, Any]:
     options = {
         name: value
         for name, value in vars(result.options).items()
-        if value is not None and name not in ("api_key", "headers", "interference")
+        if value is not None and name not in ("api_key", "headers", "interference", "mix")
     }
-    if result.options.workload == "interference":
-        plan = result.options.interference
-        options["interference"] = {name: getattr(plan, name) for name in plan.__slots__}
+    if result.options.workload in ("interference", "short-vs-long"):
+        options["interference"] = asdict(result.options.interference)
+    elif result.options.workload == "mix":
+        options["mix"] = asdict(result.options.mix)
     return {
         "date": result.date,
         "model": result.model,
@@ -83,6 +130,8 @@ def as_json(result: BenchResult) -> dict[str, Any]:
         "requests": [
             {
                 "role": sample.role,
+                "service_tier": sample.service_tier,
+                "refused": sample.refused,
                 "sent": sample.sent - result.origin,
                 "ttft": sample.ttft if sample.ok else None,
                 "e2e": sample.e2e if sample.ok and not sample.stopped else None,

@@ -4,17 +4,18 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from crossdock.cluster.bench import metrics
+from crossdock.cluster.bench import metrics, serverside
 from crossdock.cluster.bench.client import Server
 from crossdock.cluster.bench.http import BenchError
-from crossdock.cluster.bench.metrics import Sample
+from crossdock.cluster.bench.metrics import DEFAULT_TARGETS, Sample, Targets
+from crossdock.cluster.bench.mix import MIXES, Mix, mix_jobs
 from crossdock.cluster.bench.workloads import (
     SHAPES,
     WORKLOADS,
@@ -25,8 +26,11 @@ from crossdock.cluster.bench.workloads import (
     read_trace,
     shaped_jobs,
 )
+from crossdock.cluster.scrape import STEPS, Scrape
 
-SendOne = Callable[[Job], Awaitable[Sample]]
+_MIX_SECONDS = 60.0  # of arrivals, unless requests are counted
+
+SendOne = Callable[[Job], Coroutine[Any, Any, Sample]]
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,9 @@ class BenchOptions:
     prefix_tokens: int | None = None
     streams: int | None = None  # of the interference workload
     interference: Interference = field(default_factory=Interference)
+    mix: Mix = MIXES["chat-heavy"]
+    service_tier: str | None = None  # the SLO class of all requests; a mix has its own
+    burstiness: float = 1.0  # of arrivals, see workloads.arrival_times; a mix has its own
     trace: Path | None = None
     trace_speed: float = 1.0
     length_scale: float = 1.0
@@ -51,6 +58,7 @@ class BenchOptions:
     repeat_prompts: bool = False  # the same texts in every run of a seed, for measuring a warm prefix cache
     warmup: int = 2
     goodput: dict[str, float] = field(default_factory=dict)  # limits in seconds, see metrics.parse_goodput
+    targets: Targets = field(default_factory=lambda: DEFAULT_TARGETS)  # of SLO classes
     model: str | None = None
     api_key: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
@@ -63,16 +71,24 @@ class BenchOptions:
             raise ValueError(f"workload: there is no {self.workload!r}; choose from {', '.join(WORKLOADS)}")
         if (self.workload == "trace") != (self.trace is not None):
             raise ValueError("trace: the workload trace and a trace file need each other")
-        if self.workload in ("interference", "trace") and self.request_rate is not None:
+        if self.workload in ("interference", "short-vs-long", "mix", "trace") and self.request_rate is not None:
             raise ValueError(f"request_rate: the workload {self.workload} has arrivals of its own")
-        for name in ("num_requests", "duration", "concurrency", "request_rate", "prompt_tokens", "output_tokens"):
+        if self.workload == "mix" and self.service_tier is not None:
+            raise ValueError("service_tier: the workload mix has classes of its own")
+        positive = ("num_requests", "duration", "concurrency", "request_rate", "burstiness")
+        for name in (*positive, "prompt_tokens", "output_tokens"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name}: must be above 0, got {value}")
 
     @property
+    def seconds(self) -> float | None:
+        """The duration, with the mix's own."""
+        return _MIX_SECONDS if self.workload == "mix" and not self.num_requests and not self.duration else self.duration
+
+    @property
     def shape(self) -> Shape:
-        """The workload's shape with the user's numbers in place of its own. A trace has none."""
+        """The workload's shape with the user's numbers in place of its own. A trace and a mix have none."""
         given = {
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
@@ -98,15 +114,23 @@ class BenchResult:
 
 
 def bench_jobs(options: BenchOptions) -> Iterator[Job]:
-    """The jobs of every workload but interference, whose driver sends by what it sees."""
+    """The jobs of a workload; of interference its streams, of short-vs-long its short requests."""
+    limit = options.num_requests
     if options.trace is not None:
         jobs = iter(read_trace(options.trace, speed=options.trace_speed, length_scale=options.length_scale))
-        limit = options.num_requests
+    elif options.workload == "mix":
+        jobs = mix_jobs(options.mix, options.seed)
+    elif options.workload == "short-vs-long":
+        jobs = shaped_jobs(options.shape, role="short")
+    elif options.workload == "interference":
+        jobs, limit = shaped_jobs(options.shape, role="stream"), options.shape.num_requests
     else:
         jobs = shaped_jobs(options.shape)
-        limit = options.num_requests or (None if options.duration else options.shape.num_requests)
+        limit = limit or (None if options.duration else options.shape.num_requests)
         if options.request_rate is not None:
-            jobs = at_rate(jobs, options.request_rate, options.seed)
+            jobs = at_rate(jobs, options.request_rate, options.seed, options.burstiness)
+    if options.service_tier is not None:
+        jobs = (replace(job, service_tier=options.service_tier) for job in jobs)
     return itertools.islice(jobs, limit)
 
 
@@ -173,6 +197,28 @@ async def interfere(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def keep_arriving(shorts: Iterator[Job], plan: Interference, send: SendOne) -> tuple[float, float]:
+    """Short requests come at a steady rate, at first alone, then while long prompts are prefilled. Returns the quiet
+    window."""
+
+    async def arrive(group: asyncio.TaskGroup) -> None:
+        for job in shorts:
+            group.create_task(send(job))
+            await asyncio.sleep(plan.short_interval)
+
+    async with asyncio.TaskGroup() as group:
+        arrivals = group.create_task(arrive(group))
+        quiet_start = time.perf_counter()
+        await asyncio.sleep(plan.quiet)
+        quiet = (quiet_start, time.perf_counter())
+        for number, job in enumerate(plan.jobs()):
+            if number:
+                await asyncio.sleep(plan.interval)
+            await send(job)
+        arrivals.cancel()
+    return quiet
+
+
 async def run_bench(options: BenchOptions, on_done: Callable[[Sample], None] = lambda _: None) -> BenchResult:
     """Runs a benchmark; `on_done` sees every request as it ends.
 
@@ -180,7 +226,7 @@ async def run_bench(options: BenchOptions, on_done: Callable[[Sample], None] = l
         BenchError: the server cannot be measured.
         ValueError: an option or a trace is wrong.
     """
-    jobs = bench_jobs(options) if options.workload != "interference" else iter(())
+    jobs = bench_jobs(options)
     server = Server(
         url=options.url,
         model=options.model,
@@ -190,42 +236,77 @@ async def run_bench(options: BenchOptions, on_done: Callable[[Sample], None] = l
         chat=options.chat,
         tokenizer=options.tokenizer,
         seed=options.seed,
+        service_tier="standard" if options.workload == "mix" else options.service_tier,
         salt="" if options.repeat_prompts else secrets.token_hex(8),
     )
     await server.connect()
+    if options.workload == "mix" and server.max_model_len is not None:
+        mix = options.mix.within(server.max_model_len)
+        if mix != options.mix:
+            low, high = mix.long_tokens
+            server.notes.append(
+                f"the server's context is {server.max_model_len:,}: long prompts are {low:,} to {high:,} tokens"
+            )
+            options = replace(options, mix=mix)
+            jobs = bench_jobs(options)
     samples: list[Sample] = []
 
     async def send(job: Job) -> Sample:
-        sample = Sample(job.role, job.output_tokens, job.prompt_tokens)
+        sample = Sample(job.role, job.output_tokens, job.prompt_tokens, service_tier=job.service_tier)
         samples.append(sample)
         await server.run(job, sample)
         on_done(sample)
         return sample
 
     if options.warmup:
-        shape = replace(options.shape, output_tokens=8) if options.trace is None else SHAPES["chat"]
+        shape = replace(options.shape if options.workload in SHAPES else SHAPES["chat"], output_tokens=8)
         await closed_loop(
             itertools.islice(shaped_jobs(shape, name="warmup"), options.warmup),
             lambda job: server.run(job, Sample(job.role, job.output_tokens, job.prompt_tokens)),
             shape.concurrency,
         )
     date = datetime.now(UTC).isoformat(timespec="seconds")
+    before = await _scrape(server)
     cpu, origin = time.process_time(), time.perf_counter()
-    quiet = None
-    if options.workload == "interference":
-        streams = itertools.islice(shaped_jobs(options.shape, role="stream"), options.shape.num_requests)
-        quiet = await interfere(streams, options.interference, send, samples)
-    elif options.trace is not None or options.request_rate is not None:
-        await open_loop(jobs, send, options.concurrency, options.duration)
-    else:
-        await closed_loop(jobs, send, options.shape.concurrency, options.duration)
+    quiet = await _drive(options, jobs, send, samples)
     cpu_share = (time.process_time() - cpu) / max(time.perf_counter() - origin, 1e-9)
+    after = await _scrape(server)
 
     duration = max((s.ended for s in samples), default=origin) - origin
     summary = metrics.summarize(samples, duration, options.goodput)
-    notes = list(server.notes)
-    if quiet is not None:
+    if any(sample.service_tier is not None for sample in samples):
+        summary["slo"] = metrics.by_class(samples, duration, options.targets)
+    if before is not None and after is not None:
+        summary["server"] = serverside.figures(before, after)
+    if options.workload == "interference":
         summary["interference"] = metrics.interference(samples, quiet)
         if any(s.role == "stream" and not s.stopped for s in samples):
-            notes.append("a stream ended before the long prompts did: raise the output tokens")
-    return BenchResult(options, date, server.model or "", notes, samples, origin, cpu_share, summary)
+            server.notes.append("a stream ended before the long prompts did: raise the output tokens")
+    elif options.workload == "short-vs-long":
+        summary["short_vs_long"] = metrics.short_vs_long(samples, quiet)
+    return BenchResult(options, date, server.model or "", server.notes, samples, origin, cpu_share, summary)
+
+
+async def _drive(
+    options: BenchOptions, jobs: Iterator[Job], send: SendOne, samples: list[Sample]
+) -> tuple[float, float]:
+    """Makes the workload's requests. Returns the window in which nothing long disturbed; it is empty for most."""
+    if options.workload == "interference":
+        return await interfere(jobs, options.interference, send, samples)
+    if options.workload == "short-vs-long":
+        return await keep_arriving(jobs, options.interference, send)
+    if options.workload in ("trace", "mix") or options.request_rate is not None:
+        await open_loop(jobs, send, options.concurrency, options.seconds)
+    else:
+        await closed_loop(jobs, send, options.shape.concurrency, options.duration)
+    return (0.0, 0.0)
+
+
+async def _scrape(server: Server) -> Scrape | None:
+    """The server's own account so far; None if it is not Crossdock's."""
+    try:
+        status, text = await server.fetch("GET", "/metrics")
+        scrape = Scrape.parse(text.decode(), time.perf_counter())
+    except (BenchError, ValueError):
+        return None
+    return scrape if status == 200 and STEPS in scrape.samples else None

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-Role = Literal["request", "stream", "long"]
+Role = Literal["request", "stream", "short", "long"]
 
 MOONCAKE_BLOCK_TOKENS = 512  # one entry of hash_ids, https://github.com/kvcache-ai/Mooncake (FAST'25 traces)
 
@@ -55,6 +55,7 @@ class Job:
     output_tokens: int
     due: float | None = None
     role: Role = "request"
+    service_tier: str | None = None  # the SLO class it asks for
 
     @property
     def prompt_tokens(self) -> int:
@@ -79,24 +80,29 @@ SHAPES = {
     # The streams of the interference workload; its long prompts are an Interference beside it. The output is long only
     # so that it outlasts the long prompts: the client closes the streams once it has seen what it came for.
     "interference": Shape(prompt_tokens=128, output_tokens=4096, num_requests=4, concurrency=4),
+    # The short requests of short-vs-long, one every `short_interval`; its long prompts are an Interference too.
+    "short-vs-long": Shape(prompt_tokens=64, output_tokens=8, num_requests=1, concurrency=1),
 }
-WORKLOADS = (*SHAPES, "trace")
+WORKLOADS = (*SHAPES, "mix", "trace")
 
 
 @dataclass(frozen=True, slots=True)
 class Interference:
-    """Established streams decode while long prompts arrive, one after the other."""
+    """Long prompts arrive, one after the other, while streams decode or short requests keep coming."""
 
     long_prompts: int = 4
     long_prompt_tokens: int = 4096
     long_output_tokens: int = 4
     interval: float = 1.0  # seconds from the end of one long prompt to the arrival of the next
-    quiet: float = 4.0  # seconds of undisturbed decoding measured before the first long prompt
+    quiet: float = 4.0  # seconds measured undisturbed, before the first long prompt
     established_tokens: int = 4  # a stream counts as established from this token on
+    short_interval: float = 0.5  # seconds from one short request to the next
+    service_tier: str | None = None  # of the long prompts
 
     def jobs(self) -> Iterator[Job]:
         for i in range(self.long_prompts):
-            yield Job((Segment(f"long/{i}", self.long_prompt_tokens),), self.long_output_tokens, role="long")
+            prompt = (Segment(f"long/{i}", self.long_prompt_tokens),)
+            yield Job(prompt, self.long_output_tokens, role="long", service_tier=self.service_tier)
 
 
 def shaped_jobs(shape: Shape, role: Role = "request", name: str = "unique") -> Iterator[Job]:
@@ -106,19 +112,24 @@ def shaped_jobs(shape: Shape, role: Role = "request", name: str = "unique") -> I
         yield Job((*prefix, Segment(f"{name}/{i}", shape.prompt_tokens)), shape.output_tokens, role=role)
 
 
-def poisson_arrivals(rate: float, rng: random.Random) -> Iterator[float]:
-    """Endless arrival times, in seconds, of a Poisson process with `rate` arrivals per second. The first is at 0."""
-    if not rate > 0:
-        raise ValueError(f"request rate: must be above 0 per second, got {rate}")
+def arrival_times(rate: float, rng: random.Random, burstiness: float = 1.0) -> Iterator[float]:
+    """Endless arrival times, in seconds, at `rate` per second on average. The first is at 0.
+
+    `burstiness` is the shape of the gamma distribution of the times between, as in vLLM's benchmark: 1 is a Poisson
+    process, less comes in bursts (their coefficient of variation is 1/sqrt(burstiness)), more is evener.
+    """
+    for name, value in (("request rate", rate), ("burstiness", burstiness)):
+        if not value > 0:
+            raise ValueError(f"{name}: must be above 0, got {value}")
     now = 0.0
     while True:
         yield now
-        now += rng.expovariate(rate)
+        now += rng.gammavariate(burstiness, 1 / (rate * burstiness))
 
 
-def at_rate(jobs: Iterator[Job], rate: float, seed: int) -> Iterator[Job]:
-    """The same jobs, due at Poisson arrivals that depend on the seed alone."""
-    arrivals = poisson_arrivals(rate, random.Random(f"arrivals/{seed}"))
+def at_rate(jobs: Iterator[Job], rate: float, seed: int, burstiness: float = 1.0) -> Iterator[Job]:
+    """The same jobs, due at arrivals that depend on the seed alone."""
+    arrivals = arrival_times(rate, random.Random(f"arrivals/{seed}"), burstiness)
     return (replace(job, due=due) for job, due in zip(jobs, arrivals, strict=False))
 
 

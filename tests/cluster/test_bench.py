@@ -22,11 +22,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from crossdock.cluster.bench import metrics, report
+from crossdock.cluster.bench import metrics, report, serverside
 from crossdock.cluster.bench.client import Server
 from crossdock.cluster.bench.command import bench
 from crossdock.cluster.bench.http import BenchError, HttpResponse, TokenStream, error_text
 from crossdock.cluster.bench.metrics import Sample, gaps_within, meets, parse_goodput, spread_ms, summarize
+from crossdock.cluster.bench.mix import Mix
 from crossdock.cluster.bench.run import BenchOptions, bench_jobs, open_loop, run_bench
 from crossdock.cluster.bench.workloads import (
     SHAPES,
@@ -35,17 +36,18 @@ from crossdock.cluster.bench.workloads import (
     Job,
     Segment,
     Shape,
+    arrival_times,
     at_rate,
-    poisson_arrivals,
     read_trace,
     shaped_jobs,
 )
+from crossdock.cluster.scrape import Scrape
 
 # ---- workloads
 
 
-def test_poisson_arrivals_have_the_rate_and_the_spread_of_a_poisson_process() -> None:
-    times = np.fromiter(islice(poisson_arrivals(5.0, random.Random(1)), 20_001), dtype=float)
+def test_arrival_times_have_the_rate_and_the_spread_of_a_poisson_process() -> None:
+    times = np.fromiter(islice(arrival_times(5.0, random.Random(1)), 20_001), dtype=float)
     between = np.diff(times)
     assert times[0] == 0
     assert between.mean() == pytest.approx(1 / 5, rel=0.03)
@@ -55,7 +57,7 @@ def test_poisson_arrivals_have_the_rate_and_the_spread_of_a_poisson_process() ->
 @pytest.mark.parametrize("rate", [0, -1, float("nan")])
 def test_a_rate_must_be_positive(rate: float) -> None:
     with pytest.raises(ValueError, match="request rate"):
-        next(poisson_arrivals(rate, random.Random(0)))
+        next(arrival_times(rate, random.Random(0)))
 
 
 def test_arrivals_depend_on_the_seed_alone() -> None:
@@ -222,6 +224,78 @@ def test_interference_figures() -> None:
     assert (figures["streams"], figures["long_prompts"]) == (1, 1)
 
 
+def test_classes_are_held_to_their_own_targets() -> None:
+    targets = metrics.parse_targets(["interactive=ttft:500,tpot:100", "bulk=ttft:9000"])
+    assert targets["interactive"] == {"ttft": 0.5, "tpot": 0.1}
+    assert targets["batch"] == metrics.DEFAULT_TARGETS["batch"]
+    samples = [
+        sample(0.4, 0.45, service_tier="interactive"),
+        sample(0.6, 0.65, service_tier="interactive"),
+        sample(service_tier="interactive", error="HTTP 429: busy", refused=True),
+        sample(service_tier="interactive", error="HTTP 500: boom"),
+        sample(8.0, 9.0, service_tier="bulk"),
+        sample(1.0, 1.5, service_tier="own"),  # a class without targets promises nothing
+        sample(0.1),  # no class
+    ]
+    slo = metrics.by_class(samples, 10.0, targets)
+    assert list(slo["classes"]) == ["interactive", "bulk", "own"]
+    its = slo["classes"]["interactive"]
+    assert (its["requests_ok"], its["requests_refused"], its["requests_failed"]) == (2, 1, 1)
+    assert its["first_error"] == "HTTP 500: boom"
+    assert its["goodput"] == {"share": 0.25, "requests_per_s": 0.1, "limits_ms": {"ttft": 500, "tpot": 100}}
+    assert slo["classes"]["bulk"]["goodput"]["share"] == 1
+    assert "goodput" not in slo["classes"]["own"]
+    assert slo["goodput"] == {"share": 0.5, "requests_per_s": 0.3}
+
+
+def test_default_targets_are_the_servers() -> None:
+    assert metrics.parse_targets([]) == {
+        "interactive": {"ttft": 1.0, "tpot": 0.05},
+        "standard": {"ttft": 10.0, "tpot": 0.1},
+        "batch": {"ttft": 600.0, "tpot": 2.0},
+    }
+
+
+@pytest.mark.parametrize("spec", ["interactive", "=ttft:5", "batch=speed:5", "batch=ttft:-1"])
+def test_bad_targets(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"^slo: "):
+        metrics.parse_targets([spec])
+
+
+def test_short_requests_count_where_they_were_sent() -> None:
+    samples = [
+        sample(0.1, sent=0.0, role="short"),
+        sample(10.0, sent=5.0, role="long", prompt_tokens=4000),
+        sample(5.8, sent=5.5, role="short"),
+        sample(10.1, sent=9.9, role="short"),
+        sample(11.0, sent=10.5, role="short"),  # between two long prompts: in neither
+        sample(sent=6.0, role="short", error="HTTP 429: busy", refused=True),
+    ]
+    figures = metrics.short_vs_long(samples, quiet=(0.0, 5.0))
+    assert figures["quiet_ttft_ms"]["p50"] == pytest.approx(100)
+    assert figures["short_ttft_ms"]["count"] == 2
+    assert figures["short_ttft_ms"]["p50"] == pytest.approx(250)
+    assert figures["long_prompt_tokens_per_s"] == pytest.approx(800)
+
+
+def test_the_server_is_asked_what_it_did() -> None:
+    before = Scrape.parse('crossdock_steps_total{kind="mixed",replica="a"} 10\ncrossdock_prompt_tokens_total 50\n', 2.0)
+    text = """
+crossdock_steps_total{kind="mixed",replica="a"} 14
+crossdock_steps_total{kind="chunks",replica="a"} 3
+crossdock_prompt_tokens_total 1050
+crossdock_step_relative_error{quantile="0.5",replica="a"} 0.05
+crossdock_step_relative_error{quantile="0.5",replica="b"} 0.07
+crossdock_step_relative_error{quantile="0.9",replica="a"} 0.2
+"""
+    assert serverside.figures(before, Scrape.parse(text, 12.0)) == {
+        "steps": {"mixed": 4, "chunks": 3},
+        "prefill_tokens_per_s": 100.0,
+        "step_error_p50": 0.07,
+        "step_error_p90": 0.2,
+    }
+
+
 # ---- HTTP and events, byte by byte
 
 CHUNKED = (
@@ -334,10 +408,14 @@ class Scripted:
         self.break_off = False
         self.usage = True
         self.template_tokens = 0
+        self.refused_tier: str | None = None  # its requests are answered 429
+        self.metrics_text: str | None = None
+        self.max_model_len: int | None = None
         self.bodies: list[dict[str, Any]] = []
         self.under_way = self.most_under_way = self.closed_early = 0
         self.api = FastAPI()
-        self.api.get("/v1/models")(lambda: {"data": [{"id": "scripted"}]})
+        self.api.get("/v1/models")(lambda: {"data": [{"id": "scripted", "max_model_len": self.max_model_len}]})
+        self.api.get("/metrics")(lambda: Response(self.metrics_text, 404 if self.metrics_text is None else 200))
         self.api.post("/tokenize")(self.tokenize)
         self.api.post("/v1/completions")(self.complete)
         self.api.post("/v1/chat/completions")(self.complete)
@@ -356,6 +434,8 @@ class Scripted:
             if name in json.dumps(body):
                 return JSONResponse({"error": {"message": f"unknown field {name}"}}, 422)
         self.bodies.append(body)
+        if body["max_tokens"] > 2 and body.get("service_tier", "") == self.refused_tier:
+            return JSONResponse({"error": {"message": "overloaded"}}, 429, {"Retry-After": "3"})
         if self.fail_every and len(self.measured) and len(self.measured) % self.fail_every == 0:
             return JSONResponse({"error": {"message": "scripted failure"}}, 500)
         if not body.get("stream"):
@@ -460,7 +540,7 @@ def test_the_duration_ends_both_loops(scripted: tuple[Scripted, str]) -> None:
     assert 1 <= result.summary["requests_ok"] <= 5
     result = measure(url, duration=0.3, request_rate=10.0, output_tokens=3)
     assert result.summary["requests_ok"] == sum(
-        due < 0.3 for due in islice(poisson_arrivals(10.0, random.Random("arrivals/0")), 50)
+        due < 0.3 for due in islice(arrival_times(10.0, random.Random("arrivals/0")), 50)
     )
 
 
@@ -520,6 +600,70 @@ def test_interference(scripted: tuple[Scripted, str], tmp_path: Path) -> None:
     assert (tmp_path / "gaps.png").read_bytes().startswith(b"\x89PNG")
     short = measure(url, workload="interference", streams=1, output_tokens=30, interference=plan)
     assert any("raise the output tokens" in note for note in short.notes)
+
+
+def test_classes_reach_the_server_and_refusals_are_no_failures(scripted: tuple[Scripted, str]) -> None:
+    script, url = scripted
+    script.refused_tier = "batch"
+    asked = {"num_requests": 4, "output_tokens": 4, "prompt_tokens": 20}
+    result = measure(url, **asked, service_tier="interactive")
+    assert [body["service_tier"] for body in script.measured] == ["interactive"] * 4
+    assert result.summary["slo"]["classes"]["interactive"]["goodput"]["share"] == 1
+    refused = measure(url, **asked, service_tier="batch").summary
+    assert (refused["requests_ok"], refused["requests_refused"], refused["requests_failed"]) == (0, 4, 0)
+    assert refused["slo"]["goodput"]["share"] == 0
+    assert "slo" not in measure(url, **asked).summary
+    assert "service_tier" not in script.measured[-1]
+
+
+def test_a_server_that_knows_no_classes_is_measured_by_class_nevertheless(scripted: tuple[Scripted, str]) -> None:
+    script, url = scripted
+    script.refused_fields = ("service_tier",)
+    result = measure(url, num_requests=2, output_tokens=4, service_tier="interactive")
+    assert "service_tier" not in script.measured[-1]
+    assert isinstance(script.measured[-1]["prompt"], list)  # nothing else was given up
+    assert any("asking without service_tier" in note for note in result.notes)
+    assert result.summary["slo"]["classes"]["interactive"]["requests_ok"] == 2
+
+
+def test_a_mix_is_cut_to_the_servers_context(scripted: tuple[Scripted, str]) -> None:
+    script, url = scripted
+    script.max_model_len = 2000
+    mix = Mix(rate=200.0, long_share=0.3, think_s=0.01, answer_tokens=(3, 5), long_answer_tokens=(3, 5))
+    result = measure(url, workload="mix", mix=mix, num_requests=40)
+    assert result.summary["requests_ok"] == 40
+    assert max(len(body["prompt"]) for body in script.measured) == 1995
+    assert any("context is 2,000: long prompts are 1,995 to 1,995 tokens" in note for note in result.notes)
+    assert {body["service_tier"] for body in script.measured} == {"interactive", "standard", "batch"}
+    assert set(result.summary["slo"]["classes"]) == {"interactive", "standard", "batch"}
+    assert report.as_json(result)["options"]["mix"]["long_tokens"] == (1995, 1995)
+
+
+def test_short_requests_keep_coming_while_long_prompts_prefill(scripted: tuple[Scripted, str]) -> None:
+    script, url = scripted
+    script.long_delay = 0.4
+    plan = Interference(
+        long_prompts=2, long_prompt_tokens=1500, interval=0.05, quiet=0.2, short_interval=0.05, service_tier="batch"
+    )
+    result = measure(url, workload="short-vs-long", interference=plan, service_tier="standard", output_tokens=4)
+    figures = result.summary["short_vs_long"]
+    assert figures["long_prompts"] == 2
+    assert figures["long_ttft_ms"]["p50"] >= 400
+    assert figures["quiet_ttft_ms"]["count"] >= 1
+    assert figures["short_ttft_ms"]["count"] >= 2
+    assert result.summary["requests_failed"] == 0
+    tiers = {len(body["prompt"]): body["service_tier"] for body in script.measured}
+    assert tiers == {64: "standard", 1500: "batch"}
+    assert report.as_json(result)["options"]["interference"]["short_interval"] == 0.05
+
+
+def test_figures_of_the_server_are_reported_where_it_has_them(scripted: tuple[Scripted, str]) -> None:
+    script, url = scripted
+    assert "server" not in measure(url, num_requests=1, output_tokens=4).summary
+    script.metrics_text = "vllm:num_requests_running 1\n"
+    assert "server" not in measure(url, num_requests=1, output_tokens=4).summary
+    script.metrics_text = 'crossdock_steps_total{kind="mixed"} 1\ncrossdock_step_relative_error{quantile="0.9"} 0.125\n'
+    assert measure(url, num_requests=1, output_tokens=4).summary["server"]["step_error_p90"] == 0.125
 
 
 def test_interference_without_a_living_stream_says_why(scripted: tuple[Scripted, str]) -> None:
@@ -645,6 +789,9 @@ def test_addresses_that_are_the_same(url: str) -> None:
         ({"workload": "trace"}, "need each other"),
         ({"trace": Path("t")}, "need each other"),
         ({"workload": "interference", "request_rate": 1.0}, "arrivals of its own"),
+        ({"workload": "mix", "request_rate": 1.0}, "arrivals of its own"),
+        ({"workload": "mix", "service_tier": "batch"}, "classes of its own"),
+        ({"burstiness": 0.0}, "burstiness: must be above 0"),
         ({"num_requests": 0}, "num_requests: must be above 0"),
         ({"duration": -1.0}, "duration"),
     ],
@@ -699,6 +846,33 @@ def test_command_reports_and_writes(scripted: tuple[Scripted, str], tmp_path: Pa
     assert files[1].stat().st_size > 1000
 
 
+def test_command_shows_classes_and_the_servers_figures(scripted: tuple[Scripted, str], command: Any) -> None:
+    script, url = scripted
+    script.refused_tier = "batch"
+    script.metrics_text = """
+crossdock_steps_total{kind="mixed"} 1
+crossdock_step_relative_error{quantile="0.5"} 0.041
+crossdock_step_relative_error{quantile="0.9"} 0.125
+"""
+    result = command(
+        *(url, "--mix", "bursty", "-n", 30, "--request-rate", 100, "--long-tokens", "1000-1200"),
+        *("--long-share", 0.4, "--batch-share", 0.5, "--slo", "interactive=ttft:20000,tpot:5000", "--warmup", 0),
+    )
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    for text in (
+        "refused (429)",
+        "interactive: ok / refused / failed",
+        "good (ttft:20000 tpot:5000)",
+        "batch: ok / refused / failed",
+        "all classes: good",
+        "step prediction error p50 / p90",
+        "4.1% / 12.5%",
+        "plain TTFT",
+    ):
+        assert text in shown
+
+
 def test_command_says_what_is_wrong(command: Any, tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -709,6 +883,10 @@ def test_command_says_what_is_wrong(command: Any, tmp_path: Path) -> None:
         (("-w", "nap"), "there is no 'nap'"),
         (("--goodput", "speed:9"), "not KEY:MS"),
         (("--header", "nonsense"), "not 'Name: value'"),
+        (("--slo", "fast"), "not CLASS=KEY:MS"),
+        (("-w", "mix", "--mix", "wild"), "there is no 'wild'; choose from chat-heavy, long-heavy, bursty"),
+        (("-w", "mix", "--long-tokens", "many"), "not FROM-TO"),
+        (("-w", "mix", "--long-share", "2"), "share between 0 and 1"),
         (("--trace", tmp_path / "none"), "cannot read"),
     ]:
         result = command("http://127.0.0.1:9", *args)

@@ -1,9 +1,6 @@
 """The command line, as a person or a script meets it. The server behind `chat` is a scripted one."""
 
 import json
-import os
-import pty
-import re
 import select
 import signal
 import socket
@@ -26,7 +23,7 @@ from crossdock.cluster import cli
 from crossdock.cluster.chat import ChatError, Conversation, connect, first_model
 from crossdock.cluster.config import ClusterConfig
 
-COMMAND = Path(sys.executable).with_name("crossdock")
+from .terminal import COMMAND, Pty
 
 
 def run(*args: str, **environment: str) -> Any:
@@ -46,6 +43,8 @@ def test_every_flag_reaches_its_setting() -> None:
     flags = """
         org/model --served-model-name mine --served-model-name also --dtype float32 --max-model-len 4096
         --max-num-batched-tokens 1024 --max-num-seqs 8 --long-prefill-token-threshold 256
+        --chunk-policy fixed --min-chunk-tokens 64 --max-prefill-tokens 512 --no-mixed-chunks
+        --max-num-partial-prefills 4 --max-long-partial-prefills 1 --prefill-order fcfs --admission queue
         --no-enable-chunked-prefill --no-enable-prefix-caching --kv-cache-memory 1GiB --page-size 32
         --host 0.0.0.0 --port 9000 --pools big=2,small
         --set pools.small.num_cpus=3 --set http.request_timeout_s=1.5
@@ -55,6 +54,10 @@ def test_every_flag_reaches_its_setting() -> None:
     assert (model.path, model.served_name, model.dtype, model.max_model_len) == ("org/model", "mine", "float32", 4096)
     assert (engine.max_num_batched_tokens, engine.max_num_seqs) == (1024, 8)
     assert engine.long_prefill_token_threshold == 256
+    assert (engine.chunk_policy, engine.min_chunk_tokens, engine.max_prefill_tokens) == ("fixed", 64, 512)
+    assert (engine.max_num_partial_prefills, engine.max_long_partial_prefills) == (4, 1)
+    assert (engine.prefill_order, engine.admission) == ("fcfs", "queue")
+    assert not engine.mixed_chunks
     assert not engine.enable_chunked_prefill
     assert not engine.enable_prefix_caching
     assert (engine.kv_cache_memory, engine.page_size) == (1 << 30, 32)
@@ -67,6 +70,21 @@ def test_every_flag_reaches_its_setting() -> None:
 
 def test_no_flags_are_the_defaults() -> None:
     assert printed_config() == ClusterConfig()
+
+
+@pytest.mark.parametrize(
+    ("args", "budget", "chunked"),
+    [
+        (["--chunked-prefill-size", "1024"], 1024, True),
+        (["--chunked-prefill-size", "1024", "--max-num-batched-tokens", "1024"], 1024, True),
+        (["--chunked-prefill-size", "-1"], 2048, False),
+        (["--chunked-prefill-size", "-1", "--max-num-batched-tokens", "8192"], 8192, False),
+        (["--chunked-prefill-size=-1", "--no-enable-chunked-prefill"], 2048, False),
+    ],
+)
+def test_sglangs_chunk_size_is_the_budget_or_no_chunks(args: list[str], budget: int, chunked: bool) -> None:
+    engine = printed_config(*args).engine
+    assert (engine.max_num_batched_tokens, engine.enable_chunked_prefill) == (budget, chunked)
 
 
 def test_flags_win_over_the_file_and_set_over_flags(tmp_path: Path) -> None:
@@ -87,6 +105,15 @@ def test_api_keys_come_from_the_environment_and_are_not_printed(monkeypatch: pyt
     [
         (["--page-size", "0"], "engine.page_size: must be greater than or equal to 1, not 0"),
         (["--dtype", "int3"], "model.dtype: must be 'auto', 'bfloat16', 'float16' or 'float32', not 'int3'"),
+        (["--chunk-policy", "clever"], "engine.chunk_policy: must be 'adaptive' or 'fixed', not 'clever'"),
+        (["--admission", "maybe"], "engine.admission: must be 'reject' or 'queue', not 'maybe'"),
+        (["--chunked-prefill-size", "0"], "--chunked-prefill-size 0: must be a number of tokens, or -1 for no chunks"),
+        (
+            ["--chunked-prefill-size", "512", "--max-num-batched-tokens", "1024"],
+            "--chunked-prefill-size 512 and --max-num-batched-tokens 1024 are the same setting",
+        ),
+        (["--chunked-prefill-size", "512", "--no-enable-chunked-prefill"], "--no-enable-chunked-prefill switches off"),
+        (["--chunked-prefill-size", "-1", "--enable-chunked-prefill"], "switches chunks off"),
         (["--set", "engine.max_num_seq=1"], "did you mean max_num_seqs?"),
         (["--set", "engine"], "--set: 'engine' is not of the form KEY=VALUE"),
         (["--set", "engine.page_size=[1"], "--set: the value of engine.page_size is not YAML"),
@@ -309,51 +336,8 @@ def test_chat_without_a_server_says_what_to_do() -> None:
     assert run("chat", "hi", "--url", "nonsense").exit_code == 1
 
 
-class Pty:
-    """`crossdock chat` at a terminal of its own."""
-
-    def __init__(self, url: str) -> None:
-        self._master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            [COMMAND, "chat", "--url", url],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "20"},
-            preexec_fn=_own_terminal,
-        )
-        os.close(slave)
-        self._seen = ""
-
-    def send(self, text: str) -> None:
-        os.write(self._master, text.encode())
-
-    def expect(self, text: str) -> None:
-        """Waits for `text` after what was expected before."""
-        deadline = time.monotonic() + 20
-        while text not in self._seen:
-            ready, _, _ = select.select([self._master], [], [], max(0, deadline - time.monotonic()))
-            assert ready, f"no {text!r} in {self._seen!r}"
-            piece = os.read(self._master, 65536).decode(errors="replace")
-            self._seen += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", piece)
-        self._seen = self._seen.split(text, 1)[1]
-
-    def close(self) -> int:
-        code = self.process.wait(timeout=20)
-        os.close(self._master)
-        return code
-
-
-def _own_terminal() -> None:
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that ^C typed here is a SIGINT there
-
-
 def test_chat_at_a_terminal(script: Script) -> None:
-    terminal = Pty(script.url)
+    terminal = Pty("chat", "--url", script.url)
     terminal.expect("smol")
     terminal.expect("> ")
     terminal.send("hi\r")

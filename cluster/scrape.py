@@ -1,0 +1,98 @@
+"""What a deployment's /metrics says: totals, what changed between two scrapes, and quantiles of histograms."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+
+from prometheus_client.parser import text_string_to_metric_families
+
+# Every name that is read here, in `crossdock top` or in `crossdock bench`. What a server has not reads as None.
+STEPS = "crossdock_steps_total"  # by KIND
+STEP_SECONDS = "crossdock_step_seconds"  # histogram, by KIND
+STEP_ERROR = "crossdock_step_relative_error"  # |predicted - actual| / actual, by QUANTILE: "0.5" and "0.9"
+CHUNK_TOKENS = "crossdock_chunk_tokens"  # histogram
+PROMPT_TOKENS = "crossdock_prompt_tokens_total"  # computed
+OUTPUT_TOKENS = "crossdock_output_tokens_total"
+CACHED_TOKENS = "crossdock_cached_tokens_total"
+PAGES = "crossdock_pages"  # by STATE
+PREEMPTIONS = "crossdock_preemptions_total"
+REQUESTS = "crossdock_requests_active"  # by STATUS and CLASS
+UNCACHED_WAITING = "crossdock_uncached_tokens_waiting"  # by CLASS
+BACKLOG_SECONDS = "crossdock_backlog_seconds"  # by CLASS
+REFUSED = "crossdock_ingress_requests_refused_total"  # answers with 429, by CLASS
+SLO_TTFT = "crossdock_slo_ttft_total"  # requests by CLASS and OUTCOME: met or missed
+SLO_TPOT = "crossdock_slo_tpot_total"  # likewise
+TTFT_SECONDS = "crossdock_time_to_first_token_seconds"  # histogram, by CLASS
+GAP_SECONDS = "crossdock_inter_token_seconds"  # histogram, by CLASS
+REPLICA = "replica"
+CLASS = "slo_class"
+KIND = "kind"
+STATE = "state"
+STATUS = "status"
+QUANTILE = "quantile"
+OUTCOME = "outcome"
+
+Series = frozenset[tuple[str, str]]  # the labels of one sample
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """The samples of one exposition, or the differences of two."""
+
+    seconds: float  # when it was taken, on the reader's clock; of a difference: how long it covers
+    samples: Mapping[str, Mapping[Series, float]]  # by the sample's name
+
+    @classmethod
+    def parse(cls, text: str, seconds: float) -> "Scrape":
+        """Reads Prometheus's text format. ValueError if it is none."""
+        samples: dict[str, dict[Series, float]] = defaultdict(dict)
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                samples[sample.name][frozenset(sample.labels.items())] = sample.value
+        return cls(seconds, dict(samples))
+
+    def since(self, before: "Scrape") -> "Scrape":
+        """What counters and histograms gained. One that fell began anew, with its replica: all of it is gain."""
+        gains = {
+            name: {series: _gain(value, before.samples.get(name, {}).get(series, 0.0)) for series, value in its.items()}
+            for name, its in self.samples.items()
+        }
+        return Scrape(self.seconds - before.seconds, gains)
+
+    def total(self, name: str, **labels: str) -> float | None:
+        """The sum of the samples that have these labels; None if there are none."""
+        wanted = labels.items()
+        found = [value for series, value in self.samples.get(name, {}).items() if wanted <= series]
+        return sum(found) if found else None
+
+    def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
+        """Those sums for every value of `label`; samples without it are under the empty string."""
+        sums: dict[str, float] = defaultdict(float)
+        wanted = labels.items()
+        for series, value in self.samples.get(name, {}).items():
+            if wanted <= series:
+                sums[dict(series).get(label, "")] += value
+        return dict(sums)
+
+    def rate(self, name: str, **labels: str) -> float | None:
+        """Per second, of a difference."""
+        total = self.total(name, **labels)
+        return None if total is None or self.seconds <= 0 else total / self.seconds
+
+    def quantile(self, name: str, quantile: float, **labels: str) -> float | None:
+        """Of a histogram: as Prometheus's histogram_quantile, straight within a bucket, so no finer than its buckets.
+        Beyond the last bucket it is that bucket's limit. None if nothing was observed."""
+        buckets = sorted((float(limit), count) for limit, count in self.by(f"{name}_bucket", "le", **labels).items())
+        if not buckets or not buckets[-1][1]:
+            return None
+        rank = quantile * buckets[-1][1]
+        for (low, below), (high, count) in pairwise([(0.0, 0.0), *buckets]):
+            if count >= rank and count > below:
+                return low if high == inf else low + (high - low) * (rank - below) / (count - below)
+        raise AssertionError("the last bucket counts everything")
+
+
+def _gain(value: float, before: float) -> float:
+    return value - before if value >= before else value

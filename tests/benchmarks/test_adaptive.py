@@ -1,0 +1,77 @@
+"""The comparison's own parts: its settings are settings, its model is the default with a longer context, its tables."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from crossdock.cluster import cli
+from crossdock.cluster.bench import metrics
+from crossdock.cluster.bench.metrics import Sample
+
+
+@pytest.fixture
+def adaptive(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """As `python benchmarks/adaptive.py` finds itself and what it imports."""
+    import importlib
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("adaptive")
+
+
+def test_every_setting_is_one_that_serve_takes(adaptive: ModuleType) -> None:
+    for setting in (*adaptive.POLICIES, *adaptive.ORDERS):
+        result = CliRunner().invoke(cli.app, ["config", *setting.flags])
+        assert result.exit_code == 0, result.output
+    assert [it.name for it in adaptive.POLICIES] == ["adaptive", "fixed-512", "fixed-2048", "fixed-8192"]
+
+
+def test_the_stretched_model_differs_in_its_context_alone(adaptive: ModuleType, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"max_position_embeddings": 8192, "hidden_size": 576}')
+    (model / "model.safetensors").write_bytes(b"weights")
+    made = adaptive.stretched(model, 17408, tmp_path / "model-17408")
+    assert json.loads((made / "config.json").read_text()) == {"max_position_embeddings": 17408, "hidden_size": 576}
+    assert (made / "model.safetensors").is_symlink()
+    assert (made / "model.safetensors").read_bytes() == b"weights"
+    assert "8192" in (model / "config.json").read_text()
+
+
+def finished(ttft: float, gap: float, **fields: Any) -> Sample:
+    times = [ttft, ttft + gap]
+    return Sample("request", 2, 10, times=times, counts=[1, 1], ended=times[-1], **fields)
+
+
+def test_a_row_says_who_kept_which_promise(adaptive: ModuleType) -> None:
+    samples = [
+        finished(0.5, 0.04, service_tier="interactive"),
+        finished(2.0, 0.04, service_tier="interactive"),
+        finished(30.0, 0.04, service_tier="batch"),
+    ]
+    summary = metrics.summarize(samples, 10.0) | {
+        "slo": metrics.by_class(samples, 10.0, metrics.DEFAULT_TARGETS),
+        "server": {"prefill_tokens_per_s": 800.0, "step_error_p50": 0.05, "step_error_p90": 0.125},
+    }
+    row = adaptive.mix_figures(summary)
+    assert (row["interactive good"], row["batch good"]) == (50, 100)
+    assert row["all rate"] == pytest.approx(0.2)
+    assert row["interactive gap p99"] == pytest.approx(40)
+    table = adaptive.mix_table({"adaptive": row, "fixed-512": {**row, "all rate": 0.1}}, metrics.DEFAULT_TARGETS)
+    head, _, first, _ = table.splitlines()
+    assert "interactive gap p99 (target 50)" in head
+    assert "standard" not in head
+    assert first.startswith("| adaptive | 66.7 % / 0.2 /s | 50 % / 0.1 /s | 100 % / 0.1 /s | 40 |")
+    assert first.endswith("| 800 | 5 % / 12.5 % | 0 / 0 |")
+    said = adaptive.verdict({"adaptive": row, "fixed-512": {**row, "all rate": 0.1}, "fixed-2048": row})
+    assert said == "Good requests per second: adaptive 0.2, best fixed 0.2 (fixed-2048)."
+
+
+def test_what_was_not_measured_is_a_dash(adaptive: ModuleType) -> None:
+    samples = [Sample("short", 2, 10, error="HTTP 500: boom")]
+    summary = metrics.summarize(samples, 1.0) | {"short_vs_long": metrics.short_vs_long(samples, (0.0, 1.0))}
+    table = adaptive.short_table({"fixed, FCFS": adaptive.short_figures(summary)})
+    assert table.splitlines()[-1] == "| fixed, FCFS | - | - | 0 | - | 1 |"
