@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-from crossdock.workers.request import FinishReason, Request, Status, Submission, TokenDelta
+from crossdock.workers.request import FinishReason, Leg, Request, Status, Submission, TokenDelta
 from crossdock.workers.scheduler import Batch
 from crossdock.workers.slo import SloClass
 
-KEEP_FINISHED = 512  # requests; 27 MiB if every one had KEEP_CHUNKS chunks (tracemalloc), a few hundred KiB as a rule
+KEEP_FINISHED = 512  # requests; 27 MiB if every one had KEEP_CHUNKS chunks (tracemalloc), else far less
 KEEP_CHUNKS = 128  # of one request, the newest
 _PROMPT_LENGTHS = (128, 512, 2048, 8192, 32768)  # tokens
 
@@ -67,6 +67,8 @@ class Timeline:
     id: str
     request_id: str  # the client's name for all that its HTTP request led to
     tenant: str
+    leg: Leg  # the part of the request that this replica was given
+    epoch: int  # of that placement
     slo: SloClass
     num_prompt_tokens: int
     arrived: float
@@ -77,9 +79,10 @@ class Timeline:
     num_chunks: int = 0
     first_chunk: float | None = None
     last_chunk: float = 0.0  # the end of its step
-    first_token: float | None = None
+    begun: float | None = None  # when the first token that was made here came
+    first_token: float | None = None  # likewise, if that was the first of all: else another replica has made it
     last_token: float = 0.0
-    gap: float | None = None  # before the newest token; None while that is the first
+    gap: float | None = None  # before the newest token; None while that is the first here
     is_gap_shared: bool = False  # a chunk was computed between the two tokens
     gaps: "array[float]" = field(default_factory=lambda: array("f"))  # all of them, while the request lives
     shared_gaps: tuple[int, float] = (0, 0.0)  # how many, and their sum in seconds
@@ -91,8 +94,10 @@ class Timeline:
 
     def token(self, now: float, last_chunks: float) -> None:
         """A token came at `now`; `last_chunks`: when the newest step that carried any chunk ended."""
-        if self.first_token is None:
-            self.first_token = now
+        if self.begun is None:
+            self.begun = now
+            if self.request is not None and self.request.num_output_tokens == 1:
+                self.first_token = now
         else:
             self.gap = gap = now - self.last_token
             self.gaps.append(gap)
@@ -125,6 +130,8 @@ class Timeline:
             return "finished"
         if request.status is Status.WAITING:
             return "waiting"
+        if request.status is Status.HELD:
+            return "sending" if request.leg is Leg.SEND else "receiving"
         return "decoding" if request.is_decoding else "prefilling"
 
     @property
@@ -143,9 +150,9 @@ class Timeline:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds per output token after the first; None before the second."""
+        """Mean seconds per token after the first that was made here; None before the second."""
         count = len(self.gaps) or self._final_gaps.number
-        return None if self.first_token is None or not count else (self.last_token - self.first_token) / count
+        return None if self.begun is None or not count else (self.last_token - self.begun) / count
 
     def tpot_by_sharing(self) -> dict[bool, float]:
         """Mean gap in seconds, apart for those in which a chunk was computed (True) and the others, of a finished
@@ -156,9 +163,11 @@ class Timeline:
         return means | ({False: alone / (count - num_shared)} if count > num_shared else {})
 
     def ttft_met(self, now: float) -> bool | None:
-        """Whether the first token came in time; None while that is open."""
+        """Whether the first token came in time; None while that is open, and where another replica makes it."""
         if self.ttft is not None:
             return self.ttft <= self.ttft_deadline
+        if self.begun is not None or self.leg is Leg.RECEIVE:
+            return None  # it is told where the first token was made
         return False if now - self.arrived > self.ttft_deadline else None
 
     def tpot_met(self) -> bool | None:
@@ -175,6 +184,8 @@ class Timeline:
             "id": self.id,
             "request_id": self.request_id,
             "slo_class": self.slo.name,
+            "leg": self.leg.value,
+            "epoch": self.epoch,
             "state": self.state,
             "arrived": round(self.arrived_unix, 3),
             "num_prompt_tokens": self.num_prompt_tokens,
@@ -246,6 +257,8 @@ class Timelines:
             id=submission.id,
             request_id=submission.request_id,
             tenant=submission.tenant,
+            leg=submission.leg,
+            epoch=submission.epoch,
             slo=slo,
             num_prompt_tokens=request.num_prompt_tokens,
             arrived=arrived,
@@ -312,8 +325,8 @@ class Timelines:
     def find(self, request_id: str, tenant: str | None, now: float) -> list[dict[str, Any]]:
         """All that the client's request `request_id` led to here, oldest first, as JSON. `tenant`: only what is its;
         None sees all."""
-        known = {timeline.id: timeline for timeline in [*list(self._live.values()), *list(self._finished)]}
-        found = [it for it in known.values() if it.request_id == request_id and tenant in (None, it.tenant)]
+        known = dict.fromkeys([*list(self._live.values()), *list(self._finished)])  # one may just have moved
+        found = [it for it in known if it.request_id == request_id and tenant in (None, it.tenant)]
         return [timeline.whole(now) for timeline in sorted(found, key=lambda it: it.arrived)]
 
     def live(self, tenant: str | None, now: float) -> list[dict[str, Any]]:
