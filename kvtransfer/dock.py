@@ -199,7 +199,9 @@ class Dock:
         self._call(call)
 
     def counts(self) -> DockCounts:
-        """May be read from any thread; of the latest turn of the dock's."""
+        """May be read from any thread; of the latest turn of the dock's. Raises if the dock has failed."""
+        if self._error:
+            raise RuntimeError("the dock is closed") from self._error
         return self._counts
 
     def drain(self, timeout: float) -> bool:

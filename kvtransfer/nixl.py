@@ -54,7 +54,7 @@ class NixlTransport:
     kind = "nixl"
     lost_is_fence = False  # the peer may live, and RDMA writes may be on their way
     busy_seconds = 0.0005
-    idle_seconds = 0.005
+    idle_seconds = 0.02  # whoever has nothing under way is sent nothing that is urgent
 
     def __init__(
         self, ucx_tls: str | None = None, ucx_net_devices: str | None = None, *, progress_thread: bool = False

@@ -180,7 +180,7 @@ class TcpTransport:
         return events
 
     def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full of earlier wakes: it will wake
+        with contextlib.suppress(OSError):  # full of earlier wakes: it will wake; or closed meanwhile
             self._waker.send(b"\0")
 
     def disconnect(self, peer: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from crossdock.kvtransfer.events import Event
+from crossdock.kvtransfer.events import Event, Figures
 from crossdock.workers.engine import Engine, Step
 from crossdock.workers.handover import Handover
 from crossdock.workers.metrics import EngineMetrics
@@ -69,6 +69,9 @@ class EngineLoop:
         self._stopping = False
         self._is_blocked = False  # by pages that are on their way in or out: no step can do anything until they moved
         self.handover = connect(self._on_event) if connect is not None else None
+        if self.handover is not None:
+            self.handover.on_figures = self._transferred
+            self.metrics.watch(self.handover.dock)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -215,6 +218,10 @@ class EngineLoop:
             self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
 
         self._post(handle)
+
+    def _transferred(self, request_id: str, is_sent: bool, figures: Figures, outcome: str) -> None:
+        self.metrics.transferred(is_sent, figures, outcome)
+        self.timelines.transferred(request_id, is_sent, figures, outcome, self.engine.clock())
 
     def _add(self, submission: Submission, arrived: float) -> None:
         try:

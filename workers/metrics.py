@@ -4,10 +4,12 @@ from collections import Counter as Tally
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from crossdock.kvtransfer.dock import Dock
+from crossdock.kvtransfer.events import Figures
 from crossdock.workers.engine import Engine, Step
 from crossdock.workers.request import Leg, Request, Status
 from crossdock.workers.timeline import Progress, Timeline, prompt_length_bucket
@@ -18,6 +20,7 @@ _CHUNK_WAIT = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 1
 _ITERATIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
 _TTFT = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _GAP = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+_TRANSFER = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _KINDS = ("chunks", "decodes", "mixed")
 _ACTIVE = (Status.WAITING, Status.RUNNING, Status.HELD)
 _SHARED = {True: "true", False: "false"}  # values of the label prefill_shared
@@ -92,6 +95,14 @@ class EngineMetrics:
         self._cancelled_bytes = self._counter(
             "crossdock_cancelled_kv_bytes", "KV bytes computed for requests that were aborted."
         )
+        self._transfers = self._counter("crossdock_transfers", "Transfers of KV pages.", "direction", "outcome")
+        self._transfer_bytes = self._counter("crossdock_transfer_bytes", "KV bytes moved.", "direction")
+        self._transfer_seconds = self._histogram(
+            "crossdock_transfer_seconds", "Seconds of one sent transfer, by what they were.", _TRANSFER, "phase"
+        )
+        self._hidden = self._counter(
+            "crossdock_transfer_hidden_seconds", "Of the seconds of writing, those behind the computing of chunks."
+        )
         self.registry.register(_Gauges(engine))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -135,6 +146,25 @@ class EngineMetrics:
         self._cancelled_bytes.inc(max(counts.computed - counts.cached, 0) * self._token_bytes)
         if timeline.first_token is None and timeline.ttft_met(timeline.ended) is False:
             self._slo_ttft.labels(timeline.slo.name, "missed").inc()  # nobody waits for what is late for ever
+
+    def transferred(self, is_sent: bool, figures: Figures, outcome: str) -> None:
+        direction = "sent" if is_sent else "received"
+        self._transfers.labels(direction, outcome).inc()
+        self._transfer_bytes.labels(direction).inc(figures.num_bytes)
+        if is_sent and figures.num_writes:
+            self._transfer_seconds.labels("write").observe(figures.write_seconds)
+            self._transfer_seconds.labels("handshake").observe(figures.handshake_seconds or 0.0)
+            self._transfer_seconds.labels("grant").observe(figures.grant_wait_seconds or 0.0)
+            self._hidden.inc(figures.hidden_seconds)
+
+    def watch(self, dock: Dock) -> None:
+        """Shows at every scrape what a dock has under way."""
+        open_ = Gauge("crossdock_transfers_open", "Transfers under way, both directions.", registry=self.registry)
+        open_.set_function(lambda: dock.counts().num_open)
+        dropped = Gauge(
+            "crossdock_transfer_messages_dropped", "Stale or malformed, since the start.", registry=self.registry
+        )
+        dropped.set_function(lambda: dock.counts().num_unknown + dock.counts().num_malformed)
 
     def refused(self, slo_class: str) -> None:
         self._refused.labels(slo_class).inc()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
+from crossdock.kvtransfer.events import Figures
 from crossdock.workers.request import FinishReason, Leg, Request, Status, Submission, TokenDelta
 from crossdock.workers.scheduler import Batch
 from crossdock.workers.slo import SloClass
@@ -75,6 +76,7 @@ class Timeline:
     arrived_unix: float  # seconds since 1970
     ttft_deadline: float  # seconds after arrival
     request: Request | None  # while it lives: a finished one's tokens are not kept
+    transfers: list[dict[str, Any]] = field(default_factory=list)  # as JSON; one, unless it was placed here twice
     chunks: deque[Chunk] = field(default_factory=lambda: deque(maxlen=KEEP_CHUNKS))
     num_chunks: int = 0
     first_chunk: float | None = None
@@ -207,11 +209,13 @@ class Timeline:
             "finish_reason": None if self.finish_reason is None else self.finish_reason.value,
             "ended_s": None if is_live else _rounded(end - self.arrived),
             "freed_bytes": self.freed_bytes,
+            "transfers": list(self.transfers),
         }
 
     def whole(self, now: float) -> dict[str, Any]:
         """As JSON, with what is known of its chunks: the newest `KEEP_CHUNKS` of `num_chunks`."""
-        return self.summary(now) | {"chunks": [self._chunk(chunk) for chunk in list(self.chunks)]}
+        chunks = [self._chunk(chunk) for chunk in list(self.chunks)]
+        return self.summary(now) | {"chunks": chunks}
 
     def _chunk(self, chunk: Chunk) -> dict[str, Any]:
         return {
@@ -304,6 +308,26 @@ class Timelines:
                 self._finish(timeline, delta.finish_reason, ended)
                 finished.append(timeline)
         return Progress(chunks, tokens, finished)
+
+    def transferred(self, request_id: str, is_sent: bool, figures: Figures, outcome: str, now: float) -> None:
+        """A transfer of its pages has ended."""
+        timeline = self._live.get(request_id)
+        if timeline is None:
+            return
+        timeline.transfers.append(
+            {
+                "direction": "sent" if is_sent else "received",
+                "outcome": outcome,
+                "ended_s": _rounded(now - timeline.arrived),
+                "handshake_s": _rounded(figures.handshake_seconds),
+                "grant_wait_s": _rounded(figures.grant_wait_seconds),
+                "num_bytes": figures.num_bytes,
+                "num_pages": figures.num_pages,
+                "num_writes": figures.num_writes,
+                "write_s": _rounded(figures.write_seconds) if is_sent else None,
+                "overlap": round(figures.overlap, 4) if is_sent else None,
+            }
+        )
 
     def ended(self, deltas: Sequence[TokenDelta], now: float) -> Progress:
         """These end outside a step: it raised, or their pages have been shipped."""

@@ -29,7 +29,7 @@ class InProcess:
         channel = self.loop.channel("test")
         try:
             yield []
-            async for deltas in channel.messages():
+            async for deltas in channel.messages(1.0):
                 if self.is_killed:
                     raise ConnectionError("killed")
                 yield deltas
@@ -44,6 +44,9 @@ class InProcess:
 
     async def close(self) -> None:
         self.loop.channels["test"].close()
+
+    async def peer_dead(self, peer: bytes) -> None:
+        await self.loop.peer_dead(peer)
 
     async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
         return self.loop.timelines.find(request_id, tenant, self.loop.engine.clock())
@@ -117,7 +120,7 @@ def test_an_overloaded_replica_leaves_the_request_to_the_next_best() -> None:
             await asyncio.sleep(0.001)
         assert len(await tokens(dispatcher, "it")) == 20
         assert first.num_refused == 1
-        assert all(not link.queues and not link.bookings.prompt_tokens for link in dispatcher._links.values())
+        assert all(not link.arrivals and not link.bookings.prompt_tokens for link in dispatcher._links.values())
         await first.loop.close()
         await second.loop.close()
 
@@ -192,22 +195,63 @@ def test_leaving_early_frees_pages_at_every_stage() -> None:
     asyncio.run(story())
 
 
-def test_a_replica_that_dies_tells_its_requests_and_another_serves_on() -> None:
+def test_a_replica_that_dies_is_replaced_in_mid_stream() -> None:
+    """The other goes on after the tokens that were given out: none twice, none changed, sampled ones too."""
+
     async def story() -> None:
         first, second, dispatcher = InProcess(), InProcess(), Dispatcher("tiny")
         dispatcher.join("first", first, first.profile)
         await ready(dispatcher)
-        running = asyncio.create_task(tokens(dispatcher, "running", 200))
-        await asyncio.sleep(0.02)
+        params = SamplingParams(max_tokens=200, temperature=0.9, seed=5, ignore_eos=True, logprobs=0)
+        wanted = [t async for d in dispatcher.generate(Submission("alone", [7] * 30, params)) for t in d.token_ids]
         dispatcher.join("second", second, second.profile)
-        first.is_killed = True
-        with pytest.raises(ReplicaLost, match="first"):
-            await running
-        await ready(dispatcher)
+        output: list[int] = []
+        async for delta in dispatcher.generate(Submission("running", [7] * 30, params)):
+            assert delta.first == len(output) or not delta.token_ids
+            assert len(delta.logprobs or ()) == len(delta.token_ids)
+            output += delta.token_ids
+            if len(output) == 50:
+                victim = first if "running" in dispatcher._links["first"].arrivals else second
+                victim.is_killed = True
+        assert output == wanted
+        dispatcher.leave("first" if victim is first else "second")
         assert len(await tokens(dispatcher, "next")) == 20
-        assert dispatcher.names() == {"second"}
+        assert "crossdock_ingress_placed_again_total 1.0" in dispatcher.metrics.text()
         await first.loop.close()
         await second.loop.close()
+
+    asyncio.run(story())
+
+
+def test_when_the_last_replica_dies_its_requests_are_told() -> None:
+    async def story() -> None:
+        client, dispatcher = InProcess(), Dispatcher("tiny")
+        dispatcher.join("one", client, client.profile)
+        await ready(dispatcher)
+        running = asyncio.create_task(tokens(dispatcher, "running", 200))
+        await asyncio.sleep(0.02)
+        client.is_killed = True
+        with pytest.raises(ReplicaLost, match="no replica is up"):
+            await running
+        dispatcher.leave("one")
+        await client.loop.close()
+
+    asyncio.run(story())
+
+
+def test_a_replica_that_was_out_of_reach_is_tried_again() -> None:
+    async def story() -> None:
+        client, dispatcher = InProcess(), Dispatcher("tiny")
+        dispatcher.join("one", client, client.profile)
+        await ready(dispatcher)
+        client.is_killed = True
+        with pytest.raises(ReplicaLost):
+            await tokens(dispatcher, "lost")
+        client.is_killed = False
+        assert not dispatcher.ready()
+        await ready(dispatcher)
+        assert len(await tokens(dispatcher, "again")) == 20
+        await client.loop.close()
 
     asyncio.run(story())
 

@@ -290,7 +290,10 @@ def test_a_stale_writer_cannot_touch_pages_before_it_says_that_it_stopped(start:
     transfer.fill(range(4))
     transfer.grant([10, 11, 12, 13])
     source.event("Granted", transfer.request)
-    transfer.chunk(range(4), 4 * PAGE)  # the write is begun, and is held up on its way
+    transfer.chunk(range(4), 4 * PAGE)
+    while source.ask("counts")["num_open_writes"] == 0:
+        time.sleep(0.01)
+    # The write is begun, and is held up on its way.
     target.ask("cancel_expect", **transfer.names)
     assert source.event("Failed", transfer.request)["reason"] == "peer_stopped"
     time.sleep(0.3)

@@ -51,7 +51,13 @@ class Side:
 
         self.loop = EngineLoop(self.engine, partial(connect, self.engine, model, "test", transfer))
         assert self.loop.handover is not None
-        self.loop.handover.on_figures = lambda *end: self.ended.append(end)
+        told = self.loop.handover.on_figures
+
+        def on_figures(*end: Any) -> None:
+            self.ended.append(end)
+            told(*end)
+
+        self.loop.handover.on_figures = on_figures
         self.channel: Channel = self.loop.channel("test")
         self.deltas: dict[str, asyncio.Queue[TokenDelta]] = {}
         self.pump = asyncio.create_task(self._pump())

@@ -100,6 +100,7 @@ def test_a_request_alone() -> None:
         "finish_reason": "length",
         "ended_s": 5.0,
         "freed_bytes": None,
+        "transfers": [],
     }
     json.dumps(found)
 

@@ -1,0 +1,252 @@
+"""Prompts on one replica, tokens on others, in processes of their own: the same tokens, whoever is killed when."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+from pydantic import ByteSize
+from ray import serve
+from ray.serve.config import HTTPOptions
+
+from crossdock.cluster.app import build
+from crossdock.cluster.config import load
+from crossdock.workers.engine import Engine, EngineConfig
+from crossdock.workers.model import load_model
+from crossdock.workers.request import SamplingParams, Submission
+
+APP = "pools"
+DECODES = 2
+
+
+@pytest.fixture(scope="module")
+def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
+    with socket.socket() as it:
+        it.bind(("127.0.0.1", 0))
+        port: int = it.getsockname()[1]
+    config = load(
+        None,
+        {
+            "model.path": str(model_dir),
+            "model.served_name": "smol",
+            "model.dtype": "float32",
+            "model.max_model_len": 4096,
+            "http.port": port,
+            "http.direct": True,
+            "engine.kv_cache_memory": "300MiB",
+            "engine.max_num_batched_tokens": 256,
+            "engine.admission": "queue",
+            "transfer.deadline_s": 4,
+            "transfer.grace_s": 0.2,
+            "pools": [{"name": "prefill"}, {"name": "decode", "replicas": DECODES}],
+        },
+    )
+    serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
+    serve.run(build(config), name=APP)
+    address = f"http://127.0.0.1:{port}"
+    wait_until_whole(address)
+    yield address
+    serve.delete(APP)
+
+
+@pytest.fixture(scope="module")
+def local(model_dir: Path) -> Engine:
+    """The oracle: the same model on one engine, which the other tests compare with transformers' own generate."""
+    config = EngineConfig(kv_cache_memory=ByteSize(300 << 20), admission="queue", enable_prefix_caching=False)
+    return Engine(load_model(model_dir, torch.float32, 4096), config)
+
+
+def expected(engine: Engine, prompts: list[list[int]], **params: Any) -> list[list[int]]:
+    for number, prompt in enumerate(prompts):
+        sampling = SamplingParams(ignore_eos=True, **({"temperature": 0.0, "max_tokens": 24} | params))
+        engine.add(Submission(f"{number}", prompt, sampling))
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+    return [tokens[f"{number}"] for number in range(len(prompts))]
+
+
+def prompt(number: int, num_tokens: int) -> list[int]:
+    return [(number * 977 + 31 * place * place + 7 * place) % 40_000 + 100 for place in range(num_tokens)]
+
+
+class Stream(threading.Thread):
+    """One streaming request; `tokens` grows as they come."""
+
+    def __init__(self, url: str, prompt: list[int], max_tokens: int = 24, name: str = "", **params: Any) -> None:
+        super().__init__(daemon=True)
+        self.body = {"model": "smol", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        self.body |= {"temperature": 0, "return_token_ids": True, "logprobs": 0} | params
+        self.url, self.request_id = url, name or os.urandom(8).hex()
+        self.tokens: list[int] = []
+        self.error: str | None = None
+        self.start()
+
+    def run(self) -> None:
+        headers = {"X-Request-Id": self.request_id}
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=self.body, headers=headers, timeout=120) as answer:
+            for line in answer.iter_lines():
+                data = line.removeprefix("data: ")
+                if not data.startswith("{"):
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    self.error = event["error"]["message"]
+                for choice in event.get("choices", ()):
+                    self.tokens += choice.get("token_ids") or ()
+
+    def result(self) -> list[int]:
+        self.join(120)
+        assert not self.is_alive(), "the stream hangs"
+        assert self.error is None, self.error
+        return self.tokens
+
+    def timelines(self) -> list[dict[str, Any]]:
+        answer = httpx.get(f"{self.url}/v1/requests/{self.request_id}", timeout=30)
+        found: list[dict[str, Any]] = answer.json()["requests"] if answer.status_code == 200 else []
+        return found
+
+
+def samples(url: str, name: str) -> dict[str, float]:
+    """A metric's value at each replica."""
+    found = {}
+    for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
+        if line.startswith(name) and 'replica="' in line:
+            found[line.split('replica="')[1].split('"')[0]] = float(line.rsplit(" ", 1)[1])
+    return found
+
+
+def wait_until_whole(url: str) -> None:
+    """All replicas are up, and nobody owns a page."""
+    deadline = time.monotonic() + 180
+    while True:
+        try:
+            owned = samples(url, 'crossdock_pages{state="owned"')
+            quarantined = samples(url, 'crossdock_pages{state="quarantined"')
+        except httpx.TransportError:
+            owned = quarantined = {}
+        if len(owned) == 1 + DECODES and not sum(owned.values()) and not sum(quarantined.values()):
+            return
+        assert time.monotonic() < deadline, f"owned {owned}, quarantined {quarantined}"
+        time.sleep(0.2)
+
+
+def processes(pool: str) -> list[psutil.Process]:
+    title = f"ray::ServeReplica:{APP}:{pool}"
+    return [it for it in psutil.process_iter(["cmdline"]) if title in " ".join(it.info["cmdline"] or ())]
+
+
+def serving(pool: str, replica: str) -> psutil.Process:
+    """The process of a replica: of its pool's, the one whose log is named after it."""
+    for process in processes(pool):
+        if any(replica in file.path for file in process.open_files()):
+            return process
+    raise AssertionError(f"no process of {pool} writes the log of {replica}")
+
+
+def until_arriving(stream: Stream) -> tuple[str, int]:
+    """The decode replica that has some of the stream's prompt but not all, and how much, in tokens."""
+    while True:
+        for timeline in stream.timelines():
+            if timeline["num_chunks"] == 0 and 0 < timeline["num_computed_tokens"] < timeline["num_prompt_tokens"]:
+                return timeline["replica"], timeline["num_computed_tokens"]
+        assert stream.is_alive(), "it ended before it was caught on the way"
+
+
+@pytest.fixture(autouse=True)
+def _whole_before_and_after(url: str) -> Iterator[None]:
+    yield
+    wait_until_whole(url)
+
+
+def test_placement_is_invisible(url: str, local: Engine) -> None:
+    """50 prompts of a token to some 1,200, half of them twice, so that both sides find pages cached; greedy."""
+    lengths = [1, 15, 16, 17, 40, 100, 255, 256, 257, 300, 500, 700, 1200]
+    prompts = [prompt(number, lengths[number % 13] + number // 13) for number in range(50)]
+    wanted = expected(local, prompts)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda it: Stream(url, it).result(), prompts)) == wanted
+        assert list(pool.map(lambda it: Stream(url, it).result(), prompts[::2])) == wanted[::2]
+    by_replica = samples(url, "crossdock_output_tokens_total")
+    assert len(by_replica) == 1 + DECODES
+    assert min(by_replica.values()) > 0
+
+
+def test_sampling_is_the_same_by_either_way(url: str, local: Engine) -> None:
+    prompts = [prompt(number, 300) for number in range(6)]
+    params = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "repetition_penalty": 1.1}
+    assert [Stream(url, it, **params).result() for it in prompts] == expected(local, prompts, **params)
+
+
+@pytest.mark.parametrize("stage", ["at once", "on the way", "decoding"])
+def test_a_client_that_leaves(url: str, stage: str) -> None:
+    for number in range(4):
+        body = {"model": "smol", "prompt": prompt(100 + number, 1500), "max_tokens": 500, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body | {"ignore_eos": True}, timeout=60) as answer:
+            if stage == "decoding":
+                lines = answer.iter_lines()
+                for _ in range(6):
+                    next(lines)
+            elif stage == "on the way":
+                time.sleep(0.4 + 0.3 * number)
+    wait_until_whole(url)
+
+
+def test_the_prefill_replica_is_killed_on_the_way(url: str, local: Engine) -> None:
+    """Decode goes on from its frontier: what had arrived is not computed again."""
+    asked = prompt(1, 2500)
+    (wanted,) = expected(local, [asked])
+    before = samples(url, "crossdock_prompt_tokens_total")
+    stream = Stream(url, asked)
+    replica, arrived = until_arriving(stream)
+    (victim,) = processes("prefill")
+    victim.kill()
+    assert stream.result() == wanted
+    computed = samples(url, "crossdock_prompt_tokens_total")[replica] - before[replica]
+    assert 0 < computed <= len(asked) - arrived
+
+
+@pytest.mark.parametrize("stage", ["before the first token", "in mid-stream"])
+def test_a_decode_replica_is_killed(url: str, local: Engine, stage: str) -> None:
+    """Another takes over, from the pages that prefill still has; nothing is repeated, nothing changed."""
+    asked = prompt(2 + len(stage), 1500)
+    (wanted,) = expected(local, [asked], max_tokens=120)
+    before = samples(url, "crossdock_prompt_tokens_total")
+    stream = Stream(url, asked, 120)
+    replica, _ = until_arriving(stream)
+    if stage == "in mid-stream":
+        while len(stream.tokens) < 20:
+            time.sleep(0.005)
+            assert stream.is_alive()
+    serving("decode", replica).kill()
+    assert stream.result() == wanted
+    after = samples(url, "crossdock_prompt_tokens_total")
+    computed = sum(after[name] - before.get(name, 0.0) for name in after)
+    assert computed < len(asked) + 120 + 2 * 256, "the prompt was not computed twice"
+
+
+def test_a_hung_prefill_replica(url: str, local: Engine) -> None:
+    """SIGSTOP: nobody knows that it will not go on. After the deadline decode does without; when the other wakes up,
+    what it still writes hits quarantined pages."""
+    asked = prompt(5, 2500)
+    (wanted,) = expected(local, [asked])
+    stream = Stream(url, asked)
+    until_arriving(stream)
+    (victim,) = processes("prefill")
+    victim.send_signal(signal.SIGSTOP)
+    try:
+        assert stream.result() == wanted
+        assert sum(samples(url, 'crossdock_pages{state="quarantined"').values()) > 0
+    finally:
+        victim.send_signal(signal.SIGCONT)

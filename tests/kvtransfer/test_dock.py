@@ -1,0 +1,184 @@
+"""What a dock refuses at the call, what it drops, and how it ends. Transfers are in test_transports.py."""
+
+import logging
+import queue
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import pytest
+
+from crossdock.kvtransfer.dock import MAX_STATE_BYTES, Dock
+from crossdock.kvtransfer.events import Arrived, Event, Released
+from crossdock.kvtransfer.layout import IncompatiblePools, LayerShape, PoolLayout, PoolSpec, shard_model
+from crossdock.kvtransfer.tcp import TcpTransport
+from crossdock.kvtransfer.transport import Memory, Peer
+
+LAYERS = (LayerShape(2, 8, 8),)
+SPEC = PoolSpec.whole(PoolLayout(LAYERS, 4, 2), "m", "float16", 16)
+
+
+class Local:
+    """A dock in this process, with its pool and its events."""
+
+    def __init__(self, spec: PoolSpec = SPEC, on_event: Any = None) -> None:
+        self.pool = bytearray(spec.nbytes)
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.transport = TcpTransport()
+        self.dock = Dock(self.transport, Memory.of(self.pool), spec, "test", on_event or self.events.put)
+
+    def next(self, kind: type) -> Event:
+        while not isinstance(event := self.events.get(timeout=5), kind):
+            pass
+        return event
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Local, Local]]:
+    docks = Local(), Local()
+    yield docks
+    for local in docks:
+        local.dock.close()
+
+
+def send(source: Local, target: Local, state: bytes = b"") -> None:
+    target.dock.expect("r", 1, [source.dock.blob], 5)
+    source.dock.ship("r", 1, [target.dock.blob], 5)
+    target.dock.grant("r", 1, 0, [3])
+    source.dock.finish("r", [1], 2, state)
+
+
+def test_two_docks_in_one_process(pair: tuple[Local, Local]) -> None:
+    source, target = pair
+    source.pool[SPEC.layout.page_bytes : 2 * SPEC.layout.page_bytes] = b"\x07" * SPEC.layout.page_bytes
+    state = b"s" * MAX_STATE_BYTES
+    send(source, target, state)
+    arrived = target.next(Arrived)
+    assert isinstance(arrived, Arrived)
+    assert arrived.state == state
+    source.next(Released)
+    assert source.dock.drain(5)
+    assert target.dock.drain(5)
+    assert target.pool[3 * SPEC.layout.page_bytes :][: SPEC.layout.page_bytes] == b"\x07" * SPEC.layout.page_bytes
+
+
+def test_the_callers_errors_are_raised_at_the_call(pair: tuple[Local, Local]) -> None:
+    dock, other = pair[0].dock, pair[1].dock
+    with pytest.raises(ValueError, match="num_tokens must be within 2 pages of 4, not 9"):
+        dock.chunk("r", [1, 2], 9)
+    with pytest.raises(ValueError, match="pages must be within 0 and 15"):
+        dock.finish("r", [16], 1)
+    with pytest.raises(ValueError, match="state has"):
+        dock.finish("r", [1], 1, b"x" * (MAX_STATE_BYTES + 1))
+    for pages in ([1, 1], [-1], [16]):
+        with pytest.raises(ValueError, match="pages must be different ones within 0 and 15"):
+            dock.grant("r", 1, 0, pages)
+    with pytest.raises(ValueError, match="no blobs"):
+        dock.ship("r", 1, [], 5)
+    with pytest.raises(ValueError, match="not a dock's blob"):
+        dock.ship("r", 1, [b"noise"], 5)
+    nixl = replace(Peer.unpack(other.blob), transport="nixl").pack()
+    with pytest.raises(ValueError, match="speaks nixl, this dock tcp"):
+        dock.expect("r", 1, [nixl], 5)
+    assert dock.counts().num_open == 0
+
+
+def test_pools_that_differ_are_refused_at_the_call(pair: tuple[Local, Local]) -> None:
+    other = replace(Peer.unpack(pair[1].dock.blob), spec=replace(SPEC, model="m2")).pack()
+    for call in (pair[0].dock.ship, pair[0].dock.expect):
+        with pytest.raises(IncompatiblePools, match=r"(?s)differ in model.*m +m2 <- differs"):
+            call("r", 1, [other], 5)
+
+
+def test_a_target_needs_the_blobs_of_all_that_write_to_it(pair: tuple[Local, Local]) -> None:
+    spec = replace(SPEC, shards=shard_model(LAYERS, 2))
+    half = replace(Peer.unpack(pair[1].dock.blob), spec=spec).pack()
+    with pytest.raises(IncompatiblePools, match=r"ranks \(0, 1\) write to this one; blobs of 1 were given"):
+        pair[0].dock.expect("r", 1, [half], 5)
+
+
+def test_memory_must_hold_the_pool() -> None:
+    transport = TcpTransport()
+    with pytest.raises(ValueError, match=f"memory has 10 bytes; 16 pages need {SPEC.nbytes}"):
+        Dock(transport, Memory.of(bytearray(10)), SPEC, "test", print)
+    transport.close()
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb([2, "n", "tcp", b"", []]),
+        msgpack.packb([1, "n", "tcp", b"", ["m", "d", "2", 4, [], [], 0, 1]]),
+        msgpack.packb([1, "n", "tcp", b"", ["m", "d", 2, 4, [[1, 1, 1]], [[0, [[0, 9]]]], 0, 1]]),
+    ],
+)
+def test_a_blob_is_checked(blob: bytes) -> None:
+    with pytest.raises(ValueError, match="not a dock's blob"):
+        Peer.unpack(blob)
+
+
+def test_a_blob_comes_back_as_it_was(pair: tuple[Local, Local]) -> None:
+    peer = Peer.unpack(pair[0].dock.blob)
+    assert peer.spec == SPEC
+    assert (peer.name, peer.transport) == (pair[0].dock.name, "tcp")
+    assert peer.pack() == pair[0].dock.blob
+
+
+def test_malformed_messages_are_dropped_and_counted(
+    pair: tuple[Local, Local], caplog: pytest.LogCaptureFixture
+) -> None:
+    source, target = pair
+    other = TcpTransport()
+    other.open("noisy", Memory.of(bytearray(8)))
+    other.connect(Peer.unpack(target.dock.blob), 8, 1, [])
+    lying = msgpack.packb(["Abort", "r", 1, source.dock.blob])  # of a dock that is not who sends it
+    with caplog.at_level(logging.ERROR):
+        for message in (b"noise", msgpack.packb(["Hello", "r", -1]), lying):
+            other.send(target.dock.name, message)
+        while target.dock.counts().num_malformed < 3:
+            other.poll(0.01)
+    send(source, target)
+    target.next(Arrived)
+    other.close()
+
+
+def test_words_about_unknown_transfers_are_counted(pair: tuple[Local, Local]) -> None:
+    source, target = pair
+    target.dock.expect("r", 1, [source.dock.blob], 5)
+    target.dock.grant("r", 1, 0, [1])
+    while source.dock.counts().num_unknown == 0:
+        pass
+    target.dock.cancel_expect("r", 1)
+
+
+def test_after_close_calls_are_refused() -> None:
+    local = Local()
+    local.dock.close()
+    with pytest.raises(RuntimeError, match="the dock is closed"):
+        local.dock.chunk("r", [1], 1)
+    assert not local.dock.drain(0.1) or local.dock.counts().num_open == 0
+
+
+def test_a_callback_that_fails_ends_the_dock_and_the_next_call_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(event: Event) -> None:
+        raise KeyError("the owner's mistake")
+
+    local = Local(on_event=broken)
+    local.dock.cancel_ship("r", 1)
+    local.dock._thread.join(5)
+    with pytest.raises(RuntimeError, match="the dock is closed") as error:
+        local.dock.chunk("r", [1], 1)
+    assert isinstance(error.value.__cause__, KeyError)
+    assert "has failed" in caplog.text
+    local.dock.close()
+
+
+def test_drain_waits_for_what_is_under_way(pair: tuple[Local, Local]) -> None:
+    source, target = pair
+    source.dock.ship("r", 1, [target.dock.blob], 5)
+    assert not source.dock.drain(0.1)
+    source.dock.cancel_ship("r", 1)
+    assert source.dock.drain(5)

@@ -1,0 +1,335 @@
+"""What each side does in the cases that matter, one by one, to the second; test_session.py does them in any order."""
+
+import pytest
+
+from crossdock.kvtransfer.events import Arrived, Committed, Failed, Figures, Granted, Reason, Released, WriterStopped
+from crossdock.kvtransfer.fence import Fence
+from crossdock.kvtransfer.messages import Abort, Grant, Hello, Pages, Stopped, Wait
+from crossdock.kvtransfer.receiver import Receiver
+from crossdock.kvtransfer.sender import Output, Send, Sender, Target, Write
+
+PAGE = 4  # tokens
+KEY = "r", 1
+
+
+def failure(outputs: list[Output]) -> Reason | None:
+    found = [output.reason for output in outputs if isinstance(output, Failed)]
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+def kinds(outputs: list[Output]) -> list[type]:
+    return [type(output.message) if isinstance(output, Send) else type(output) for output in outputs]
+
+
+# -- the source ------------------------------------------------------------------------------------------------------
+
+
+def shipping(num_targets: int = 1, max_write_bytes: int = 1000, granted: bool = True) -> Sender:
+    """Page size 4, 10 bytes each, a deadline of 5 s; it is time 0."""
+    sender = Sender(0, PAGE, max_write_bytes)
+    targets = {f"t{number}": Target(100, 10, 1) for number in range(num_targets)}
+    outputs = sender.ship(*KEY, targets, 5.0, 0.0)
+    assert outputs == [Send(peer, Hello(*KEY)) for peer in targets]
+    if granted:
+        for peer in targets:
+            sender.receive(peer, Grant(*KEY, 0, tuple(range(50, 70))), 1.0)
+    return sender
+
+
+def pages(sequence: int, first: int, count: int, tokens: int, state: bytes | None = None) -> Pages:
+    return Pages(*KEY, sequence, first, count, tokens, 0, 1, state)
+
+
+def test_full_pages_go_out_as_they_become_full() -> None:
+    sender = shipping()
+    assert sender.chunk("r", [7], 3, 1.0) == []
+    assert sender.chunk("r", [7, 8, 9], 9, 1.0) == [Write("t0", (7, 8), (50, 51), pages(0, 0, 2, 8))]
+    assert sender.write_done(*KEY, "t0", 2.0) == []
+    assert sender.chunk("r", [7, 8, 9], 11, 3.0) == []
+    assert sender.finish("r", [7, 8, 9], 11, b"s", 3.0) == [Write("t0", (9,), (52,), pages(1, 2, 1, 11, b"s"))]
+    (released,) = sender.write_done(*KEY, "t0", 4.0)
+    assert released == Released(*KEY, True, Figures())
+    assert len(sender) == 0
+
+
+def test_one_write_at_a_time_and_the_next_takes_all_that_became_ready() -> None:
+    sender = shipping()
+    sender.chunk("r", [1], 4, 1.0)
+    for end in (2, 3, 4, 5):
+        assert sender.chunk("r", range(1, end + 1), end * PAGE, 1.0) == []
+    assert sender.write_done(*KEY, "t0", 2.0) == [Write("t0", (2, 3, 4, 5), (51, 52, 53, 54), pages(1, 1, 4, 20))]
+
+
+def test_a_write_is_no_larger_than_it_may_be_but_at_least_a_page() -> None:
+    for limit, count in ((35, 3), (10, 1), (1, 1)):
+        (write,) = shipping(max_write_bytes=limit).chunk("r", range(9), 36, 1.0)
+        assert isinstance(write, Write)
+        assert len(write.source_pages) == count
+
+
+def test_what_the_target_has_is_not_sent() -> None:
+    sender = shipping(granted=False)
+    assert sender.finish("r", [1, 2, 3], 10, b"s", 0.0) == []
+    outputs = sender.receive("t0", Grant(*KEY, 2, (40,)), 1.0)
+    assert outputs == [Granted(*KEY, 2), Write("t0", (3,), (40,), pages(0, 2, 1, 10, b"s"))]
+
+
+def test_with_nothing_left_to_write_the_state_goes_alone() -> None:
+    sender = shipping()
+    sender.chunk("r", [1, 2], 8, 1.0)
+    sender.write_done(*KEY, "t0", 1.0)
+    outputs = sender.finish("r", [1, 2], 8, b"s", 2.0)
+    assert outputs == [Send("t0", pages(1, 2, 0, 8, b"s")), Released(*KEY, True, Figures())]
+
+
+def test_each_rank_of_a_target_goes_at_its_own_pace() -> None:
+    sender = shipping(num_targets=2, granted=False)
+    sender.receive("t0", Grant(*KEY, 0, (50, 51)), 1.0)
+    assert kinds(sender.finish("r", [1, 2], 8, b"s", 2.0)) == [Write]
+    assert sender.write_done(*KEY, "t0", 3.0) == []
+    assert kinds(sender.receive("t1", Grant(*KEY, 1, (50,)), 4.0)) == [Granted, Write]
+    assert kinds(sender.write_done(*KEY, "t1", 5.0)) == [Released]
+
+
+@pytest.mark.parametrize("granted", [(50,), (50, 50, 51), (50, 51, 100)])
+def test_a_grant_that_cannot_be_right_fails_the_transfer(granted: tuple[int, ...]) -> None:
+    sender = shipping(granted=False)
+    sender.chunk("r", [1, 2, 3], 12, 0.0)
+    outputs = sender.receive("t0", Grant(*KEY, 0, granted), 1.0)
+    assert failure(outputs) is Reason.PROTOCOL
+    assert kinds(outputs)[-2:] == [Stopped, Released]
+
+
+def test_silence_before_the_grant_meets_the_deadline_which_a_wait_extends() -> None:
+    sender = shipping(granted=False)
+    assert sender.next_deadline == 5.0
+    assert sender.tick(4.9) == []
+    sender.receive("t0", Wait(*KEY, 10.0, False), 4.9)
+    assert sender.next_deadline == 19.9
+    assert sender.tick(19.8) == []
+    assert failure(sender.tick(19.9)) is Reason.DEADLINE
+    assert sender.next_deadline == float("inf")
+
+
+def test_after_the_grant_only_an_open_write_has_a_deadline() -> None:
+    sender = shipping()
+    assert sender.next_deadline == float("inf"), "our own computing takes what it takes"
+    sender.chunk("r", [1], 4, 100.0)
+    assert sender.next_deadline == 105.0
+    outputs = sender.tick(105.0)
+    assert kinds(outputs) == [Failed], "the write reads the page: not released, and the target is not told to reuse"
+    assert kinds(sender.write_done(*KEY, "t0", 300.0)) == [Stopped, Released]
+
+
+def test_a_write_that_failed_is_not_a_clean_stop() -> None:
+    sender = shipping()
+    sender.chunk("r", [1], 4, 1.0)
+    outputs = sender.write_failed(*KEY, "t0", "reset", 2.0)
+    assert failure(outputs) is Reason.PEER_LOST
+    assert outputs[1:] == [Send("t0", Stopped(*KEY, False)), Released(*KEY, False, Figures())]
+
+
+def test_the_dead_are_told_nothing() -> None:
+    outputs = shipping().peer_lost("t0", True, "dead", 2.0)
+    assert kinds(outputs) == [Failed, Released]
+    assert shipping().peer_lost("t1", True, "dead", 2.0) == []
+
+
+def test_a_new_epoch_stops_the_older_and_an_older_cannot_begin() -> None:
+    sender = shipping()
+    assert kinds(sender.ship("r", 3, {"t1": Target(100, 10, 1)}, 5.0, 1.0)) == [Stopped, Released, Hello]
+    assert kinds(sender.ship("r", 1, {"t0": Target(100, 10, 1)}, 5.0, 1.0)) == [Stopped, Failed, Released]
+    assert sender.ship("r", 3, {"t1": Target(100, 10, 1)}, 5.0, 1.0) == [], "said twice"
+
+
+def test_an_abort_of_what_was_never_shipped_is_a_promise() -> None:
+    sender = Sender(0, PAGE, 1000)
+    assert sender.receive("t0", Abort(*KEY, b""), 0.0) == [Send("t0", Stopped(*KEY, True))]
+    assert failure(sender.ship(*KEY, {"t0": Target(100, 10, 1)}, 5.0, 1.0)) is Reason.SUPERSEDED
+    assert kinds(sender.ship("r", 2, {"t0": Target(100, 10, 1)}, 5.0, 1.0)) == [Hello]
+
+
+def test_messages_about_nothing_are_dropped_and_counted() -> None:
+    sender = shipping(granted=False)
+    assert sender.receive("t0", Grant("r", 2, 0, (1,)), 0.0) == []
+    assert sender.receive("stranger", Grant(*KEY, 0, (1,)), 0.0) == []
+    assert sender.receive("stranger", Abort(*KEY, b""), 0.0) == []
+    assert sender.num_unknown == 3
+
+
+def test_figures_of_a_transfer_half_hidden() -> None:
+    sender = shipping()  # heard and granted after 1 s
+    sender.chunk("r", [1, 2], 8, 2.0)
+    sender.write_done(*KEY, "t0", 5.0)
+    sender.chunk("r", [1, 2, 3], 12, 6.0)
+    sender.finish("r", [1, 2, 3, 4], 16, b"s", 7.0)
+    sender.write_done(*KEY, "t0", 8.0)
+    (released,) = sender.write_done(*KEY, "t0", 10.0)
+    assert isinstance(released, Released)
+    figures = released.figures
+    assert (figures.handshake_seconds, figures.grant_wait_seconds, figures.total_seconds) == (1.0, 1.0, 10.0)
+    assert (figures.num_bytes, figures.num_pages, figures.num_writes, figures.hidden_bytes) == (40, 4, 3, 20)
+    assert (figures.write_seconds, figures.hidden_seconds) == (7.0, 4.0)
+    assert figures.overlap == 4 / 7
+    assert figures.gb_per_second == 40 / 7 / 1e9
+    assert (Figures().overlap, Figures().gb_per_second) == (1.0, 0.0)
+
+
+# -- the target ------------------------------------------------------------------------------------------------------
+
+
+def expecting(num_sources: int = 1, granted: bool = True, first_page: int = 0) -> Receiver:
+    """Ranks s0, s1, ...; a deadline of 5 s, 1 s of grace; ten pages granted. It is time 0."""
+    receiver = Receiver(PAGE, b"us", 1.0)
+    sources = {f"s{rank}": (rank, 10) for rank in range(num_sources)}
+    assert receiver.expect(*KEY, sources, 5.0, 0.0) == []
+    if granted:
+        pages = tuple(range(20, 30))
+        outputs = receiver.grant(*KEY, first_page, pages, 0.0)
+        assert outputs == [Send(peer, Grant(*KEY, first_page, pages)) for peer in sources]
+    return receiver
+
+
+def wrote(
+    sequence: int, first: int, count: int, tokens: int, rank: int = 0, of: int = 1, state: bytes | None = None
+) -> Pages:
+    return Pages(*KEY, sequence, first, count, tokens, rank, of, state)
+
+
+def test_the_frontier_waits_for_the_gap() -> None:
+    receiver = expecting()
+    assert receiver.receive("s0", wrote(2, 2, 1, 9, state=b"s"), 1.0) == []
+    assert receiver.receive("s0", wrote(1, 1, 1, 8), 1.0) == []
+    outputs = receiver.receive("s0", wrote(0, 0, 1, 4), 1.0)
+    assert outputs == [Committed(*KEY, 9), Arrived(*KEY, 9, b"s", Figures())]
+    assert len(receiver) == 0
+
+
+def test_the_frontier_is_that_of_the_slowest_rank() -> None:
+    receiver = expecting(num_sources=2)
+    assert receiver.receive("s0", wrote(0, 0, 3, 12, of=2), 1.0) == []
+    assert receiver.receive("s1", wrote(0, 0, 1, 4, 1, 2), 1.0) == [Committed(*KEY, 4)]
+    assert receiver.receive("s1", wrote(1, 1, 3, 14, 1, 2, b"from rank 1"), 1.0) == [Committed(*KEY, 12)]
+    outputs = receiver.receive("s0", wrote(1, 3, 1, 14, 0, 2, b"from rank 0"), 1.0)
+    assert outputs == [Committed(*KEY, 14), Arrived(*KEY, 14, b"from rank 0", Figures())]
+
+
+def test_a_cached_prefix_counts_from_the_start() -> None:
+    receiver = expecting(first_page=3)
+    assert receiver.receive("s0", wrote(0, 3, 1, 16), 1.0) == [Committed(*KEY, 16)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wrote(0, 1, 1, 8),  # leaves a page out
+        wrote(0, 0, 11, 44),  # more than was granted
+        wrote(0, 0, 1, 5),  # more tokens than fit
+        wrote(0, 0, 1, 4, rank=1),
+        wrote(0, 0, 1, 4, of=2),
+    ],
+)
+def test_a_source_that_breaks_the_rules_fails_the_transfer(message: Pages) -> None:
+    receiver = expecting()
+    outputs = receiver.receive("s0", message, 1.0)
+    assert failure(outputs) is Reason.PROTOCOL
+    assert outputs[1:] == [Send("s0", Abort(*KEY, b"us"))], "and its pages stay until it stops"
+    assert receiver.receive("s0", Stopped(*KEY, True), 2.0) == [WriterStopped(*KEY)]
+
+
+def test_pages_before_any_grant_break_the_rules() -> None:
+    outputs = expecting(granted=False).receive("s0", wrote(0, 0, 1, 4), 1.0)
+    assert failure(outputs) is Reason.PROTOCOL
+
+
+def test_a_source_told_late_learns_what_it_missed() -> None:
+    receiver = expecting(granted=False)
+    assert receiver.receive("s0", Hello(*KEY), 1.0) == []
+    assert receiver.wait(*KEY, 3.0, 1.0) == [Send("s0", Wait(*KEY, 3.0, False))]
+    assert receiver.receive("s0", Hello(*KEY), 2.0) == [Send("s0", Wait(*KEY, 2.0, False))]
+    receiver.grant(*KEY, 0, [5], 2.0)
+    assert receiver.receive("s0", Hello(*KEY), 3.0) == [Send("s0", Grant(*KEY, 0, (5,)))]
+    receiver.cancel(*KEY, 3.0)
+    assert receiver.receive("s0", Hello(*KEY), 4.0) == [Send("s0", Abort(*KEY, b"us"))]
+    receiver.receive("s0", Stopped(*KEY, True), 5.0)
+    assert receiver.receive("s0", Hello(*KEY), 6.0) == [Send("s0", Abort(*KEY, b"us"))], "also when all is over"
+    assert receiver.num_unknown == 0
+
+
+def test_the_deadline_begins_with_the_grant_and_every_word_renews_it() -> None:
+    receiver = expecting(granted=False)
+    assert receiver.next_deadline == float("inf"), "until then it is we who are waited for"
+    receiver.grant(*KEY, 0, range(10), 10.0)
+    assert receiver.next_deadline == 15.0
+    receiver.receive("s0", wrote(0, 0, 1, 4), 14.0)
+    assert receiver.tick(18.9) == []
+    receiver.receive("s0", Wait(*KEY, 20.0, True), 18.0)
+    assert receiver.tick(42.9) == []
+    assert failure(receiver.tick(43.0)) is Reason.DEADLINE
+
+
+def test_cancelled_pages_are_free_when_every_writer_has_stopped() -> None:
+    receiver = expecting(num_sources=2)
+    assert kinds(receiver.cancel(*KEY, 1.0)) == [Abort, Abort]
+    assert receiver.receive("s0", wrote(0, 0, 1, 4, of=2), 1.5) == [], "it was on its way"
+    assert receiver.receive("s0", Stopped(*KEY, True), 2.0) == []
+    assert receiver.receive("s1", Stopped(*KEY, True), 3.0) == [WriterStopped(*KEY)]
+    assert receiver.cancel(*KEY, 4.0) == [WriterStopped(*KEY)], "who cancels is answered, even too late"
+
+
+def test_without_a_grant_nobody_can_write() -> None:
+    assert kinds(expecting(granted=False).cancel(*KEY, 1.0)) == [Abort, WriterStopped]
+
+
+@pytest.mark.parametrize("how", ["dead", "stopped uncleanly"])
+def test_what_may_be_on_its_way_has_a_grace_period(how: str) -> None:
+    receiver = expecting()
+    if how == "dead":
+        assert kinds(receiver.peer_lost("s0", True, "dead", 2.0)) == [Failed]
+    else:
+        assert kinds(receiver.receive("s0", Stopped(*KEY, False), 2.0)) == [Failed]
+    assert receiver.next_deadline == 3.0
+    assert receiver.tick(2.9) == []
+    assert receiver.tick(3.0) == [WriterStopped(*KEY)]
+
+
+def test_a_lost_connection_is_no_proof_of_death() -> None:
+    receiver = expecting()
+    assert kinds(receiver.peer_lost("s0", False, "reset", 2.0)) == [Failed, Abort]
+    assert receiver.tick(1000.0) == []
+    assert receiver.peer_lost("s0", True, "dead", 2000.0) == []
+    assert receiver.tick(2001.0) == [WriterStopped(*KEY)]
+
+
+def test_a_rank_that_has_delivered_all_need_not_live() -> None:
+    receiver = expecting(num_sources=2)
+    receiver.receive("s0", wrote(0, 0, 1, 3, 0, 2, b"s"), 1.0)
+    assert receiver.peer_lost("s0", True, "dead", 2.0) == []
+    outputs = receiver.receive("s1", wrote(0, 0, 1, 3, 1, 2, b""), 3.0)
+    assert kinds(outputs) == [Committed, Arrived]
+
+
+def test_late_words_about_an_ended_epoch_are_dropped_and_counted() -> None:
+    receiver = expecting()
+    receiver.receive("s0", wrote(0, 0, 1, 3, state=b"s"), 1.0)
+    assert receiver.receive("s0", wrote(0, 0, 1, 3, state=b"s"), 1.0) == []
+    assert receiver.receive("s0", Stopped(*KEY, True), 1.0) == []
+    assert receiver.num_unknown == 2
+    assert kinds(receiver.expect(*KEY, {"s0": (0, 10)}, 5.0, 2.0)) == [Failed, WriterStopped]
+
+
+# -- the fence -------------------------------------------------------------------------------------------------------
+
+
+def test_the_fence_only_moves_forward_and_forgets_the_oldest() -> None:
+    fence = Fence()
+    fence.pass_("r", 3)
+    fence.pass_("r", 1)
+    assert fence.has_passed("r", 3)
+    assert not fence.has_passed("r", 4)
+    assert not fence.has_passed("other", 0)
+    for number in range(20_000):
+        fence.pass_(f"x{number}", 1)
+    assert not fence.has_passed("r", 3)
+    assert fence.has_passed("x19999", 1)

@@ -1,0 +1,227 @@
+"""The TCP transport against those who do not keep to its rules: strangers, broken frames, peers that vanish."""
+
+import contextlib
+import socket
+import struct
+import time
+from collections.abc import Iterator
+
+import msgpack
+import pytest
+
+from crossdock.kvtransfer.layout import LayerShape, PoolLayout, PoolSpec
+from crossdock.kvtransfer.messages import MAX_BYTES
+from crossdock.kvtransfer.plan import ByteRange
+from crossdock.kvtransfer.tcp import TcpTransport
+from crossdock.kvtransfer.transport import (
+    Memory,
+    Peer,
+    PeerLost,
+    Received,
+    TransportEvent,
+    WriteDone,
+    WriteFailed,
+)
+
+SPEC = PoolSpec.whole(PoolLayout((LayerShape(2, 8, 8),), 4, 2), "m", "float16", 16)
+PAGE_BYTES = SPEC.layout.page_bytes
+WHOLE = [ByteRange(0, 0, PAGE_BYTES)]
+
+
+class Side:
+    """A transport, its pool, and how others reach it. Polled by hand: no threads."""
+
+    def __init__(self, name: str) -> None:
+        self.transport = TcpTransport()
+        self.pool = bytearray(SPEC.nbytes)
+        self.peer = Peer(name, "tcp", self.transport.open(name, Memory.of(self.pool)), SPEC)
+        self.events: list[TransportEvent] = []
+
+    def connect(self, other: "Side", ranges: list[ByteRange] = WHOLE) -> None:
+        self.transport.connect(other.peer, PAGE_BYTES, SPEC.num_pages, ranges)
+
+    def dial(self) -> socket.socket:
+        """As a stranger would."""
+        host, port, _ = msgpack.unpackb(self.peer.address)
+        return socket.create_connection((host, port))
+
+    def greeting(self, name: bytes = b"other", cookie: bytes | None = None) -> bytes:
+        secret = msgpack.unpackb(self.peer.address)[2] if cookie is None else cookie
+        return struct.pack("<8s32sH", b"crossdk1", secret, len(name)) + name
+
+
+def poll(*sides: Side, until: type | None = None) -> None:
+    """Polls all until one has an event of the kind, or for a moment."""
+    end = time.monotonic() + (5.0 if until else 0.05)
+    while time.monotonic() < end:
+        for side in sides:
+            news = side.transport.poll(0.001)
+            side.events.extend(news)
+            if until and any(isinstance(event, until) for event in news):
+                return
+    assert until is None, f"no {until}"
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    pair = Side("left"), Side("right")
+    yield pair
+    for side in pair:
+        side.transport.close()
+
+
+def test_a_write_lands_and_its_message_follows(sides: tuple[Side, Side]) -> None:
+    left, right = sides
+    left.connect(right)
+    left.pool[:] = bytes(index % 251 for index in range(SPEC.nbytes))
+    number = left.transport.write("right", [3, 4, 9], [7, 8, 1], b"tag")
+    poll(left, right, until=WriteDone)
+    assert left.events == [WriteDone(number)]
+    assert right.events == [Received("left", b"tag")]
+    for source, target in ((3, 7), (4, 8), (9, 1)):
+        begin, end = source * PAGE_BYTES, target * PAGE_BYTES
+        assert right.pool[end : end + PAGE_BYTES] == left.pool[begin : begin + PAGE_BYTES]
+    assert not any(right.pool[:PAGE_BYTES])
+
+
+def test_ranges_within_a_page(sides: tuple[Side, Side]) -> None:
+    left, right = sides
+    left.connect(right, [ByteRange(0, 10, 4), ByteRange(8, 0, 2)])
+    left.pool[PAGE_BYTES : PAGE_BYTES + 10] = b"abcdefghij"
+    left.transport.write("right", [1], [2], b"")
+    poll(left, right, until=WriteDone)
+    page = bytes(right.pool[2 * PAGE_BYTES : 3 * PAGE_BYTES])
+    assert page == b"ij" + bytes(8) + b"abcd" + bytes(PAGE_BYTES - 14)
+
+
+def test_messages_keep_their_order_and_both_may_speak(sides: tuple[Side, Side]) -> None:
+    left, right = sides
+    left.connect(right)
+    right.connect(left)
+    for number in range(200):
+        left.transport.send("right", b"%d" % number)
+        right.transport.send("left", b"%d" % -number)
+    poll(left, right)
+    assert [event.message for event in right.events if isinstance(event, Received)] == [b"%d" % n for n in range(200)]
+    assert [event.message for event in left.events if isinstance(event, Received)] == [b"%d" % -n for n in range(200)]
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n" * 4, b"\0" * 100])
+def test_a_stranger_is_shown_the_door(sides: tuple[Side, Side], noise: bytes) -> None:
+    left, _ = sides
+    with left.dial() as stranger:
+        stranger.sendall(noise)
+        poll(left)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(100) == b""
+    assert left.transport.num_strangers == 1
+    assert left.events == []
+
+
+def test_the_secret_is_needed(sides: tuple[Side, Side]) -> None:
+    left, _ = sides
+    with left.dial() as stranger:
+        stranger.sendall(left.greeting(cookie=b"\0" * 32) + struct.pack("<QII", 1, 1, 0))
+        poll(left)
+    assert (left.transport.num_strangers, left.events) == (1, [])
+
+
+def test_strangers_who_say_nothing_do_not_pile_up(sides: tuple[Side, Side]) -> None:
+    left, right = sides
+    silent = [left.dial() for _ in range(70)]
+    poll(left)
+    assert left.transport.num_strangers == 6
+    for stranger in silent:
+        stranger.close()
+    poll(left)
+    right.connect(left)
+    right.transport.send("left", b"hello")
+    poll(left, right, until=Received)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        struct.pack("<QII", 1, 1, 0) + struct.pack("<QQ", SPEC.nbytes - 1, 2),
+        struct.pack("<QII", 1, 1, 0) + struct.pack("<QQ", (1 << 64) - 1, 1),
+        struct.pack("<QII", 1, 1 << 31, 0),
+        struct.pack("<QII", 1, 0, MAX_BYTES + 1),
+    ],
+    ids=["beyond the pool", "far beyond", "too many ranges", "too long a message"],
+)
+def test_a_frame_out_of_bounds_ends_the_connection_and_changes_nothing(sides: tuple[Side, Side], frame: bytes) -> None:
+    left, _ = sides
+    with left.dial() as other:
+        other.sendall(left.greeting() + frame + b"x" * 64)
+        poll(left, until=PeerLost)
+    assert [type(event) for event in left.events] == [PeerLost]
+    assert not any(left.pool)
+
+
+def test_half_a_write_brings_no_message(sides: tuple[Side, Side]) -> None:
+    left, _ = sides
+    with left.dial() as other:
+        frame = struct.pack("<QII", 1, 1, 3) + struct.pack("<QQ", 0, 100) + b"tag"
+        other.sendall(left.greeting() + frame + b"x" * 99)
+        poll(left)
+        assert left.events == []
+    poll(left, until=PeerLost)
+    assert not any(isinstance(event, Received) for event in left.events)
+
+
+def test_nobody_listens(sides: tuple[Side, Side]) -> None:
+    left, right = sides
+    gone = Side("gone")
+    left.connect(gone)
+    gone.transport.close()
+    number = left.transport.write("gone", [0], [0], b"")
+    poll(left, until=PeerLost)
+    assert [type(event) for event in left.events] == [WriteFailed, PeerLost]
+    assert left.events[0].write == number  # type: ignore[union-attr]
+    left.transport.send("gone", b"")  # says nothing: the loss has been told
+    assert left.transport.write("gone", [0], [0], b"") == number + 1
+    left.events.clear()
+    poll(left, until=WriteFailed)
+    left.connect(right)
+    left.transport.send("right", b"still here")
+    poll(left, right, until=Received)
+
+
+def test_after_a_loss_a_late_connection_is_refused_until_we_ask_for_the_peer_again(sides: tuple[Side, Side]) -> None:
+    """A write that a lost peer had begun must not arrive by another connection."""
+    left, _ = sides
+    with left.dial() as other:
+        other.sendall(left.greeting(b"right") + struct.pack("<QII", 0, 0, 1) + b"a")
+        poll(left, until=Received)
+    poll(left, until=PeerLost)
+    with left.dial() as late:
+        late.sendall(left.greeting(b"right") + struct.pack("<QII", 0, 0, 1) + b"b")
+        poll(left)
+    assert sum(isinstance(event, Received) for event in left.events) == 1
+    left.connect(sides[1])
+    with left.dial() as again:
+        again.sendall(left.greeting(b"right") + struct.pack("<QII", 0, 0, 1) + b"c")
+        poll(left, until=Received)
+
+
+def test_waking_ends_a_poll_at_once(sides: tuple[Side, Side]) -> None:
+    left, _ = sides
+    for _ in range(100_000):
+        left.transport.wake()  # however often
+    begin = time.monotonic()
+    left.transport.poll(30.0)
+    assert time.monotonic() - begin < 5
+
+
+def test_a_gpus_memory_is_refused() -> None:
+    transport = TcpTransport()
+    with pytest.raises(ValueError, match="not a GPU's"):
+        transport.open("left", Memory(0, 100, cuda_device=0))
+    transport.close()
+
+
+def test_ipv6() -> None:
+    with contextlib.suppress(OSError):
+        transport = TcpTransport("::1")
+        assert msgpack.unpackb(transport.open("left", Memory.of(bytearray(8))))[0] == "::1"
+        transport.close()
