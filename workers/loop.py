@@ -193,7 +193,8 @@ class EngineLoop:
             self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
             return None
         progress = self.timelines.stepped(step.batch, step.deltas, step.started, step.seconds, step.predicted)
-        self.metrics.stepped(step)
+        if step.batch:
+            self.metrics.stepped(step)
         self._progressed(progress, step.deltas)
         return step
 

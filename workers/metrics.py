@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from crossdock.kvtransfer.dock import Dock
 from crossdock.kvtransfer.events import Figures
 from crossdock.workers.engine import Engine, Step
-from crossdock.workers.request import Leg, Request
+from crossdock.workers.request import Leg, Request, Status
 from crossdock.workers.timeline import Progress, Timeline, prompt_length_bucket
 
 _STEP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -22,6 +22,7 @@ _TTFT = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _GAP = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
 _TRANSFER = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _KINDS = ("chunks", "decodes", "mixed")
+_ACTIVE = (Status.WAITING, Status.RUNNING, Status.HELD)
 _SHARED = {True: "true", False: "false"}  # values of the label prefill_shared
 
 
@@ -134,7 +135,7 @@ class EngineMetrics:
         for timeline in progress.tokens:
             if timeline.gap is not None:
                 self._gap[timeline.slo.name, timeline.is_gap_shared].observe(timeline.gap)
-            elif timeline.is_first_here:
+            elif timeline.first_token is not None:
                 self._first_token(timeline)
         for timeline in progress.finished:
             self._end(timeline)
@@ -189,35 +190,32 @@ class EngineMetrics:
 
 
 class _Gauges(Collector):
-    """What an engine looks like at this moment. It is read while the engine's thread changes it, so lists are copied
-    first (one operation, which no thread can interrupt); a number may be one step older than its neighbour."""
+    """What an engine looks like at this moment. It is read while the engine's thread changes it: the requests are
+    copied in one operation, which no thread can interrupt, and a number may be one step older than its neighbour."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
         engine = self._engine
-        waiting, running = list(engine.scheduler.waiting), list(engine.scheduler.running)
         counts = engine.pages.counts()
         pages = {state: getattr(counts, state) for state in ("free", "owned", "cached", "quarantined")}
         yield _gauge("crossdock_pages", "KV pages by state.", ("state",), {(name,): n for name, n in pages.items()})
-        yield from self._requests(waiting, running)
+        yield from self._requests(engine.scheduler.requests())
         yield from self._cost()
         preemptions = CounterMetricFamily("crossdock_preemptions", "Requests whose pages went to others.")
         preemptions.add_metric([], engine.scheduler.num_preemptions)
         yield preemptions
 
-    def _requests(self, waiting: list[Request], running: list[Request]) -> Iterator[Metric]:
+    def _requests(self, requests: list[Request]) -> Iterator[Metric]:
         classes = [slo.name for slo in self._engine.config.slo_classes]
-        active: Tally[tuple[str, str]] = Tally()
-        active.update(("waiting", request.slo_class) for request in waiting)
-        active.update(("running", request.slo_class) for request in running)
-        every = {(status, name): active[status, name] for status in ("waiting", "running") for name in classes}
+        active = Tally((request.status, request.slo_class) for request in requests)
+        every = {(status.value, name): active[status, name] for status in _ACTIVE for name in classes}
         yield _gauge("crossdock_requests_active", "Requests by status.", ("status", "slo_class"), every)
         tokens, seconds = dict.fromkeys(classes, 0), dict.fromkeys(classes, 0.0)
         cost, budget = self._engine.scheduler.cost, self._engine.config.max_num_batched_tokens
-        for request in [*waiting, *running]:
-            if request.is_decoding or request.leg is Leg.RECEIVE:
+        for request in requests:
+            if request.is_decoding or request.status is Status.HELD or request.leg is Leg.RECEIVE:
                 continue
             end, uncached = request.num_tokens, request.num_uncached_tokens
             tokens[request.slo_class] += uncached

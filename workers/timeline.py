@@ -16,7 +16,7 @@ from crossdock.workers.request import FinishReason, Leg, Request, Status, Submis
 from crossdock.workers.scheduler import Batch
 from crossdock.workers.slo import SloClass
 
-KEEP_FINISHED = 512  # requests; 27 MiB if every one had KEEP_CHUNKS chunks (tracemalloc), a few hundred KiB as a rule
+KEEP_FINISHED = 512  # requests; 27 MiB if every one had KEEP_CHUNKS chunks (tracemalloc), else far less
 KEEP_CHUNKS = 128  # of one request, the newest
 _PROMPT_LENGTHS = (128, 512, 2048, 8192, 32768)  # tokens
 
@@ -68,22 +68,23 @@ class Timeline:
     id: str
     request_id: str  # the client's name for all that its HTTP request led to
     tenant: str
+    leg: Leg  # the part of the request that this replica was given
+    epoch: int  # of that placement
     slo: SloClass
     num_prompt_tokens: int
     arrived: float
     arrived_unix: float  # seconds since 1970
     ttft_deadline: float  # seconds after arrival
     request: Request | None  # while it lives: a finished one's tokens are not kept
-    leg: Leg = Leg.LOCAL
-    is_first_here: bool = True  # whether the client's first token is made here
     transfers: list[dict[str, Any]] = field(default_factory=list)  # as JSON; one, unless it was placed here twice
     chunks: deque[Chunk] = field(default_factory=lambda: deque(maxlen=KEEP_CHUNKS))
     num_chunks: int = 0
     first_chunk: float | None = None
     last_chunk: float = 0.0  # the end of its step
-    first_token: float | None = None
+    begun: float | None = None  # when the first token that was made here came
+    first_token: float | None = None  # likewise, if that was the first of all: else another replica has made it
     last_token: float = 0.0
-    gap: float | None = None  # before the newest token; None while that is the first
+    gap: float | None = None  # before the newest token; None while that is the first here
     is_gap_shared: bool = False  # a chunk was computed between the two tokens
     gaps: "array[float]" = field(default_factory=lambda: array("f"))  # all of them, while the request lives
     shared_gaps: tuple[int, float] = (0, 0.0)  # how many, and their sum in seconds
@@ -95,8 +96,10 @@ class Timeline:
 
     def token(self, now: float, last_chunks: float) -> None:
         """A token came at `now`; `last_chunks`: when the newest step that carried any chunk ended."""
-        if self.first_token is None:
-            self.first_token = now
+        if self.begun is None:
+            self.begun = now
+            if self.request is not None and self.request.num_output_tokens == 1:
+                self.first_token = now
         else:
             self.gap = gap = now - self.last_token
             self.gaps.append(gap)
@@ -129,6 +132,8 @@ class Timeline:
             return "finished"
         if request.status is Status.WAITING:
             return "waiting"
+        if request.status is Status.HELD:
+            return "sending" if request.leg is Leg.SEND else "receiving"
         return "decoding" if request.is_decoding else "prefilling"
 
     @property
@@ -147,9 +152,9 @@ class Timeline:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds per output token after the first; None before the second."""
+        """Mean seconds per token after the first that was made here; None before the second."""
         count = len(self.gaps) or self._final_gaps.number
-        return None if self.first_token is None or not count else (self.last_token - self.first_token) / count
+        return None if self.begun is None or not count else (self.last_token - self.begun) / count
 
     def tpot_by_sharing(self) -> dict[bool, float]:
         """Mean gap in seconds, apart for those in which a chunk was computed (True) and the others, of a finished
@@ -160,9 +165,11 @@ class Timeline:
         return means | ({False: alone / (count - num_shared)} if count > num_shared else {})
 
     def ttft_met(self, now: float) -> bool | None:
-        """Whether the first token came in time; None while that is open."""
+        """Whether the first token came in time; None while that is open, and where another replica makes it."""
         if self.ttft is not None:
             return self.ttft <= self.ttft_deadline
+        if self.begun is not None or self.leg is Leg.RECEIVE:
+            return None  # it is told where the first token was made
         return False if now - self.arrived > self.ttft_deadline else None
 
     def tpot_met(self) -> bool | None:
@@ -180,6 +187,7 @@ class Timeline:
             "request_id": self.request_id,
             "slo_class": self.slo.name,
             "leg": self.leg.value,
+            "epoch": self.epoch,
             "state": self.state,
             "arrived": round(self.arrived_unix, 3),
             "num_prompt_tokens": self.num_prompt_tokens,
@@ -253,14 +261,14 @@ class Timelines:
             id=submission.id,
             request_id=submission.request_id,
             tenant=submission.tenant,
+            leg=submission.leg,
+            epoch=submission.epoch,
             slo=slo,
             num_prompt_tokens=request.num_prompt_tokens,
             arrived=arrived,
             arrived_unix=self._unix_at_zero + arrived,
             ttft_deadline=slo.ttft_deadline(seconds_alone),
             request=request,
-            leg=submission.leg,
-            is_first_here=submission.leg is not Leg.RECEIVE and not submission.output_token_ids,
         )
 
     def stepped(
@@ -341,8 +349,8 @@ class Timelines:
     def find(self, request_id: str, tenant: str | None, now: float) -> list[dict[str, Any]]:
         """All that the client's request `request_id` led to here, oldest first, as JSON. `tenant`: only what is its;
         None sees all."""
-        known = {timeline.id: timeline for timeline in [*list(self._live.values()), *list(self._finished)]}
-        found = [it for it in known.values() if it.request_id == request_id and tenant in (None, it.tenant)]
+        known = dict.fromkeys([*list(self._live.values()), *list(self._finished)])  # one may just have moved
+        found = [it for it in known if it.request_id == request_id and tenant in (None, it.tenant)]
         return [timeline.whole(now) for timeline in sorted(found, key=lambda it: it.arrived)]
 
     def live(self, tenant: str | None, now: float) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from crossdock.workers.pages import PagePool
-from crossdock.workers.request import FinishReason, Request, SamplingParams, Submission, TokenDelta
+from crossdock.workers.request import FinishReason, Leg, Request, SamplingParams, Submission, TokenDelta
 from crossdock.workers.scheduler import Sampled, Scheduler, SchedulerConfig
 from crossdock.workers.slo import SloClass
 from crossdock.workers.timeline import KEEP_CHUNKS, Progress, Timelines, prompt_length_bucket
@@ -78,7 +78,7 @@ def test_a_request_alone() -> None:
         "request_id": "a",
         "slo_class": "standard",
         "leg": "local",
-        "transfers": [],
+        "epoch": 0,
         "state": "finished",
         "arrived": UNIX + 100,
         "num_prompt_tokens": 40,
@@ -100,6 +100,7 @@ def test_a_request_alone() -> None:
         "finish_reason": "length",
         "ended_s": 5.0,
         "freed_bytes": None,
+        "transfers": [],
     }
     json.dumps(found)
 
@@ -248,6 +249,59 @@ def test_a_tenant_sees_its_own() -> None:
     assert [found["id"] for found in it.timelines.live("one", it.now)] == ["a-1"]
     assert len(it.timelines.live(None, it.now)) == 2
     assert it.timelines.live("three", it.now) == []
+
+
+def test_a_leg_that_receives_has_gaps_and_no_first_token() -> None:
+    """The first token was made, and is told, where the prompt was."""
+    it = Story()
+    it.add("a", 8, max_tokens=4, leg=Leg.RECEIVE)
+    assert it.of("a")["state"] == "waiting"
+    it.now += 20  # later than its class promises: that is not this replica's to say
+    [granted] = it.scheduler.grant(it.now)
+    assert granted.id == "a"
+    assert (it.of("a")["state"], it.of("a")["ttft_met"]) == ("receiving", None)
+    it.scheduler.arrive("a", 7, it.now)
+    assert it.of("a")["state"] == "decoding"
+    it.run()
+    found = it.of("a")
+    assert (found["leg"], found["first_token_s"], found["ttft_met"]) == ("receive", None, None)
+    assert (found["num_output_tokens"], found["num_decode_steps"], found["num_chunks"]) == (4, 2, 0)
+    assert (found["tpot_s"], found["tpot_met"]) == (1.0, True)
+
+
+def test_a_leg_that_sends_has_the_first_token() -> None:
+    it = Story()
+    it.add("a", 20, max_tokens=4, leg=Leg.SEND)
+    it.step()
+    assert it.of("a")["state"] == "prefilling"
+    it.step()
+    assert (it.of("a")["state"], it.of("a")["first_token_s"]) == ("sending", 2.0)
+    it.scheduler.shipped("a")
+    it.timelines.ended([TokenDelta("a", [], finish_reason=FinishReason.SHIPPED)], it.now)
+    found = it.of("a")
+    assert (found["leg"], found["finish_reason"], found["ttft_met"], found["tpot_met"]) == (
+        "send",
+        "shipped",
+        True,
+        None,
+    )
+
+
+def test_a_request_that_goes_on_here_has_had_its_first_token() -> None:
+    it = Story()
+    it.add("a", 20, max_tokens=6, output_token_ids=(7, 7), epoch=1)
+    it.run()
+    found = it.of("a")
+    assert (found["epoch"], found["first_token_s"], found["ttft_met"]) == (1, None, None)
+    assert (found["num_output_tokens"], found["num_decode_steps"]) == (6, 3)
+
+
+def test_placements_of_one_request_are_told_apart() -> None:
+    it = Story()
+    for epoch in (0, 1):
+        it.add("a", 4, epoch=epoch)
+        it.run()
+    assert [found["epoch"] for found in it.timelines.find("a", None, it.now)] == [0, 1]
 
 
 def test_memory_is_bounded() -> None:
