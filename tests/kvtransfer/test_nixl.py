@@ -15,6 +15,7 @@ from crossdock.kvtransfer.transport import TransportUnavailable
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NIXL_LOG_LEVEL", "UCX_RCACHE_MAX_UNRELEASED", "UCX_TLS", "UCX_NET_DEVICES"):
         monkeypatch.setenv(name, "")  # so that what the transport sets is undone
+        monkeypatch.delenv(name)
 
 
 def test_without_the_extra_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
