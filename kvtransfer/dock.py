@@ -132,8 +132,9 @@ class Dock:
         After another `ship` of the same request (to a second target, say) call it again."""
         if len(state) > MAX_STATE_BYTES:
             raise ValueError(f"state has {len(state)} bytes; at most {MAX_STATE_BYTES} can be sent")
-        pages = self._checked(pages, num_tokens)
-        self._call(lambda now: self._sender.finish(request, pages, num_tokens, state, now))
+        pages, now = self._checked(pages, num_tokens), self._clock()
+        # The time of the call, not of its turn: with CMA the thread may be inside a write, which is hidden until now.
+        self._call(lambda _: self._sender.finish(request, pages, num_tokens, state, now))
 
     def cancel_ship(self, request: str, epoch: int) -> None:
         """Writes no more of it. `Released` follows as soon as no write is open, in any case and perhaps once more."""
@@ -238,14 +239,15 @@ class Dock:
             self._transport.close()
 
     def _turn(self) -> None:
-        # Arrivals come before deadlines: who was stopped for a while must not blame others for its own silence.
-        for event in self._transport.poll(self._patience()):
-            self._carry_out(self._handle(event, self._clock()))
-        self._count()
+        events = self._transport.poll(self._patience())
         while self._calls:
             self._carry_out(self._calls[0](self._clock()))
             self._count()
             self._calls.popleft()  # only now: `drain` sees the call or what came of it
+        for event in events:
+            self._carry_out(self._handle(event, self._clock()))
+            self._count()
+        # Arrivals come before deadlines: who was stopped for a while must not blame others for its own silence.
         now = self._clock()
         if now >= self._next_deadline():
             self._carry_out(self._sender.tick(now) + self._receiver.tick(now))

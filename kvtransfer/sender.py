@@ -272,7 +272,8 @@ class Sender:
         self._out.append(Write(peer, shipment.pages[leg.next_page : end], target_pages, message))
         self._account(shipment, now)
         leg.open_since, leg.open_pages, leg.next_page = now, end - leg.next_page, end
-        shipment.busy_since = now
+        if shipment.busy_since is None:
+            shipment.busy_since = now
         shipment.figures.num_writes += 1
 
     def _close_write(self, shipment: _Shipment, leg: _Leg, now: float) -> None:
@@ -283,7 +284,7 @@ class Sender:
 
     def _account(self, shipment: _Shipment, now: float) -> None:
         """Books the time since a write has been open; called before anything that changes how it counts."""
-        if shipment.busy_since is not None:
+        if shipment.busy_since is not None and now > shipment.busy_since:
             shipment.figures.write_seconds += now - shipment.busy_since
             if shipment.finished is None:
                 shipment.figures.hidden_seconds += now - shipment.busy_since

@@ -1,6 +1,9 @@
 """Ray Serve LLM with one replica of vLLM's CPU engine, set as vllm.sh sets vLLM. Runs in the peer's own environment.
 
-python rayserve.py MODEL_DIR PORT BUDGET
+python rayserve.py MODEL_DIR PORT BUDGET PRELOAD
+
+PRELOAD is the library to load first, as by LD_PRELOAD, in the replica alone. Loaded here, Intel's OpenMP would bind
+what Ray forks from this process, which is everything, to one core.
 """
 
 import sys
@@ -11,8 +14,9 @@ from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 
 
-def main(model: str, port: int, budget: int) -> None:
+def main(model: str, port: int, budget: int, preload: str) -> None:
     config = LLMConfig(
+        runtime_env={"env_vars": {"LD_PRELOAD": preload}},
         model_loading_config={"model_id": Path(model).name, "model_source": model},
         accelerator_config={"kind": "cpu"},
         deployment_config={"num_replicas": 1},
@@ -32,6 +36,6 @@ def main(model: str, port: int, budget: int) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 4:
+    if len(sys.argv) != 5:
         sys.exit(__doc__)
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

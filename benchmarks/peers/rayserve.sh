@@ -16,9 +16,11 @@ install() {
 
 serve() {
     vllm_environment
-    # Ray runs its workers at nice 15, and without LD_PRELOAD: both of vLLM's threads would sit on one core.
-    export RAY_worker_niceness=0 RAY_LD_PRELOAD_ON_WORKERS=1 RAY_USAGE_STATS_ENABLED=0
-    exec python "$here/rayserve.py" "$model" "$port" "$budget"
+    # Ray runs its workers at nice 15.
+    export RAY_worker_niceness=0 RAY_USAGE_STATS_ENABLED=0
+    local preload=${LD_PRELOAD:-}
+    unset LD_PRELOAD
+    exec python "$here/rayserve.py" "$model" "$port" "$budget" "$preload"
 }
 
 source "$(dirname "${BASH_SOURCE[0]}")/peer.sh"

@@ -45,7 +45,7 @@ class DockProcess:
         )
         self.answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.events: list[dict[str, Any]] = []
-        self._news = threading.Condition()
+        self.news = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self._blob: str | None = None
@@ -71,7 +71,7 @@ class DockProcess:
     def event(self, kind: str, request: str, epoch: int = 1, timeout: float = 15.0) -> dict[str, Any]:
         """The first event of this kind about this epoch of the request, now or later; it is then forgotten."""
         deadline = time.monotonic() + timeout
-        with self._news:
+        with self.news:
             while True:
                 for event in self.events:
                     if (event["event"], event["request"], event["epoch"]) == (kind, request, epoch):
@@ -79,10 +79,10 @@ class DockProcess:
                         return event
                 left = deadline - time.monotonic()
                 assert left > 0, f"no {kind} of {request}/{epoch} in {timeout} s, but {self.events}"
-                self._news.wait(left)
+                self.news.wait(left)
 
     def has(self, kind: str, request: str, epoch: int = 1) -> bool:
-        with self._news:
+        with self.news:
             return any((e["event"], e["request"], e["epoch"]) == (kind, request, epoch) for e in self.events)
 
     def signal(self, number: signal.Signals) -> None:
@@ -112,9 +112,9 @@ class DockProcess:
         for line in self.process.stdout:
             news = json.loads(line)
             if "event" in news:
-                with self._news:
+                with self.news:
                     self.events.append(news)
-                    self._news.notify_all()
+                    self.news.notify_all()
             else:
                 self.answers.put(news)
 

@@ -220,6 +220,14 @@ def test_a_gpus_memory_is_refused() -> None:
     transport.close()
 
 
+def test_who_listens_everywhere_must_say_where_to_come() -> None:
+    with pytest.raises(ValueError, match="advertise must say"):
+        TcpTransport("0.0.0.0")
+    transport = TcpTransport("0.0.0.0", advertise="127.0.0.1")
+    assert msgpack.unpackb(transport.open("left", Memory.of(bytearray(8))))[0] == "127.0.0.1"
+    transport.close()
+
+
 def test_ipv6() -> None:
     with contextlib.suppress(OSError):
         transport = TcpTransport("::1")

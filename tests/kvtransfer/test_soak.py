@@ -1,0 +1,87 @@
+"""Minutes of transfers between real processes, with cancels at random moments, stops and kills: nothing hangs, no byte
+is wrong, every page comes back."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+PAGE = 16
+SECONDS = float(os.environ.get("CROSSDOCK_SOAK_SECONDS", "60"))
+
+
+@pytest.mark.soak
+def test_soak(start: Callable[..., Any]) -> None:
+    rng = random.Random(4)
+    config = {"max_write_bytes": 1 << 17, "num_pages": 256}
+    sources = [start(role=f"source {number}", **config) for number in range(2)]
+    targets = [start(role=f"target {number}", **config) for number in range(2)]
+    end = time.monotonic() + SECONDS
+    outcomes = {"arrived": 0, "cancelled": 0, "killed": 0, "stopped": 0}
+    number = 0
+    while time.monotonic() < end:
+        number += 1
+        source, target = rng.choice(sources), rng.choice(targets)
+        request = {"request": f"r{number}", "epoch": 1}
+        here, there = rng.sample(range(256), 200), rng.sample(range(256), 200)
+        first = rng.choice([0, 0, 50])
+        source.ask("fill", seed=number, pages=here)
+        target.ask("expect", **request, peers=[source.blob], deadline_seconds=2.0)
+        source.ask("ship", **request, peers=[target.blob], deadline_seconds=2.0)
+        fault = rng.choices(["none", "source", "target", "both", "kill", "stop"], [70, 8, 8, 4, 4, 6])[0]
+        granted_early = rng.random() < 0.5
+        if granted_early:
+            target.ask("grant", **request, first_page=first, pages=there[first:])
+        for done in range(40, 200, 40):
+            source.ask("chunk", request=request["request"], pages=here[:done], num_tokens=done * PAGE)
+        if not granted_early:
+            target.ask("grant", **request, first_page=first, pages=there[first:])
+        time.sleep(rng.random() * 0.02)
+        if fault in ("source", "both"):
+            source.ask("cancel_ship", **request)
+        if fault in ("target", "both"):
+            target.ask("cancel_expect", **request)
+        if fault == "none":
+            source.ask("finish", request=request["request"], pages=here, num_tokens=200 * PAGE - 3, state="")
+            target.event("Arrived", request["request"])
+            source.event("Released", request["request"])
+            assert all(target.ask("equal", seed=number, pages=there[first:], first=first))
+            outcomes["arrived"] += 1
+        elif fault == "kill":
+            side = rng.choice([sources, targets])
+            victim = source if side is sources else target
+            victim.kill()
+            for dock in (*sources, *targets):
+                if dock is not victim:
+                    dock.ask("peer_dead", blob=victim.blob)
+            if victim is source:
+                target.event("WriterStopped", request["request"])
+            else:
+                source.event("Released", request["request"])
+            side[side.index(victim)] = start(role=f"another {number}", **config)
+            outcomes["killed"] += 1
+        elif fault == "stop":
+            victim = rng.choice([source, target])
+            victim.signal(signal.SIGSTOP)
+            time.sleep(rng.choice([0.5, 2.5]))
+            victim.signal(signal.SIGCONT)
+            source.ask("cancel_ship", **request)
+            target.ask("cancel_expect", **request)
+            source.event("Released", request["request"])
+            target.event("WriterStopped", request["request"])
+            outcomes["stopped"] += 1
+        else:
+            source.event("Released", request["request"])
+            target.event("WriterStopped", request["request"])
+            outcomes["cancelled"] += 1
+        for dock in (source, target):
+            with dock.news:
+                dock.events[:] = [e for e in dock.events if e["request"] != request["request"]]
+    for dock in (*sources, *targets):
+        assert dock.ask("drain", timeout=5)
+        assert dock.ask("counts")["num_malformed"] == 0
+    assert outcomes["arrived"] > 10, outcomes
