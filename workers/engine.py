@@ -74,8 +74,8 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add(self, submission: Submission) -> None:
-        """Queues a request.
+    def add(self, submission: Submission, arrived: float | None = None) -> None:
+        """Queues a request that arrived at `arrived` on the engine's clock; None: now.
 
         Raises:
             ValueError: it can never be served; the message names the field.
@@ -86,7 +86,7 @@ class Engine:
                 raise ValueError(f"prompt has token id {token}; this model's are 0 to {self.model.vocab_size - 1}")
         grammar = submission.sampling.grammar
         state = self._compile(grammar) if grammar is not None else None
-        request = Request.from_submission(submission, self.clock())
+        request = Request.from_submission(submission, self.clock() if arrived is None else arrived)
         self.scheduler.add(request)
         eos = tuple(self.model.eos_token_ids)
         self._rows[request.id] = SampleRow(request.sampling, request.token_ids, request.num_prompt_tokens, eos)

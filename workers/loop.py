@@ -225,7 +225,7 @@ class EngineLoop:
 
     def _add(self, submission: Submission, arrived: float) -> None:
         try:
-            self.engine.add(submission)
+            self.engine.add(submission, arrived)
         except Overloaded:
             self.metrics.refused(submission.slo_class)
             raise

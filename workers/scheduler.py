@@ -213,10 +213,8 @@ class Scheduler:
         request.rank = rank_of(self.config.slo_classes, request.slo_class)
         request.arrival_work, request.queued_at = self.work_done, request.arrival_time
         request.expected_cached_tokens = len(self._match_prefix(request)) * self.pages.page_size
-        if (
-            request.leg is not Leg.RECEIVE and not request.output_token_ids
-        ):  # those promises are kept, or broken, elsewhere
-            self._refuse_if_late(request)
+        if request.leg is not Leg.RECEIVE and not request.output_token_ids:  # else its first token comes from elsewhere
+            self._promise(request)
         self._requests[request.id] = request
         self.waiting.append(request)
 
@@ -237,16 +235,18 @@ class Scheduler:
         backlog = [(other.rank, self._prefill_seconds(other)) for other in self._prefills()]
         return predicted_ttft(own, request.rank, backlog, self._prefill_share()), own
 
-    def _refuse_if_late(self, request: Request) -> None:
-        if self.config.admission == "queue" or self.cost is None:
+    def _promise(self, request: Request) -> None:
+        """Notes when the first token will come, and refuses the request where that is too late."""
+        if self.cost is None:
             return
-        predicted, alone = self.predict_ttft(request)
+        request.predicted_ttft, alone = self.predict_ttft(request)
         slo = self.config.slo_classes[request.rank]
-        late = predicted - slo.ttft_deadline(alone)
-        if late > 0 and self.has_work:
+        deadline = slo.ttft_deadline(alone)
+        late = request.predicted_ttft - deadline
+        if late > 0 and self.config.admission == "reject" and self.has_work:
             raise Overloaded(
-                f"the first token would come in {predicted:.1f} s; class {slo.name!r} promises "
-                f"{slo.ttft_deadline(alone):.1f} s. Retry in {late:.1f} s, or ask for a less urgent class",
+                f"the first token would come in {request.predicted_ttft:.1f} s; class {slo.name!r} promises "
+                f"{deadline:.1f} s. Retry in {late:.1f} s, or ask for a less urgent class",
                 retry_after=late,
             )
 

@@ -75,6 +75,7 @@ class Timeline:
     arrived: float
     arrived_unix: float  # seconds since 1970
     ttft_deadline: float  # seconds after arrival
+    predicted_ttft: float | None  # seconds
     request: Request | None  # while it lives: a finished one's tokens are not kept
     transfers: list[dict[str, Any]] = field(default_factory=list)  # as JSON; one, unless it was placed here twice
     chunks: deque[Chunk] = field(default_factory=lambda: deque(maxlen=KEEP_CHUNKS))
@@ -198,6 +199,7 @@ class Timeline:
             "waiting_s": _rounded(now - self.progressed) if is_live else None,
             "num_chunks": self.num_chunks,
             "num_preemptions": counts.preemptions,
+            "predicted_first_token_s": _rounded(self.predicted_ttft),
             "first_token_s": _rounded(self.ttft),
             "num_decode_steps": gaps.number,
             "num_shared_decode_steps": self.shared_gaps[0],
@@ -268,6 +270,7 @@ class Timelines:
             arrived=arrived,
             arrived_unix=self._unix_at_zero + arrived,
             ttft_deadline=slo.ttft_deadline(seconds_alone),
+            predicted_ttft=request.predicted_ttft,
             request=request,
         )
 

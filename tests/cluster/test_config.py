@@ -83,7 +83,7 @@ def test_tree_is_frozen() -> None:
         ({"max_num_seqs": 3}, "max_num_seqs: no such setting; did you mean engine.max_num_seqs?"),
         ({"engine.max-num-seqs": 3}, "engine.max-num-seqs: no such setting; did you mean max_num_seqs?"),
         ({"replicas": 3}, "replicas: no such setting; did you mean pools.NAME.replicas?"),
-        ({"zzz": 3}, "zzz: no such setting; there are model, engine, pools, http"),
+        ({"zzz": 3}, "zzz: no such setting; there are model, engine, pools, transfer, http"),
         ({"pools.0.engine.page_siz": 3}, "pools.0.engine.page_siz: no such setting; did you mean page_size?"),
         ({"engine.max_num_seqs": 0}, "engine.max_num_seqs: must be greater than or equal to 1, not 0"),
         ({"engine.kv_cache_memory": "2 zorks"}, "engine.kv_cache_memory: could not interpret byte unit: zorks"),
@@ -205,7 +205,26 @@ def test_a_bad_secret_is_not_repeated() -> None:
     assert "12345678" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["ingress", "prefill", "decode", "Big Pool"])
+def test_a_pool_has_the_role_of_its_name_or_the_one_it_is_given() -> None:
+    pools = load(None, {"pools": [{"name": "prefill"}, {"name": "decode"}, {"name": "big", "role": "prefill"}]}).pools
+    assert [pool.role for pool in pools] == ["prefill", "decode", "prefill"]
+    assert load().pools[0].role == "mixed"
+
+
+@pytest.mark.parametrize(
+    ("pools", "message"),
+    [
+        ([{"name": "prefill"}], "all have the role 'prefill'"),
+        ([{"name": "a", "role": "decode"}, {"name": "decode"}], "all have the role 'decode'"),
+        ([{"name": "prefill"}, {"name": "decode", "engine": {"page_size": 32}}], "page_size must be the same"),
+    ],
+)
+def test_pools_that_cannot_work_together(pools: list[dict[str, object]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(None, {"pools": pools, "engine": {"max_num_seqs": 32}})
+
+
+@pytest.mark.parametrize("name", ["ingress", "Big Pool"])
 def test_names_a_pool_cannot_have(name: str) -> None:
     with pytest.raises(ConfigError, match=r"pools\.0\.name|pools\.0"):
         load(None, {"pools": [{"name": name}]})

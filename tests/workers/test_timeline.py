@@ -89,6 +89,7 @@ def test_a_request_alone() -> None:
         "waiting_s": None,
         "num_chunks": 3,
         "num_preemptions": 0,
+        "predicted_first_token_s": None,
         "first_token_s": 3.0,
         "num_decode_steps": 2,
         "num_shared_decode_steps": 0,
