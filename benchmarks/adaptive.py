@@ -58,10 +58,10 @@ POLICIES = (Setting("adaptive", ("--chunk-policy", "adaptive")), *map(_fixed, (5
 # Nobody is refused: a short request that FCFS lets wait for the long one is to be seen waiting.
 ORDERS = (
     Setting(
-        "adaptive, response ratio",
+        "adaptive-response-ratio",
         ("--chunk-policy", "adaptive", "--prefill-order", "response_ratio", "--admission", "queue"),
     ),
-    Setting("fixed, FCFS", ("--chunk-policy", "fixed", "--prefill-order", "fcfs", "--admission", "queue")),
+    Setting("fixed-fcfs", ("--chunk-policy", "fixed", "--prefill-order", "fcfs", "--admission", "queue")),
 )
 
 
@@ -201,9 +201,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="Hugging Face directory (default: the stretched default)")
     parser.add_argument("--short-vs-long", action="store_true", help="measure this instead of the mixes")
-    parser.add_argument(
-        "--settings", nargs="+", choices=[it.name for it in POLICIES], help="of the mixes; default: all"
-    )
+    names = [setting.name for setting in (*POLICIES, *ORDERS)]
+    parser.add_argument("--settings", nargs="+", choices=names, default=names)
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
     parser.add_argument("--duration", type=float, default=120.0, help="seconds of arrivals, per mix and setting")
     parser.add_argument("--slo", action="append", default=[], metavar="CLASS=ttft:MS,tpot:MS", help="other targets")
@@ -220,14 +219,14 @@ def parse_args() -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> tuple[dict[str, dict[str, list[dict[str, float]]]], list[dict[str, Any]]]:
     """Figures by part (a mix, or short-vs-long) and setting, one per repeat; and all that was measured."""
-    settings = ORDERS if args.short_vs_long else [it for it in POLICIES if it.name in args.settings]
+    settings = [it for it in (ORDERS if args.short_vs_long else POLICIES) if it.name in args.settings]
     parts = ["short-vs-long"] if args.short_vs_long else args.mixes
     passes: dict[str, dict[str, list[dict[str, float]]]] = {part: {} for part in parts}
     raw = []
     for repeat in range(args.repeats):
         for setting in settings:
             print(f"[{repeat + 1}/{args.repeats}] {setting.name}: starting", flush=True)
-            log = args.output.with_name(f"{args.output.name}-{setting.name.replace(', ', '-').replace(' ', '-')}.log")
+            log = args.output.with_name(f"{args.output.name}-{setting.name}.log")
             try:
                 with serving(setting, args, log) as (address, processes, start_seconds):
                     for part in parts:
