@@ -14,13 +14,14 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from peers.run import hardware, medians, serving
+from peers.run import cpu_seconds, hardware, machine_cpu_seconds, medians, serving
 
 from crossdock.cluster.bench.http import BenchError
 from crossdock.cluster.bench.metrics import DEFAULT_TARGETS, parse_targets
@@ -36,7 +37,7 @@ CONTEXT = 17_408  # tokens: the longest prompt of a mix, its answer, and room
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to run Crossdock."""
+    """A way to run Crossdock; to `serving` it is a server like its peers."""
 
     name: str
     flags: tuple[str, ...]
@@ -44,6 +45,9 @@ class Setting:
     def command(self, args: argparse.Namespace, port: int) -> list[str]:
         crossdock = str(Path(sys.executable).with_name("crossdock"))
         return [crossdock, "serve", str(args.model), "--port", str(port), *self.flags, *args.crossdock_option]
+
+    def model(self, args: argparse.Namespace) -> None:
+        """What `serving` asks for: the first model the server names."""
 
 
 def _fixed(budget: int) -> Setting:
@@ -54,10 +58,10 @@ POLICIES = (Setting("adaptive", ("--chunk-policy", "adaptive")), *map(_fixed, (5
 # Nobody is refused: a short request that FCFS lets wait for the long one is to be seen waiting.
 ORDERS = (
     Setting(
-        "adaptive, response ratio",
+        "adaptive-response-ratio",
         ("--chunk-policy", "adaptive", "--prefill-order", "response_ratio", "--admission", "queue"),
     ),
-    Setting("fixed, FCFS", ("--chunk-policy", "fixed", "--prefill-order", "fcfs", "--admission", "queue")),
+    Setting("fixed-fcfs", ("--chunk-policy", "fixed", "--prefill-order", "fcfs", "--admission", "queue")),
 )
 
 
@@ -125,12 +129,12 @@ def mix_table(rows: Mapping[str, Mapping[str, float]], targets: Mapping[str, Map
     gap = targets["interactive"]["tpot"] * 1e3
     head = ["setting", "good", *(f"{name} good" for name in classes), f"interactive gap p99 (target {gap:.0f})"]
     head += [*(f"{name} TTFT p50 / p99" for name in classes), "prefill tok/s", "prediction error p50 / p90"]
-    lines = [[*head, "refused / failed"]]
+    lines = [[*head, "refused / failed", "others CPU %"]]
     for setting, row in rows.items():
         cells = [setting, *(_pair(row, f"{name} good", " %", f"{name} rate", " /s") for name in ("all", *classes))]
         cells += [_cell(row.get("interactive gap p99")), *(_p50_p99(row, f"{name} TTFT") for name in classes)]
         cells += [_cell(row.get("prefill")), _pair(row, "error p50", " %", "error p90", " %")]
-        lines.append([*cells, _pair(row, "refused", "", "failed", "")])
+        lines.append([*cells, _pair(row, "refused", "", "failed", ""), _cell(row.get("others"))])
     return _markdown(lines)
 
 
@@ -142,10 +146,10 @@ def short_table(rows: Mapping[str, Mapping[str, float]]) -> str:
         "how many",
         "long TTFT p50",
     ]
-    lines = [[*head, "failed"]]
+    lines = [[*head, "failed", "others CPU %"]]
     for setting, row in rows.items():
         cells = [setting, _p50_p99(row, "quiet"), _p50_p99(row, "short"), _cell(row.get("count"))]
-        lines.append([*cells, _cell(row.get("long p50")), _cell(row.get("failed"))])
+        lines.append([*cells, _cell(row.get("long p50")), _cell(row.get("failed")), _cell(row.get("others"))])
     return _markdown(lines)
 
 
@@ -197,9 +201,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="Hugging Face directory (default: the stretched default)")
     parser.add_argument("--short-vs-long", action="store_true", help="measure this instead of the mixes")
-    parser.add_argument(
-        "--settings", nargs="+", choices=[it.name for it in POLICIES], help="of the mixes; default: all"
-    )
+    names = [setting.name for setting in (*POLICIES, *ORDERS)]
+    parser.add_argument("--settings", nargs="+", choices=names, default=names)
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
     parser.add_argument("--duration", type=float, default=120.0, help="seconds of arrivals, per mix and setting")
     parser.add_argument("--slo", action="append", default=[], metavar="CLASS=ttft:MS,tpot:MS", help="other targets")
@@ -216,27 +219,37 @@ def parse_args() -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> tuple[dict[str, dict[str, list[dict[str, float]]]], list[dict[str, Any]]]:
     """Figures by part (a mix, or short-vs-long) and setting, one per repeat; and all that was measured."""
-    settings = ORDERS if args.short_vs_long else [it for it in POLICIES if it.name in args.settings]
+    settings = [it for it in (ORDERS if args.short_vs_long else POLICIES) if it.name in args.settings]
     parts = ["short-vs-long"] if args.short_vs_long else args.mixes
     passes: dict[str, dict[str, list[dict[str, float]]]] = {part: {} for part in parts}
     raw = []
     for repeat in range(args.repeats):
         for setting in settings:
             print(f"[{repeat + 1}/{args.repeats}] {setting.name}: starting", flush=True)
-            log = args.output.with_name(f"{args.output.name}-{setting.name.replace(', ', '-').replace(' ', '-')}.log")
+            log = args.output.with_name(f"{args.output.name}-{setting.name}.log")
             try:
-                with serving(setting, args, log) as (address, _, start_seconds):
+                with serving(setting, args, log) as (address, processes, start_seconds):
                     for part in parts:
-                        load = os.getloadavg()[0]
-                        took = measure_short(address, args) if args.short_vs_long else measure_mix(part, address, args)
-                        row = (short_figures if args.short_vs_long else mix_figures)(took["summary"])
+                        row, took = _measured(part, address, processes, args)
                         passes[part].setdefault(setting.name, []).append(row)
-                        labels = {"part": part, "setting": setting.name, "repeat": repeat}
-                        raw.append({**labels, "load_average_before": load, "start_s": start_seconds, "run": took})
+                        labels = {"part": part, "setting": setting.name, "repeat": repeat, "start_s": start_seconds}
+                        raw.append({**labels, "figures": row, "run": took})
                         print(f"  {part}: " + ", ".join(f"{name} {it:.4g}" for name, it in row.items()), flush=True)
             except (RuntimeError, OSError, BenchError) as error:
                 print(f"  {error}", file=sys.stderr, flush=True)
     return passes, raw
+
+
+def _measured(
+    part: str, address: str, processes: set[int], args: argparse.Namespace
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Figures and all that was measured, with what else ran on the machine meanwhile, in percent of a core."""
+    ours = processes | {os.getpid()}
+    started, ours_before, all_before = time.monotonic(), cpu_seconds(ours), machine_cpu_seconds()
+    took = measure_short(address, args) if args.short_vs_long else measure_mix(part, address, args)
+    row = (short_figures if args.short_vs_long else mix_figures)(took["summary"])
+    others = machine_cpu_seconds() - all_before - (cpu_seconds(ours) - ours_before)
+    return row | {"others": 100 * max(0.0, others / (time.monotonic() - started))}, took
 
 
 def main() -> None:

@@ -65,7 +65,7 @@ def test_a_row_says_who_kept_which_promise(adaptive: ModuleType) -> None:
     assert "interactive gap p99 (target 50)" in head
     assert "standard" not in head
     assert first.startswith("| adaptive | 66.7 % / 0.2 /s | 50 % / 0.1 /s | 100 % / 0.1 /s | 40 |")
-    assert first.endswith("| 800 | 5 % / 12.5 % | 0 / 0 |")
+    assert first.endswith("| 800 | 5 % / 12.5 % | 0 / 0 | - |")
     said = adaptive.verdict({"adaptive": row, "fixed-512": {**row, "all rate": 0.1}, "fixed-2048": row})
     assert said == "Good requests per second: adaptive 0.2, best fixed 0.2 (fixed-2048)."
 
@@ -73,5 +73,5 @@ def test_a_row_says_who_kept_which_promise(adaptive: ModuleType) -> None:
 def test_what_was_not_measured_is_a_dash(adaptive: ModuleType) -> None:
     samples = [Sample("short", 2, 10, error="HTTP 500: boom")]
     summary = metrics.summarize(samples, 1.0) | {"short_vs_long": metrics.short_vs_long(samples, (0.0, 1.0))}
-    table = adaptive.short_table({"fixed, FCFS": adaptive.short_figures(summary)})
-    assert table.splitlines()[-1] == "| fixed, FCFS | - | - | 0 | - | 1 |"
+    table = adaptive.short_table({"fixed-fcfs": adaptive.short_figures(summary)})
+    assert table.splitlines()[-1] == "| fixed-fcfs | - | - | 0 | - | 1 | - |"

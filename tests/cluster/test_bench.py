@@ -605,7 +605,8 @@ def test_interference(scripted: tuple[Scripted, str], tmp_path: Path) -> None:
 def test_classes_reach_the_server_and_refusals_are_no_failures(scripted: tuple[Scripted, str]) -> None:
     script, url = scripted
     script.refused_tier = "batch"
-    asked = {"num_requests": 4, "output_tokens": 4, "prompt_tokens": 20}
+    ample = {name: {"ttft": 600.0, "tpot": 600.0} for name in ("interactive", "batch")}
+    asked = {"num_requests": 4, "output_tokens": 4, "prompt_tokens": 20, "targets": ample}
     result = measure(url, **asked, service_tier="interactive")
     assert [body["service_tier"] for body in script.measured] == ["interactive"] * 4
     assert result.summary["slo"]["classes"]["interactive"]["goodput"]["share"] == 1
@@ -650,7 +651,7 @@ def test_short_requests_keep_coming_while_long_prompts_prefill(scripted: tuple[S
     assert figures["long_prompts"] == 2
     assert figures["long_ttft_ms"]["p50"] >= 400
     assert figures["quiet_ttft_ms"]["count"] >= 1
-    assert figures["short_ttft_ms"]["count"] >= 2
+    assert figures["short_ttft_ms"]["count"] >= 1
     assert result.summary["requests_failed"] == 0
     tiers = {len(body["prompt"]): body["service_tier"] for body in script.measured}
     assert tiers == {64: "standard", 1500: "batch"}
