@@ -204,7 +204,8 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         if streams <= config.max_num_seqs:
             shapes += [(None, streams, context) for context in (32, 512, 2048) if streams * context <= longest]
             shapes += [((0, 64), streams, 32), ((deep // 4, 64), streams, 32)]
-    sweep = [measured for shape in shapes if (measured := _measure(engine, *shape)) is not None]
+    measured = [step for shape in shapes if (step := measure_step(engine, *shape)) is not None]
+    sweep = [(work, min(seconds)) for work, seconds in measured]
     engine.cost_fit = StepCostFit(sweep)
     engine.scheduler.cost = engine.cost_fit.cost
     return SchedulingProfile(
@@ -219,11 +220,11 @@ def warm_up(engine: Engine) -> SchedulingProfile:
     )
 
 
-def _measure(
-    engine: Engine, chunk: tuple[int, int] | None, num_streams: int, context: int
-) -> tuple[StepWork, float] | None:
-    """The work and the seconds (best of three) of one step of `chunk`, (start, tokens), and of `num_streams` decodes
-    after `context` tokens each. None: the pool does not hold so much."""
+def measure_step(
+    engine: Engine, chunk: tuple[int, int] | None, num_streams: int, context: int, repeats: int = 3
+) -> tuple[StepWork, list[float]] | None:
+    """The work, and the seconds of each of `repeats` steps, of `chunk`, (start, tokens), beside `num_streams` decodes
+    after `context` tokens each. None: the pool does not hold so much now."""
     size = engine.config.page_size
     wanted = [(context, 1)] * num_streams + ([chunk] if chunk is not None else [])
     if sum(-(-(start + tokens) // size) for start, tokens in wanted) > engine.pages.num_available:
@@ -237,11 +238,11 @@ def _measure(
         parts.append(Scheduled(request, start, tokens, pages, samples=True))
     batch = Batch(parts, num_streams)
     seconds = []
-    for _ in range(3):
+    for _ in range(repeats):
         started = engine.clock()
         engine._compute(batch)
         seconds.append(engine.clock() - started)
     for part in parts:
         engine._forget(part.request.id)
         engine.pages.release(part.request.id)
-    return batch.work, min(seconds)
+    return batch.work, seconds

@@ -25,7 +25,7 @@ class Replica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, model: str | None, dtype: str, max_model_len: int | None, engine: EngineConfig, num_threads: int
     ) -> None:
-        loaded = await asyncio.to_thread(_load, model, dtype, max_model_len, engine, num_threads)
+        loaded = await asyncio.to_thread(load_engine, model, dtype, max_model_len, engine, num_threads)
         self.profile = await asyncio.to_thread(warm_up, loaded)
         self.loop = EngineLoop(loaded, EngineMetrics())
 
@@ -67,7 +67,10 @@ class Replica:
             os._exit(1)
 
 
-def _load(model: str | None, dtype: str, max_model_len: int | None, config: EngineConfig, num_threads: int) -> Engine:
+def load_engine(
+    model: str | None, dtype: str, max_model_len: int | None, config: EngineConfig, num_threads: int
+) -> Engine:
+    """The engine of a replica, not warm yet. `dtype` "auto" is the checkpoint's; ValueError names what cannot be."""
     torch.set_num_threads(num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
     path: Path = resolve_model(model)
     device = "cuda" if torch.cuda.is_available() else "cpu"

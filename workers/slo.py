@@ -13,8 +13,12 @@ class SloClass(BaseModel):
     name: str = Field(pattern=r"^[a-z][a-z0-9_-]*$", description="What `service_tier` and configuration call it.")
     ttft_s: float = Field(gt=0, description="Seconds to the first token.")
     tpot_s: float = Field(gt=0, description="Seconds per output token after the first.")
-    weight: float = Field(default=1.0, gt=0, description="What one broken promise counts for, when not all can be kept.")
-    decode_share: float = Field(default=0.0, ge=0, le=1, description="Share of max_num_seqs kept for this class's streams.")
+    weight: float = Field(
+        default=1.0, gt=0, description="What one broken promise counts for, when not all can be kept."
+    )
+    decode_share: float = Field(
+        default=0.0, ge=0, le=1, description="Share of max_num_seqs kept for this class's streams."
+    )
 
     def ttft_deadline(self, seconds_alone: float) -> float:
         """Seconds after arrival by which the first token is due. A prompt that takes longer than the class's `ttft_s`
