@@ -66,7 +66,7 @@ def advise(curves: Curves, tpot_s: float, streams: int | None, page_size: int, m
 
 def _attainable(curves: Curves, decodes: int, tpot_s: float, page_size: int) -> Attainable:
     chunk = curves.chunk_within(MARGIN * tpot_s, decodes, page_size)
-    smallest = min(stall for size in curves.chunks if (stall := curves.stall(size, decodes)) is not None)
+    smallest = next(stall for size in curves.chunks if (stall := curves.stall(size, decodes)) is not None)
     return Attainable(
         decodes=decodes,
         alone_s=curves.stall(0, decodes),

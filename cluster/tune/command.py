@@ -42,13 +42,19 @@ def tune(
     ] = None,
 ) -> None:
     """Measure what chunks cost on this machine, and recommend the settings for a target."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as replicas have it; torch reads it when imported
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the progress shown is ours
+
     from crossdock.cluster.bench.report import require_plotting
     from crossdock.cluster.tune import report
 
     stderr = Console(stderr=True, soft_wrap=True, highlight=False)
-    try:
+    try:  # what can go wrong goes wrong before the minutes of measuring
         if plot_file is not None:
-            require_plotting()  # before the minutes of measuring, not after
+            require_plotting()
+        for name, file in (("output", output), ("json", json_file), ("plot", plot_file)):
+            if file is not None and not file.absolute().parent.is_dir():
+                raise ValueError(f"{name}: there is no directory {file.absolute().parent}")
         sizes = [
             _sizes(name, text) for name, text in (("chunks", chunks), ("decodes", decodes), ("contexts", contexts))
         ]
@@ -87,7 +93,6 @@ def _measure(
         raise ValueError("chunks and decodes must each name a number above 0")
     if streams is not None and streams not in decodes:
         raise ValueError(f"streams ({streams}) must be one of --decodes: {', '.join(map(str, decodes))}")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as replicas have it; torch reads it when imported
 
     from crossdock.cluster.config import load
     from crossdock.cluster.tune.advice import advise

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from crossdock.cluster.config import ClusterConfig
@@ -34,13 +35,15 @@ def stalls(found: Findings) -> Table:
     curves = found.curves
     contexts = sorted({cell.context for cell in curves.cells})
     out = Table(
-        title=f"Worst stall, and prefill tokens/s relative to the best ({curves.best_rate:.0f}); "
-        f"contexts {', '.join(map(str, contexts))}",
+        title="Worst stall, and prefill tokens/s relative to the best",
+        caption=f"100 % are {curves.best_rate:.0f} tokens/s; contexts of {', '.join(map(str, contexts))} tokens",
+        box=SIMPLE_HEAD,
         title_justify="left",
+        caption_justify="left",
     )
     out.add_column("chunk", justify="right", style="bold")
     for decodes in curves.decodes:
-        out.add_column(f"{decodes} streams" if decodes else "alone", justify="right")
+        out.add_column(_streams(decodes), justify="right", no_wrap=True)
     for chunk in (0, *curves.chunks):
         cells = [
             _cell(curves.stall(chunk, decodes), curves.efficiency(chunk, decodes) if chunk else None)
@@ -50,15 +53,19 @@ def stalls(found: Findings) -> Table:
     return out
 
 
+def _streams(decodes: int) -> str:
+    return f"{decodes or 'no'} stream{'s' * (decodes > 1)}"
+
+
 def _cell(stall: float | None, efficiency: float | None) -> str:
     if stall is None:
         return "–"  # noqa: RUF001  # an en dash is what tables leave empty cells with
-    return f"{stall * 1e3:.0f} ms" + (f" {efficiency:5.0%}" if efficiency is not None else "")
+    return f"{stall * 1e3:.0f} ms" + (f" {efficiency:4.0%}" if efficiency is not None else "")
 
 
 def promises(found: Findings) -> Table:
     """What each number of streams can be promised while prompts prefill beside them."""
-    out = Table(title=f"Target: a token every {found.tpot_s * 1e3:g} ms", title_justify="left")
+    out = Table(title=f"Target: a token every {found.tpot_s * 1e3:g} ms", box=SIMPLE_HEAD, title_justify="left")
     for name in ("streams", "step without chunk", "attainable tpot", "largest chunk", "prompt tokens/s"):
         out.add_column(name, justify="right")
     for row in found.advice.attainable:
@@ -78,19 +85,19 @@ def sentences(found: Findings) -> list[str]:
         f"The GEMMs are compute-bound from chunks of {knee} tokens: the smallest within 10 % of the best tokens/s. On "
         f"the fitted line a chunk of {half:.0f} tokens takes twice its fixed cost, and one of {ninety:.0f} is within "
         f"10 %.",
-        f"max_num_batched_tokens {advice.max_num_batched_tokens}: beside {advice.ceiling_decodes} streams chunks of "
+        f"max_num_batched_tokens {advice.max_num_batched_tokens}: beside {_streams(advice.ceiling_decodes)} chunks of "
         f"more than {advice.ceiling_chunk} tokens gain less than 10 %.",
     ]
     if advice.is_attainable:
         lines += [
-            f"min_chunk_tokens {advice.min_chunk_tokens}: so much in every step keeps {advice.streams} streams inside "
-            f"the target.",
+            f"min_chunk_tokens {advice.min_chunk_tokens}: so much in every step keeps {_streams(advice.streams)} "
+            f"inside the target.",
             f"With chunk_policy fixed, max_num_batched_tokens {advice.fixed_tokens} would do that.",
         ]
     else:
         lines.append(
-            f"min_chunk_tokens {advice.min_chunk_tokens}: one page. {advice.streams} streams cannot be kept inside the "
-            f"target while a prompt prefills; promise them what is attainable, or fewer of them."
+            f"min_chunk_tokens {advice.min_chunk_tokens}: one page. {_streams(advice.streams)} cannot be kept inside "
+            f"the target while a prompt prefills: see what is attainable."
         )
     own, started = _quantiles(found.curves.held_out_errors()), _quantiles(_errors_at_start(found))
     lines.append(
@@ -99,7 +106,7 @@ def sentences(found: Findings) -> list[str]:
     )
     if found.dropped:
         what = sorted({(cell.decodes, cell.context) for cell in found.dropped})
-        listed = ", ".join(f"{decodes} streams at {context} tokens" for decodes, context in what)
+        listed = ", ".join(f"{_streams(decodes)} at {context} tokens" for decodes, context in what)
         lines.append(f"Not all measured, for want of KV pages or of max_model_len: {listed}.")
     return lines
 
@@ -148,7 +155,7 @@ def snippet(found: Findings) -> str:
     chosen = next(row for row in advice.attainable if row.decodes == advice.streams)
     head = [
         f"crossdock tune, {datetime.date.today().isoformat()}: {found.config.model.name} on {found.device}",
-        f"Asked for: {advice.streams} streams, a token every {found.tpot_s:g} s. "
+        f"Asked for: {_streams(advice.streams)}, a token every {found.tpot_s:g} s. "
         f"Attainable tpot_s: {chosen.tpot_s:.3g}" + ("." if advice.is_attainable else ": the target is not."),
     ]
     return "".join(f"# {line}\n" for line in head) + body
@@ -173,11 +180,13 @@ def plot(found: Findings, path: Path) -> None:
         if not points:
             continue
         x, y, sizes = zip(*points, strict=True)
-        axes.plot(x, y, "o-", markersize=4, label=f"{decodes} streams" if decodes else "no stream")
+        axes.plot(x, y, "o-", markersize=4, label=_streams(decodes))
         for point, size in zip(zip(x, y, strict=True), sizes, strict=True):
             axes.annotate(str(size), point, textcoords="offset points", xytext=(4, -10), fontsize=7)
     axes.axvline(found.tpot_s * 1e3, color="tab:red", linestyle=":", label="target")
     axes.set(xlabel="worst stall, ms", ylabel="prefill tokens/s, relative to the best", xscale="log", ylim=(0, 1.05))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
     axes.set_title(f"Chunks of {found.config.model.name} on {found.device}", loc="left", fontsize=10)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)

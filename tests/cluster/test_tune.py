@@ -167,6 +167,7 @@ def run(*args: str) -> Any:
         (["--tpot", "0"], "tpot (0.0) must be more than 0 seconds"),
         (["--streams", "3"], "streams (3) must be one of --decodes: 1, 4, 16, 64"),
         (["--config", "absent.yaml"], "absent.yaml: cannot be read"),
+        (["--plot", "/nowhere/tune.png"], "plot: there is no directory /nowhere"),
     ],
 )
 def test_mistakes_are_told_in_a_line_before_anything_is_loaded(args: list[str], told: str) -> None:
