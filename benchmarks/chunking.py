@@ -7,8 +7,8 @@ and masks afterwards, so one large chunk computes twice the pairs it needs; that
 kernel that skips the masked tiles computes.
 
 KV written: every token's keys and values, once. KV read: each step reads every token up to its chunk's end at least
-once (its query tiles find them in the cache after that). Weights read: once per step, likewise. Seconds: the steps of
-a Crossdock engine, without company, the median of the repeats.
+once (its query tiles find them in the cache after that). Weights read: those of the layers, once per step, likewise.
+Seconds: the steps of a Crossdock engine, without company, the median of the repeats.
 
 Usage: OMP_WAIT_POLICY=PASSIVE python benchmarks/chunking.py [--model NAME] [--tokens N] [--repeats N]
 """
@@ -35,6 +35,7 @@ class Flop:
     linear: int
     dense_attention: int
     causal_attention: int
+    layer_bytes: int  # of the weights that every step reads: all but embeddings and head
 
 
 def flop(path: Path, chunks: list[int]) -> Flop:
@@ -57,7 +58,10 @@ def flop(path: Path, chunks: list[int]) -> Flop:
         start += tokens
         dense_pairs += tokens * start
     total = sum(chunks)
-    return Flop(linear, attention, attention * (total * (total + 1) // 2) // dense_pairs)
+    everything = sum(it.numel() * it.itemsize for it in model.base_model.parameters())
+    embeddings = model.get_input_embeddings().weight
+    layer_bytes = everything - embeddings.numel() * embeddings.itemsize
+    return Flop(linear, attention, attention * (total * (total + 1) // 2) // dense_pairs, layer_bytes)
 
 
 def seconds(engine: Engine, prompt: list[int], repeats: int) -> tuple[float, float, StepWork]:
@@ -107,7 +111,6 @@ def main() -> None:
     assert engine is not None
 
     token_bytes = engine.model.layout(16).token_bytes
-    weights = sum(parameter.numel() * parameter.itemsize for parameter in engine.model.module.parameters())
     whole, _, whole_seconds, _ = rows[sizes[-1]]
     print(f"{path.name}, {tokens} tokens; {os.cpu_count()} threads, load {os.getloadavg()[0]:.2f}\n")
     print(
@@ -120,7 +123,7 @@ def main() -> None:
         read = sum(sum(chunks[: number + 1]) for number in range(len(chunks)))
         print(
             f"| {size} | {len(chunks)} | {causal / 1e12:.3f} | {dense / 1e12:.3f} | {tokens * token_bytes / 2**20:.0f} "
-            f"| {read * token_bytes / 2**20:.0f} ({read / tokens:.1f}x) | {len(chunks) * weights / 2**30:.2f} "
+            f"| {read * token_bytes / 2**20:.0f} ({read / tokens:.1f}x) | {len(chunks) * its.layer_bytes / 2**30:.2f} "
             f"| {total:.2f} | {total / whole_seconds:.2f}x | {longest:.2f} |"
         )
     share = whole.causal_attention / (whole.linear + whole.causal_attention)
