@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from crossdock.cluster.bench.command import bench
 from crossdock.cluster.chat import chat
 from crossdock.cluster.top import top
+from crossdock.cluster.tune.command import tune
 
 if TYPE_CHECKING:
     from crossdock.cluster.config import ClusterConfig
@@ -300,6 +301,7 @@ def version() -> None:
 app.command(epilog="In an answer Ctrl-C stops it. [cyan]crossdock chat 'Why is the sky blue?'[/cyan] asks once.")(chat)
 app.command()(bench)
 app.command()(top)
+app.command()(tune)
 
 
 def main() -> None:

@@ -195,11 +195,7 @@ class Engine:
 
 def warm_up(engine: Engine) -> SchedulingProfile:
     """Makes an idle engine ready: runs it once, so that no user pays for first calls, then measures what steps of
-    different kinds take. From then on the scheduler predicts.
-
-    The sweep: chunks of several sizes and contexts, decodes in several numbers and contexts, and both together. What
-    lies in the pages does not matter to the time, so deep contexts are swept without computing them.
-    """
+    different kinds take. From then on the scheduler predicts."""
     config, model, pages = engine.config, engine.model, engine.pages
     prompt = [position % model.vocab_size for position in range(min(64, model.max_model_len - 4))]
     engine.add(Submission("warm-up", prompt, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)))
@@ -207,18 +203,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         engine.step()
     pages.clear_cache()
 
-    longest = min(model.max_model_len, pages.num_pages * config.page_size) - 1
-    deep = longest - longest % config.page_size - config.page_size
-    ceiling = min(config.max_num_batched_tokens, 512, longest)
-    chunks = [(0, tokens) for tokens in (16, 64, 160, ceiling) if tokens <= ceiling]
-    chunks += [(context, tokens) for context in (deep // 4, deep - ceiling) for tokens in (64, ceiling) if context > 0]
-    shapes: list[tuple[tuple[int, int] | None, int, int]] = [(chunk, 0, 0) for chunk in chunks]
-    for streams in (1, 4, 16, 64):
-        if streams <= config.max_num_seqs:
-            shapes += [(None, streams, context) for context in (32, 512, 2048) if streams * context <= longest]
-            shapes += [((0, 64), streams, 32), ((deep // 4, 64), streams, 32)]
-    sweep = [measured for shape in shapes if (measured := _measure(engine, *shape)) is not None]
-    engine.cost_fit = StepCostFit(sweep)
+    engine.cost_fit = StepCostFit(_sweep(engine))
     engine.scheduler.cost = engine.cost_fit.cost
     return SchedulingProfile(
         max_model_len=model.max_model_len,
@@ -232,11 +217,54 @@ def warm_up(engine: Engine) -> SchedulingProfile:
     )
 
 
-def _measure(
-    engine: Engine, chunk: tuple[int, int] | None, num_streams: int, context: int
-) -> tuple[StepWork, float] | None:
-    """The work and the seconds (best of three) of one step of `chunk`, (start, tokens), and of `num_streams` decodes
-    after `context` tokens each. None: the pool does not hold so much."""
+def _sweep(engine: Engine) -> list[tuple[StepWork, float]]:
+    """Steps of every kind and what they took, the best of three: chunks of several sizes and contexts, decodes in
+    several numbers and contexts, and both together. What lies in the pages does not matter to the time, so deep
+    contexts are swept without computing them. It takes 5 s of two cores (CPU time; SmolLM2-135M, Zen 4, 2026-11-21).
+    """
+    sweep: list[tuple[StepWork, float]] = []
+
+    def measure(chunk: tuple[int, int] | None, num_streams: int = 0, context: int = 0) -> float:
+        step = measure_step(engine, chunk, num_streams, context)
+        if step is None:
+            return 0.0
+        sweep.append((step[0], min(step[1])))
+        return min(step[1])
+
+    config = engine.config
+    longest = min(engine.model.max_model_len, engine.pages.num_pages * config.page_size)
+    ceiling = min(config.max_num_batched_tokens, longest)
+    small = large = min(64, ceiling)
+    for large in [tokens for tokens in _SWEPT_CHUNKS if tokens <= ceiling] or [ceiling]:
+        if measure((0, large)) > _LONG_STEP:
+            break  # on this device a larger one only takes longer
+    shallow, deep = ((longest - max(small, large)) // part // config.page_size * config.page_size for part in (4, 1))
+    if shallow:
+        measure((shallow, large))
+        measure((shallow, small))
+        measure((deep, small))
+    for streams in (1, 4, 16, 64):
+        if streams > config.max_num_seqs:
+            break
+        for context in (32, 256, 2048):
+            if context < longest and streams * context <= _SWEPT_CONTEXT:
+                measure(None, streams, context)
+        measure((0, small), streams, min(32, longest - 1))
+        if shallow and streams in (4, 64):
+            measure((shallow, small), streams, min(256, longest - 1))
+    return sweep
+
+
+_SWEPT_CHUNKS = (16, 64, 256, 1024, 4096)
+_LONG_STEP = 0.1  # seconds
+_SWEPT_CONTEXT = 16_384  # tokens of all streams together
+
+
+def measure_step(
+    engine: Engine, chunk: tuple[int, int] | None, num_streams: int, context: int, repeats: int = 3
+) -> tuple[StepWork, list[float]] | None:
+    """The work, and the seconds of each of `repeats` steps, of `chunk`, (start, tokens), beside `num_streams` decodes
+    after `context` tokens each. None: the pool does not hold so much now."""
     size = engine.config.page_size
     wanted = [(context, 1)] * num_streams + ([chunk] if chunk is not None else [])
     if sum(-(-(start + tokens) // size) for start, tokens in wanted) > engine.pages.num_available:
@@ -250,11 +278,11 @@ def _measure(
         parts.append(Scheduled(request, start, tokens, pages, samples=True))
     batch = Batch(parts, num_streams)
     seconds = []
-    for _ in range(3):
+    for _ in range(repeats):
         started = engine.clock()
         engine._compute(batch)
         seconds.append(engine.clock() - started)
     for part in parts:
         engine._forget(part.request.id)
         engine.pages.release(part.request.id)
-    return batch.work, min(seconds)
+    return batch.work, seconds

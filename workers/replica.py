@@ -38,7 +38,7 @@ class Replica:
     ) -> None:
         """`transfer`: how KV pages travel; None where no replica is kept for prompts or tokens alone."""
         path = await asyncio.to_thread(resolve_model, model)
-        loaded = await asyncio.to_thread(_load, path, dtype, max_model_len, engine, num_threads)
+        loaded = await asyncio.to_thread(load_engine, path, dtype, max_model_len, engine, num_threads)
         profile = await asyncio.to_thread(warm_up, loaded)
         peer = b""
         if transfer is None:
@@ -112,7 +112,8 @@ class Replica:
             os._exit(1)
 
 
-def _load(path: Path, dtype: str, max_model_len: int | None, config: EngineConfig, num_threads: int) -> Engine:
+def load_engine(path: Path, dtype: str, max_model_len: int | None, config: EngineConfig, num_threads: int) -> Engine:
+    """The engine of a replica, not warm yet. `dtype` "auto" is the checkpoint's; ValueError names what cannot be."""
     torch.set_num_threads(num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load_model(path, None if dtype == "auto" else getattr(torch, dtype), max_model_len, device)

@@ -9,8 +9,10 @@ import torch
 from pydantic import ByteSize
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from crossdock.workers.engine import Engine, EngineConfig
+from crossdock.workers.engine import Engine, EngineConfig, warm_up
+from crossdock.workers.metrics import EngineMetrics
 from crossdock.workers.model import PagedModel, load_model
+from crossdock.workers.profile import StepWork
 from crossdock.workers.request import FinishReason, SamplingParams, Submission, TokenDelta
 
 NUM_TOKENS = 12
@@ -225,6 +227,45 @@ def test_json_schema_holds_under_sampling(model: PagedModel, model_dir: Path) ->
         assert deltas[-1].finish_reason is FinishReason.STOP
         answer = json.loads(tokenizer.decode(tokens_of(deltas), skip_special_tokens=True))
         assert set(answer) == {"name", "age"}
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "config"), [(12, {}), (300, {"max_num_batched_tokens": 40, "max_num_seqs": 5})]
+)
+def test_warm_up_measures_whatever_fits_and_leaves_no_trace(
+    model_dir: Path, max_model_len: int, config: dict[str, int]
+) -> None:
+    small = load_model(model_dir, torch.float32, max_model_len=max_model_len)
+    num_pages = -(-max_model_len // 16)
+    it = engine(small, memory=f"{num_pages * small.layout(16).page_bytes}B", **config)
+    before = it.pages.counts()
+    profile = warm_up(it)
+    assert it.pages.counts() == before
+    assert not it.has_work
+    assert it.scheduler.cost == profile.cost
+    assert profile.cost.seconds(StepWork.of([(0, 8)], [8])) > 0
+    it.add(Submission("a", [1, 2, 3], greedy(2)))
+    assert it.step().predicted > 0
+
+
+def test_cancelled_after_seven_chunks_every_byte_comes_back_and_is_counted(model: PagedModel) -> None:
+    it, metrics = engine(model, long_prefill_token_threshold=32), EngineMetrics()
+    metrics.watch(it)
+    before = it.pages.counts()
+    it.add(Submission("long", list(range(1000, 1400)), greedy()))
+    for _ in range(7):
+        metrics.stepped(it.step())
+    cancelled = it.abort("long")
+    assert cancelled is not None
+    assert cancelled.num_computed_tokens == 7 * 32
+    metrics.aborted(cancelled, it)
+
+    layout = model.layout(16)
+    assert metrics.registry.get_sample_value("crossdock_cancelled_kv_bytes_total") == 14 * layout.page_bytes
+    assert metrics.registry.get_sample_value("crossdock_pages", {"state": "owned"}) == 0
+    it.pages.clear_cache()  # full pages of the cancelled prompt stay shareable until then
+    assert it.pages.counts() == before
+    assert not it.has_work
 
 
 def test_a_pool_too_small_for_one_request_is_refused_with_numbers(model: PagedModel) -> None:

@@ -88,31 +88,6 @@ def test_decodes_go_first_and_the_chunk_takes_the_rest() -> None:
     assert batch.num_decodes == 3
 
 
-def test_the_seeds_worked_example() -> None:
-    """Budget 4,096, 256 decodes, a 20,000-token prompt: chunks of 3,840."""
-    it = scheduler(max_num_batched_tokens=4096, max_num_seqs=300, page_size=16, num_pages=4000, max_model_len=30_000)
-    for i in range(256):
-        it.add(request(f"d{i}", [1, 2, i], max_tokens=1000))
-    step(it)
-    it.add(request("long", list(range(1, 20_001))))
-    batches = [step(it)[0] for _ in range(6)]
-    assert chunks(batches, "long") == [3840, 3840, 3840, 3840, 3840, 800]
-    assert all(batch.num_tokens <= 4096 for batch in batches)
-
-
-def test_a_cached_prefix_costs_no_chunks() -> None:
-    """The seed's 50,000-token prompt with 45,000 cached takes ceil(5,000 / chunk) iterations; here in tenths."""
-    it = scheduler(max_num_batched_tokens=100, max_num_seqs=8, page_size=4, num_pages=4000, max_model_len=6000)
-    first = list(range(1, 4501))
-    it.add(request("first", first, max_tokens=1))
-    run(it)
-    second = request("second", [*first, *range(10_000, 10_500)], max_tokens=1)
-    it.add(second)
-    batches = run(it)
-    assert second.num_cached_tokens == 4500
-    assert len(batches) == 5
-
-
 def test_chunk_ends_are_page_aligned_but_the_last() -> None:
     it = scheduler(max_num_batched_tokens=23, num_pages=100, max_model_len=400, max_num_seqs=4)
     it.add(request("a", list(range(1, 66)), max_tokens=1))

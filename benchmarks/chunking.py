@@ -1,0 +1,134 @@
+"""What chunking costs: one prompt in chunks of every size, relative to one chunk. Prints a Markdown table.
+
+FLOP, twice. *dense*: torch's flop counter over transformers' own eager forward, chunk by chunk into a DynamicCache, on
+the meta device (shapes only). Eager attention multiplies every query of a chunk with every key up to the chunk's end
+and masks afterwards, so one large chunk computes twice the pairs it needs; that half is not chunking's gain.
+*causal*: the same linears, and only the pairs that attention wants, n * (context + (n + 1) / 2) of a chunk; what a
+kernel that skips the masked tiles computes.
+
+KV written: every token's keys and values, once. KV read: each step reads every token up to its chunk's end at least
+once (its query tiles find them in the cache after that). Weights read: those of the layers, once per step, likewise.
+Seconds: the steps of a Crossdock engine, without company, the median of the repeats.
+
+Usage: OMP_WAIT_POLICY=PASSIVE python benchmarks/chunking.py [--model NAME] [--tokens N] [--repeats N]
+"""
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from crossdock.workers.checkpoint import resolve_model
+from crossdock.workers.engine import Engine, EngineConfig, warm_up
+from crossdock.workers.profile import StepWork
+from crossdock.workers.replica import load_engine
+from crossdock.workers.request import SamplingParams, Submission
+
+
+@dataclass(frozen=True, slots=True)
+class Flop:
+    linear: int
+    dense_attention: int
+    causal_attention: int
+    layer_bytes: int  # of the weights that every step reads: all but embeddings and head
+
+
+def flop(path: Path, chunks: list[int]) -> Flop:
+    """Of one prompt in these chunks; logits are computed for the last token alone."""
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16).eval()
+    cache, start, dense_pairs = DynamicCache(config=config), 0, 0
+    linear = attention = 0
+    for number, tokens in enumerate(chunks):
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+        with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+            keep = 1 if number == len(chunks) - 1 else torch.zeros(0, dtype=torch.int64, device="meta")
+            model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=keep)
+        for operation, count in counter.get_flop_counts()["Global"].items():
+            if "bmm" in str(operation):  # scores and weighted values; linears are mm and addmm
+                attention += count
+            else:
+                linear += count
+        start += tokens
+        dense_pairs += tokens * start
+    total = sum(chunks)
+    everything = sum(it.numel() * it.itemsize for it in model.base_model.parameters())
+    embeddings = model.get_input_embeddings().weight
+    layer_bytes = everything - embeddings.numel() * embeddings.itemsize
+    return Flop(linear, attention, attention * (total * (total + 1) // 2) // dense_pairs, layer_bytes)
+
+
+def seconds(engine: Engine, prompt: list[int], repeats: int) -> tuple[float, float, StepWork]:
+    """Of the prompt's steps together and of the longest, medians; and the work of all, to check that all was done."""
+    totals, longest, works = [], [], []
+    for number in range(repeats):
+        engine.add(Submission(f"{number}", prompt, SamplingParams(max_tokens=1, temperature=0.0)))
+        steps = []
+        while engine.has_work:
+            steps.append(engine.step())
+        totals.append(sum(step.seconds for step in steps))
+        longest.append(max(step.seconds for step in steps))
+        works = [step.batch.work for step in steps]
+    return (
+        median(totals),
+        median(longest),
+        StepWork(sum(it.prefill_tokens for it in works), sum(it.attended for it in works)),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="directory or hub name; default: the embedded model")
+    parser.add_argument("--tokens", type=int, default=4096, help="of the prompt")
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+
+    path, tokens = resolve_model(arguments.model), arguments.tokens
+    sizes = [size for size in (64, 128, 256, 512, 1024, 2048) if size < tokens] + [tokens]
+    config = {"chunk_policy": "fixed", "enable_prefix_caching": False, "max_num_seqs": 1, "admission": "queue"}
+    prompt = [(7919 * position) % 40_000 for position in range(tokens)]
+    rows = {}
+    engine: Engine | None = None
+    for size in sizes:
+        limits = {"max_num_batched_tokens": tokens + 64, "long_prefill_token_threshold": size}
+        settings = EngineConfig.model_validate(config | limits)
+        if engine is None:
+            engine = load_engine(arguments.model, "auto", None, settings, os.cpu_count() or 1)
+            warm_up(engine)
+        else:
+            engine = Engine(engine.model, settings)
+        total, longest, work = seconds(engine, prompt, arguments.repeats)
+        assert work.prefill_tokens == tokens
+        assert work.attended == tokens**2 / 2
+        chunks = [min(size, tokens - start) for start in range(0, tokens, size)]
+        rows[size] = (flop(path, chunks), chunks, total, longest)
+    assert engine is not None
+
+    token_bytes = engine.model.layout(16).token_bytes
+    whole, _, whole_seconds, _ = rows[sizes[-1]]
+    print(f"{path.name}, {tokens} tokens; {os.cpu_count()} threads, load {os.getloadavg()[0]:.2f}\n")
+    print(
+        "| chunk | steps | TFLOP causal | TFLOP dense | KV written MiB | KV read MiB | weights read GiB | seconds | "
+        "relative | longest step s |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for size, (its, chunks, total, longest) in rows.items():
+        causal, dense = its.linear + its.causal_attention, its.linear + its.dense_attention
+        read = sum(sum(chunks[: number + 1]) for number in range(len(chunks)))
+        print(
+            f"| {size} | {len(chunks)} | {causal / 1e12:.3f} | {dense / 1e12:.3f} | {tokens * token_bytes / 2**20:.0f} "
+            f"| {read * token_bytes / 2**20:.0f} ({read / tokens:.1f}x) | {len(chunks) * its.layer_bytes / 2**30:.2f} "
+            f"| {total:.2f} | {total / whole_seconds:.2f}x | {longest:.2f} |"
+        )
+    share = whole.causal_attention / (whole.linear + whole.causal_attention)
+    print(f"\nAttention is {share:.0%} of the causal FLOP.")
+
+
+if __name__ == "__main__":
+    main()

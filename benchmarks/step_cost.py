@@ -1,0 +1,125 @@
+"""How well `StepCost` predicts steps after warm-up, by kind of step: prints p50 and p90 relative errors.
+
+Three questions: how long the warm-up takes; how far its fit is from steps it has not seen, by kind, with the residual's
+sign; and how far the prediction of each step was from what it took while chats and long prompts were served, with the
+coefficients as measured at start and as refined online.
+
+Usage: OMP_WAIT_POLICY=PASSIVE python benchmarks/step_cost.py [--model NAME] [--seconds S] [--memory SIZE]
+"""
+
+import argparse
+import os
+import random
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+
+from crossdock.workers.engine import Engine, EngineConfig, Step, measure_step, warm_up
+from crossdock.workers.profile import StepCost, StepWork
+from crossdock.workers.replica import load_engine
+from crossdock.workers.request import SamplingParams, Submission
+
+UNSEEN: dict[str, list[tuple[tuple[int, int] | None, int, int]]] = {  # chunk (start, tokens), streams, their context
+    "decodes, 1 to 4": [(None, streams, context) for streams in (1, 2, 3, 4) for context in (100, 1000)],
+    "decodes, 6 to 24": [(None, streams, context) for streams in (6, 8, 12, 24) for context in (100, 700)],
+    "decodes, 32 to 64": [(None, streams, context) for streams in (32, 48, 64) for context in (100, 700)],
+    "chunks to 64": [((start, tokens), 0, 0) for start in (0, 1500, 5000) for tokens in (16, 32, 48)],
+    "chunks from 96": [((start, tokens), 0, 0) for start in (0, 1500, 5000) for tokens in (96, 256, 1024)],
+    "mixed": [
+        ((start, tokens), streams, context)
+        for start, tokens in ((0, 32), (0, 256), (3000, 48), (3000, 192))
+        for streams, context in ((2, 300), (8, 300), (32, 300))
+    ],
+}
+
+
+def unseen(engine: Engine, cost: StepCost) -> None:
+    print("\nsteps the warm-up has not seen; residual: (predicted - actual) / actual, median of five each")
+    for kind, shapes in UNSEEN.items():
+        residuals = []
+        for shape in shapes:
+            measured = measure_step(engine, *shape, repeats=5)
+            if measured is not None:
+                work, seconds = measured
+                residuals.append((cost.seconds(work) - median(seconds)) / median(seconds))
+        print_errors(kind, residuals)
+
+
+def serve_a_mix(engine: Engine, seconds: float, seed: int) -> list[Step]:
+    """Chats of 50 to 400 tokens in and 30 to 150 out, in bursts and pauses, and a 4,096-token prompt now and then."""
+    rng, steps = random.Random(seed), []
+    started = time.monotonic()
+    next_chat = next_long = started
+    count = 0
+    while (now := time.monotonic()) < started + seconds or engine.has_work:
+        if now < started + seconds:
+            if now >= next_chat and len(engine.scheduler.running) < 16:
+                count += 1
+                prompt = [rng.randrange(1000, 40_000) for _ in range(rng.randint(50, 400))]
+                params = SamplingParams(max_tokens=rng.randint(30, 150), ignore_eos=True, temperature=0.7, seed=count)
+                slo_class = rng.choice(["interactive", "standard", "standard"])
+                engine.add(Submission(f"chat-{count}", prompt, params, slo_class=slo_class))
+                next_chat = now + rng.expovariate(1.0)
+            if now >= next_long:
+                count += 1
+                prompt = [rng.randrange(1000, 40_000) for _ in range(4096)]
+                engine.add(Submission(f"long-{count}", prompt, SamplingParams(max_tokens=20, ignore_eos=True)))
+                next_long = now + 12
+        if engine.has_work:
+            steps.append(engine.step())
+        else:
+            time.sleep(0.005)
+    return [step for step in steps if step.batch]
+
+
+def kind_of(work: StepWork) -> str:
+    if not work.prefill_tokens:
+        return "decodes only"
+    return "mixed" if work.decodes else "chunks only"
+
+
+def report_mix(steps: Sequence[Step], at_start: StepCost) -> None:
+    online, start = defaultdict(list), defaultdict(list)
+    for step in steps:
+        for kind in (kind_of(step.batch.work), "all"):
+            online[kind].append((step.predicted - step.seconds) / step.seconds)
+            start[kind].append((at_start.seconds(step.batch.work) - step.seconds) / step.seconds)
+    for title, residuals in (("refined online", online), ("as measured at start", start)):
+        print(f"\nserved mix, {title}")
+        for kind in sorted(residuals):
+            print_errors(kind, residuals[kind])
+
+
+def print_errors(name: str, residuals: Sequence[float]) -> None:
+    if not residuals:
+        return
+    errors = np.abs(residuals)
+    p50, p90 = np.quantile(errors, [0.5, 0.9])
+    print(f"{name:20} n {len(errors):5}  p50 {p50:6.1%}  p90 {p90:6.1%}  median residual {median(residuals):+6.1%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="directory or hub name; default: the embedded model")
+    parser.add_argument("--seconds", type=float, default=60, help="of the served mix")
+    parser.add_argument("--memory", default="2GiB", help="for KV pages")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+
+    config = EngineConfig.model_validate({"kv_cache_memory": arguments.memory, "admission": "queue"})
+    engine = load_engine(arguments.model, "auto", None, config, os.cpu_count() or 1)
+    started = time.perf_counter()
+    profile = warm_up(engine)
+    print(f"warm-up: {time.perf_counter() - started:.1f} s; load {os.getloadavg()[0]:.2f}")
+    print(profile.cost)
+    unseen(engine, profile.cost)
+    steps = serve_a_mix(engine, arguments.seconds, arguments.seed)
+    report_mix(steps, profile.cost)
+    print(f"\nnow {engine.cost_fit.cost if engine.cost_fit else None}; load {os.getloadavg()[0]:.2f}")
+
+
+if __name__ == "__main__":
+    main()

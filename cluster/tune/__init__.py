@@ -1,0 +1,1 @@
+"""`crossdock tune`: what chunks of every size cost here, and the settings that follow."""

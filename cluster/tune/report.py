@@ -1,0 +1,193 @@
+"""Shows what a sweep found: tables for the eye, JSON for programs, a plot, and the configuration that follows."""
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.tune.advice import Advice
+from crossdock.cluster.tune.curves import NEAR_BEST, Cell, Curves, relative_errors
+from crossdock.workers.profile import StepCost
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """One run of `crossdock tune`."""
+
+    device: str
+    config: ClusterConfig
+    tpot_s: float
+    curves: Curves
+    advice: Advice
+    warm_up_cost: StepCost  # as a replica measures it when it starts
+    dropped: Sequence[Cell]  # what the KV pool or the model's length left no room for
+
+
+def stalls(found: Findings) -> Table:
+    """Rows are chunks, columns streams: the longest step over all contexts, and the prefill rate against the best."""
+    curves = found.curves
+    contexts = sorted({cell.context for cell in curves.cells})
+    out = Table(
+        title="Worst stall, and prefill tokens/s relative to the best",
+        caption=f"100 % are {curves.best_rate:.0f} tokens/s; contexts of {', '.join(map(str, contexts))} tokens",
+        box=SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+    )
+    out.add_column("chunk", justify="right", style="bold")
+    for decodes in curves.decodes:
+        out.add_column(_streams(decodes), justify="right", no_wrap=True)
+    for chunk in (0, *curves.chunks):
+        cells = [
+            _cell(curves.stall(chunk, decodes), curves.efficiency(chunk, decodes) if chunk else None)
+            for decodes in curves.decodes
+        ]
+        out.add_row(str(chunk) if chunk else "none", *cells)
+    return out
+
+
+def _streams(decodes: int) -> str:
+    return f"{decodes or 'no'} stream{'s' * (decodes > 1)}"
+
+
+def _cell(stall: float | None, efficiency: float | None) -> str:
+    if stall is None:
+        return "–"  # noqa: RUF001  # an en dash is what tables leave empty cells with
+    return f"{stall * 1e3:.0f} ms" + (f" {efficiency:4.0%}" if efficiency is not None else "")
+
+
+def promises(found: Findings) -> Table:
+    """What each number of streams can be promised while prompts prefill beside them."""
+    out = Table(title=f"Target: a token every {found.tpot_s * 1e3:g} ms", box=SIMPLE_HEAD, title_justify="left")
+    for name in ("streams", "step without chunk", "attainable tpot", "largest chunk", "prompt tokens/s"):
+        out.add_column(name, justify="right")
+    for row in found.advice.attainable:
+        alone = f"{row.alone_s * 1e3:.1f} ms" if row.alone_s is not None else "–"  # noqa: RUF001
+        largest = (str(row.chunk), f"{row.rate:.0f}") if row.chunk else ("not attainable", "")
+        style = "bold" if row.decodes == found.advice.streams else None
+        out.add_row(str(row.decodes), alone, f"{row.tpot_s * 1e3:.1f} ms", *largest, style=style)
+    return out
+
+
+def sentences(found: Findings) -> list[str]:
+    """What the tables mean."""
+    advice, fit, knee = found.advice, found.curves.fit(), found.curves.knee(0)
+    half = fit.base / fit.per_prefill_token if fit.per_prefill_token else float("inf")
+    ninety = half * NEAR_BEST / (1 - NEAR_BEST)
+    lines = [
+        f"The GEMMs are compute-bound from chunks of {knee} tokens: the smallest within 10 % of the best tokens/s. On "
+        f"the fitted line a chunk of {half:.0f} tokens takes twice its fixed cost, and one of {ninety:.0f} is within "
+        f"10 %.",
+        f"max_num_batched_tokens {advice.max_num_batched_tokens}: beside {_streams(advice.ceiling_decodes)} chunks of "
+        f"more than {advice.ceiling_chunk} tokens gain less than 10 %.",
+    ]
+    if advice.is_attainable:
+        lines += [
+            f"min_chunk_tokens {advice.min_chunk_tokens}: so much in every step keeps {_streams(advice.streams)} "
+            f"inside the target.",
+            f"With chunk_policy fixed, max_num_batched_tokens {advice.fixed_tokens} would do that.",
+        ]
+    else:
+        lines.append(
+            f"min_chunk_tokens {advice.min_chunk_tokens}: one page. {_streams(advice.streams)} cannot be kept inside "
+            f"the target while a prompt prefills: see what is attainable."
+        )
+    own, started = _quantiles(found.curves.held_out_errors()), _quantiles(_errors_at_start(found))
+    lines.append(
+        f"StepCost predicts these steps with a median error of {own[0]:.1%}, p90 {own[1]:.1%} (each fifth of them "
+        f"from the other four); as a replica fits it when it starts {started[0]:.1%}, p90 {started[1]:.1%}."
+    )
+    if found.dropped:
+        what = sorted({(cell.decodes, cell.context) for cell in found.dropped})
+        listed = ", ".join(f"{_streams(decodes)} at {context} tokens" for decodes, context in what)
+        lines.append(f"Not all measured, for want of KV pages or of max_model_len: {listed}.")
+    return lines
+
+
+def as_json(found: Findings) -> dict[str, Any]:
+    """Every measured cell and all that was made of them; times in seconds."""
+    own, started = _quantiles(found.curves.held_out_errors()), _quantiles(_errors_at_start(found))
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": found.device,
+        "model": found.config.model.name,
+        "tpot_s": found.tpot_s,
+        "advice": asdict(found.advice),
+        "knee_chunk": found.curves.knee(0),
+        "best_prefill_tokens_per_s": found.curves.best_rate,
+        "step_cost": {
+            "this_sweep": found.curves.fit().model_dump(),
+            "held_out_error": {"p50": own[0], "p90": own[1]},
+            "at_start": found.warm_up_cost.model_dump(),
+            "at_start_error": {"p50": started[0], "p90": started[1]},
+        },
+        "cells": [asdict(cell) for cell in found.curves.cells],
+    }
+
+
+def _errors_at_start(found: Findings) -> list[float]:
+    return relative_errors(found.warm_up_cost, found.curves.cells)
+
+
+def _quantiles(errors: Sequence[float]) -> tuple[float, float]:
+    return float(np.quantile(errors, 0.5)), float(np.quantile(errors, 0.9))
+
+
+def snippet(found: Findings) -> str:
+    """The YAML that `crossdock serve --config` takes: model and engine as tuned, with the new settings."""
+    advice, config = found.advice, found.config
+    data = {
+        section: part.model_dump(mode="json", exclude_defaults=True)
+        for section, part in (("model", config.model), ("engine", config.pools[0].engine or config.engine))
+    }
+    data["engine"] |= {
+        "max_num_batched_tokens": advice.max_num_batched_tokens,
+        "min_chunk_tokens": advice.min_chunk_tokens,
+    }
+    body = yaml.safe_dump({section: values for section, values in data.items() if values}, sort_keys=False)
+    chosen = next(row for row in advice.attainable if row.decodes == advice.streams)
+    head = [
+        f"crossdock tune, {datetime.date.today().isoformat()}: {found.config.model.name} on {found.device}",
+        f"Asked for: {_streams(advice.streams)}, a token every {found.tpot_s:g} s. "
+        f"Attainable tpot_s: {chosen.tpot_s:.3g}" + ("." if advice.is_attainable else ": the target is not."),
+    ]
+    return "".join(f"# {line}\n" for line in head) + body
+
+
+def plot(found: Findings, path: Path) -> None:
+    """Prefill efficiency against the worst stall: one line per number of streams, one point per size of chunk."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    curves = found.curves
+    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    for decodes in curves.decodes:
+        points = [
+            (stall * 1e3, efficiency, chunk)
+            for chunk in curves.chunks
+            if (stall := curves.stall(chunk, decodes)) is not None
+            and (efficiency := curves.efficiency(chunk, decodes)) is not None
+        ]
+        if not points:
+            continue
+        x, y, sizes = zip(*points, strict=True)
+        axes.plot(x, y, "o-", markersize=4, label=_streams(decodes))
+        for point, size in zip(zip(x, y, strict=True), sizes, strict=True):
+            axes.annotate(str(size), point, textcoords="offset points", xytext=(4, -10), fontsize=7)
+    axes.axvline(found.tpot_s * 1e3, color="tab:red", linestyle=":", label="target")
+    axes.set(xlabel="worst stall, ms", ylabel="prefill tokens/s, relative to the best", xscale="log", ylim=(0, 1.05))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    axes.set_title(f"Chunks of {found.config.model.name} on {found.device}", loc="left", fontsize=10)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
