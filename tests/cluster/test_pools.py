@@ -39,7 +39,6 @@ def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
         {
             "model.path": str(model_dir),
             "model.served_name": "smol",
-            "model.dtype": "float32",
             "model.max_model_len": 4096,
             "http.port": port,
             "http.direct": True,
