@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -17,6 +17,9 @@ from crossdock.workers.request import FinishReason, Leg, Overloaded, Submission,
 from crossdock.workers.timeline import prompt_length_bucket
 
 logger = logging.getLogger("ray.serve")
+
+
+_Answer = TypeVar("_Answer")
 
 
 class ReplicaLost(RuntimeError):
@@ -52,6 +55,7 @@ class EngineClient(Protocol):
 
 _MOST_PLACEMENTS = 4  # of one request; the last two on one replica alone, whatever the pools
 _SILENCE_S = 10.0  # without a message, even an empty one, after which a replica counts as lost
+_ANSWER_S = 3.0  # for what is only reported: a scrape must not wait for a hung replica
 _REJOIN_S = 1.0  # until a lost replica, which is still a member, is tried again
 
 
@@ -349,24 +353,25 @@ class Dispatcher:
 
     async def _ask_all(self, ask: Callable[[EngineClient], Awaitable[list[dict[str, Any]]]]) -> list[dict[str, Any]]:
         """What every replica that can answer says, each with its name."""
-        names = [name for name, link in self._links.items() if link.is_open]
-        answers = await asyncio.gather(*(ask(self._links[name].client) for name in names), return_exceptions=True)
-        return [
-            {"replica": name, **item}
-            for name, answer in zip(names, answers, strict=True)
-            if isinstance(answer, list)
-            for item in answer
-        ]
+        answers = await self._answers(ask)
+        return [{"replica": name, **item} for name, answer in answers.items() for item in answer]
 
     async def metrics_text(self) -> str:
         """Prometheus text of the whole deployment: every replica's samples, labelled `replica`, and every ingress's,
         labelled `ingress`."""
-        names = [name for name, link in self._links.items() if link.is_open]
-        texts = await asyncio.gather(
-            *(self._links[name].client.metrics_text() for name in names), return_exceptions=True
-        )
-        parts = {name: text for name, text in zip(names, texts, strict=True) if isinstance(text, str)}
-        return merge_metrics(parts, "replica") + merge_metrics(await self._ingress_texts(), "ingress")
+        texts = await self._answers(lambda client: client.metrics_text())
+        return merge_metrics(texts, "replica") + merge_metrics(await self._ingress_texts(), "ingress")
+
+    async def _answers(self, ask: Callable[[EngineClient], Awaitable[_Answer]]) -> dict[str, _Answer]:
+        """What each replica says, by name; one that hangs or fails is left out, and keeps nobody waiting."""
+        links = [link for link in self._links.values() if link.is_open]
+        asked = (asyncio.wait_for(ask(link.client), _ANSWER_S) for link in links)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return {
+            link.name: answer
+            for link, answer in zip(links, answers, strict=True)
+            if not isinstance(answer, BaseException)
+        }
 
     async def _own_text(self) -> dict[str, str]:
         return {"0": self.metrics.text()}

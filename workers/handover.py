@@ -115,18 +115,18 @@ class Handover:
             case Committed(num_tokens=num_tokens) if request is not None and request.status is Status.HELD:
                 self.engine.scheduler.commit(request.id, num_tokens)
             case Arrived(state=state, figures=figures):
-                self._end(event.request)
+                self._end(event.request, event.epoch)
                 self.on_figures(event.request, False, figures, "arrived")
                 if request is not None and request.status is Status.HELD:
                     self.engine.arrive(request.id, msgpack.unpackb(state))
             case Failed(sending=False) if request is not None and request.leg is Leg.RECEIVE:
-                self._end(event.request)
+                self._end(event.request, event.epoch)
                 self.on_figures(event.request, False, Figures(), event.reason.value)
                 self.engine.scheduler.take_over(request.id, self.engine.clock())
             case Failed(sending=True) if request is not None:
                 self.on_figures(event.request, True, Figures(), event.reason.value)
                 self.engine.abort(request.id)
-                self._end(event.request)
+                self._end(event.request, event.epoch)
                 return [TokenDelta(request.id, [], finish_reason=FinishReason.SHIPPED)]
             case Released(arrived=arrived, figures=figures):
                 deltas = []
@@ -134,7 +134,7 @@ class Handover:
                     self.engine.ship(request.id)
                     deltas = [TokenDelta(request.id, [], finish_reason=FinishReason.SHIPPED)]
                     self.on_figures(event.request, True, figures, "shipped")
-                self._end(event.request)
+                self._end(event.request, event.epoch)
                 self._release(event.request, event.epoch)
                 return deltas
             case WriterStopped():
@@ -147,11 +147,11 @@ class Handover:
         epoch = self._epochs.get(request_id)
         if epoch is not None:
             (self.dock.cancel_ship if leg is Leg.SEND else self.dock.cancel_expect)(request_id, epoch)
-            self._end(request_id)
+            self._end(request_id, epoch)
 
-    def _end(self, request_id: str) -> None:
-        self._epochs.pop(request_id, None)
-        self._told.pop(request_id, None)
+    def _end(self, request_id: str, epoch: int) -> None:
+        if self._epochs.get(request_id) == epoch:  # else a later placement has begun: late words end nothing of it
+            del self._epochs[request_id], self._told[request_id]
 
     def _release(self, request_id: str, epoch: int) -> None:
         self.engine.pages.release(Request.owner_name(request_id, epoch))

@@ -227,7 +227,7 @@ def test_a_decode_replica_is_killed(url: str, local: Engine, stage: str) -> None
     assert stream.result() == wanted
     after = samples(url, "crossdock_prompt_tokens_total")
     computed = sum(after[name] - before.get(name, 0.0) for name in after)
-    assert computed < len(asked) + 120 + 2 * 256, "the prompt was not computed twice"
+    assert computed < len(asked) + 120 + 2 * 256, json.dumps(stream.timelines(), indent=1)  # not twice
 
 
 def test_a_hung_prefill_replica(url: str, local: Engine) -> None:

@@ -263,3 +263,32 @@ async def test_pools_that_do_not_fit_are_refused_with_both_printed() -> None:
         for side in (one, other):
             await side.loop.close()
             await side.pump
+
+
+@story
+async def test_late_words_of_a_lost_placement_end_nothing_of_the_next() -> None:
+    """The first decode side is lost on the way; the same prefill side ships to a second one at once, from what it has
+    computed, while the end of the first transfer is still being told."""
+    prefill, lost, second = (Side("tcp", max_num_batched_tokens=24) for _ in range(3))
+    try:
+        work = submission(prompts()[6])
+        expected = await second.generate(replace(work, id="local"))
+        await second.on_engine(second.engine.pages.clear_cache)
+        await lost.loop.submit("test", replace(work, leg=Leg.RECEIVE, peer=prefill.blob))
+        await prefill.loop.submit("test", replace(work, leg=Leg.SEND, peer=lost.blob))
+        while not await prefill.on_engine(lambda: _computed(prefill, work.id)):
+            await asyncio.sleep(0)
+        aborting = asyncio.create_task(prefill.loop.abort([work.id]))
+        again = replace(work, epoch=1)
+        shipping = asyncio.create_task(ship(prefill, second, again))
+        await aborting
+        assert await shipping == expected
+        ((_, _, _, how),) = [end for end in second.ended if end[0] == work.id]
+        assert how == "arrived", "decode did not have to finish alone"
+        await lost.loop.abort([work.id])
+        for side in (prefill, lost, second):
+            assert await side.is_clean()
+    finally:
+        for side in (prefill, lost, second):
+            await side.loop.close()
+            await side.pump
