@@ -17,7 +17,7 @@ import pytest
 import ray
 from pydantic import ByteSize
 from ray import serve
-from ray.serve.config import HTTPOptions
+from ray.serve.config import ProxyLocation
 
 from crossdock.cluster.app import build
 from crossdock.cluster.config import load
@@ -50,12 +50,12 @@ def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
             "pools": [{"name": "prefill"}, {"name": "decode", "replicas": DECODES}],
         },
     )
-    serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
+    serve.start(proxy_location=ProxyLocation.Disabled)
     serve.run(build(config), name=APP)
     address = f"http://127.0.0.1:{port}"
     wait_until_whole(address)
     yield address
-    serve.delete(APP)
+    serve.shutdown()  # not the application alone: the next module starts Serve with a proxy
 
 
 @pytest.fixture(scope="module")

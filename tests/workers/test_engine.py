@@ -14,6 +14,7 @@ from crossdock.workers.metrics import EngineMetrics
 from crossdock.workers.model import PagedModel, load_model
 from crossdock.workers.profile import StepWork
 from crossdock.workers.request import FinishReason, SamplingParams, Submission, TokenDelta
+from crossdock.workers.timeline import Timelines
 
 NUM_TOKENS = 12
 TOPICS = [
@@ -249,16 +250,23 @@ def test_warm_up_measures_whatever_fits_and_leaves_no_trace(
 
 
 def test_cancelled_after_seven_chunks_every_byte_comes_back_and_is_counted(model: PagedModel) -> None:
-    it, metrics = engine(model, long_prefill_token_threshold=32), EngineMetrics()
-    metrics.watch(it)
+    it = engine(model, long_prefill_token_threshold=32)
+    metrics, timelines = EngineMetrics(it), Timelines(it.config.slo_classes, 0.0)
     before = it.pages.counts()
-    it.add(Submission("long", list(range(1000, 1400)), greedy()))
+    work = Submission("long", list(range(1000, 1400)), greedy())
+    it.add(work)
+    timelines.add(work, it.scheduler.requests()[0], it.clock(), 0.0)
     for _ in range(7):
-        metrics.stepped(it.step())
+        step = it.step()
+        metrics.stepped(step)
+        metrics.progressed(timelines.stepped(step.batch, step.deltas, step.started, step.seconds, step.predicted))
+    available = it.pages.num_available
     cancelled = it.abort("long")
     assert cancelled is not None
     assert cancelled.num_computed_tokens == 7 * 32
-    metrics.aborted(cancelled, it)
+    freed = (it.pages.num_available - available) * model.layout(16).page_bytes
+    assert freed == 25 * model.layout(16).page_bytes, "the whole prompt had its pages, computed or not"
+    metrics.aborted(timelines.aborted("long", it.clock(), freed))
 
     layout = model.layout(16)
     assert metrics.registry.get_sample_value("crossdock_cancelled_kv_bytes_total") == 14 * layout.page_bytes
