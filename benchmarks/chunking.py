@@ -99,7 +99,7 @@ def main() -> None:
         limits = {"max_num_batched_tokens": tokens + 64, "long_prefill_token_threshold": size}
         settings = EngineConfig.model_validate(config | limits)
         if engine is None:
-            engine = load_engine(arguments.model, "auto", None, settings, os.cpu_count() or 1)
+            engine = load_engine(resolve_model(arguments.model), "auto", None, settings, os.cpu_count() or 1)
             warm_up(engine)
         else:
             engine = Engine(engine.model, settings)

@@ -17,6 +17,7 @@ from statistics import median
 
 import numpy as np
 
+from crossdock.workers.checkpoint import resolve_model
 from crossdock.workers.engine import Engine, EngineConfig, Step, measure_step, warm_up
 from crossdock.workers.profile import StepCost, StepWork
 from crossdock.workers.replica import load_engine
@@ -110,7 +111,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     config = EngineConfig.model_validate({"kv_cache_memory": arguments.memory, "admission": "queue"})
-    engine = load_engine(arguments.model, "auto", None, config, os.cpu_count() or 1)
+    engine = load_engine(resolve_model(arguments.model), "auto", None, config, os.cpu_count() or 1)
     started = time.perf_counter()
     profile = warm_up(engine)
     print(f"warm-up: {time.perf_counter() - started:.1f} s; load {os.getloadavg()[0]:.2f}")
