@@ -38,10 +38,11 @@ class Room:
 
     def chunk(self, start: int, end: int, is_long: bool, threshold: int, page_size: int) -> int:
         """How many tokens to compute now of those in `[start, end)`, the uncached rest of a prompt."""
-        budget = self.tokens - self.lane_tokens * is_long
+        budget, seconds, floor = self.tokens, self.seconds, self.floor
+        if is_long and self.lane_tokens:  # deep in its context, a floor of it would take the time of all who are short
+            budget, seconds, floor = budget - self.lane_tokens, seconds - self.lane_seconds, 0
         if self.cost is not None and self.seconds < inf:
-            seconds = self.seconds - self.lane_seconds * is_long
-            budget = min(budget, max(self.cost.tokens_within(seconds, start), self.floor))
+            budget = min(budget, max(self.cost.tokens_within(seconds, start), floor))
         return chunk_tokens(start, end, budget, threshold, page_size)
 
     def take(self, start: int, num_tokens: int, is_long: bool) -> None:

@@ -311,7 +311,7 @@ class Scheduler:
             short = sum(request.num_uncached_tokens for request in prefills if not self._is_long(request))
             room.keep_lane(self.config.short_lane_share, short)
         chunks = self._fill(room, prefills)
-        if room.lane_tokens:  # the short ones could not use it, for want of pages or places
+        if room.lane_tokens:  # the short ones did not need all of it, or had no pages or places
             room.end_lane()
             served = {part.request.id for part in chunks}
             chunks += self._fill(room, [request for request in prefills if request.id not in served])
@@ -352,7 +352,7 @@ class Scheduler:
                     blocked = -1 if self._is_starving(request) else min(blocked, request.rank)
                 if not started:
                     continue
-            is_long, start = self._is_long(request), request.num_computed_tokens
+            is_long, start = self._leaves_the_lane(request), request.num_computed_tokens
             num_tokens = self._chunk(request, start, room)
             if num_tokens:
                 chunks.append(self._part(request, num_tokens, self._reason(request)))
@@ -373,7 +373,7 @@ class Scheduler:
         if not self.config.enable_chunked_prefill:
             return end - start if end - start <= room.tokens else 0
         threshold = self.config.long_prefill_token_threshold
-        return room.chunk(start, end, self._is_long(request), threshold, self.pages.page_size)
+        return room.chunk(start, end, self._leaves_the_lane(request), threshold, self.pages.page_size)
 
     def _start(self, request: Request, room: Room) -> bool | None:
         """Admits a waiting request if it would get a chunk now. None: only pages are missing."""
@@ -405,6 +405,10 @@ class Scheduler:
     def _is_long(self, request: Request) -> bool:
         threshold = self.config.long_prefill_token_threshold or self.max_model_len // 25  # vLLM's default: 4 %
         return request.num_uncached_tokens > max(threshold, self.pages.page_size)
+
+    def _leaves_the_lane(self, request: Request) -> bool:
+        """Whether the room that is kept for short prompts is not for this one: it is long, and does not starve."""
+        return self._is_long(request) and not self._is_starving(request)
 
     def _part(self, request: Request, num_tokens: int, reason: str = "decode") -> Scheduled:
         start = request.num_computed_tokens

@@ -92,6 +92,18 @@ def test_the_short_lane_keeps_no_more_than_is_wanted(tokens: int, share: float, 
         assert for_long == for_short
 
 
+def test_a_floor_of_a_long_prompt_does_not_take_the_time_of_short_ones() -> None:
+    """At 100,000 tokens of context a page costs 88 ms, more than the slack: it waits while a short prompt is there."""
+    room = adaptive_room(2048, 32, [100] * 4, 0.08, 0.5, COST)
+    assert room.chunk(100_000, 120_000, True, 0, 16) == 32
+    room.keep_lane(0.5, 50)
+    assert room.chunk(100_000, 120_000, True, 0, 16) == 0
+    assert room.chunk(0, 50, False, 0, 16) == 50
+    room.take(0, 50, False)
+    room.end_lane()
+    assert room.chunk(100_000, 120_000, True, 0, 16) == 0, "the floor is of the step, and has been given"
+
+
 # -- who skips -------------------------------------------------------------------------------------------------------
 
 
