@@ -19,7 +19,8 @@ class Room:
 
     tokens: int
     seconds: float = inf
-    floor: int = 0  # tokens the step carries whatever the seconds say: prompts never stand still
+    floor: int = 0  # tokens the step carries whatever the seconds say, for prompts of `floor_rank` or more urgent
+    floor_rank: int = 1 << 30
     cost: StepCost | None = None
     reason: str = "token budget"  # why it is not larger
     lane_tokens: int = 0  # of the tokens and seconds above, what long prompts may not take
@@ -36,9 +37,9 @@ class Room:
     def end_lane(self) -> None:
         self.lane_tokens, self.lane_seconds = 0, 0.0
 
-    def chunk(self, start: int, end: int, is_long: bool, threshold: int, page_size: int) -> int:
-        """How many tokens to compute now of those in `[start, end)`, the uncached rest of a prompt."""
-        budget, seconds, floor = self.tokens, self.seconds, self.floor
+    def chunk(self, start: int, end: int, rank: int, is_long: bool, threshold: int, page_size: int) -> int:
+        """How many tokens to compute now of those in `[start, end)`, the uncached rest of a prompt of class `rank`."""
+        budget, seconds, floor = self.tokens, self.seconds, self.floor if rank <= self.floor_rank else 0
         if is_long and self.lane_tokens:  # deep in its context, a floor of it would take the time of all who are short
             budget, seconds, floor = budget - self.lane_tokens, seconds - self.lane_seconds, 0
         if self.cost is not None and self.seconds < inf:
@@ -78,12 +79,14 @@ def adaptive_room(
     slack: float,
     idle_seconds: float,
     cost: StepCost,
+    floor_rank: int = 1 << 30,
 ) -> Room:
     """As much as keeps the step inside `slack`, the seconds until the first of the streams in it must have its token.
 
     `contexts`: tokens of each decode in the step. While no stream runs, `slack` is infinite and the step may take
     `idle_seconds`: whoever arrives meanwhile waits for its end. Never more tokens than the ceiling,
-    `max_num_batched_tokens`; never less than `floor`.
+    `max_num_batched_tokens`; never less than `floor` for prompts of class `floor_rank` or more urgent ones. The others
+    take what time is left, which may be none: nobody's stream is late for a prompt that is less urgent.
     """
     tokens = max_num_batched_tokens - len(contexts)
     fixed = cost.base + cost.decode_seconds(len(contexts), sum(contexts))
@@ -91,7 +94,7 @@ def adaptive_room(
         seconds, reason = slack * MARGIN - fixed, f"slack of {slack * 1e3:.0f} ms, {len(contexts)} decodes"
     else:
         seconds, reason = idle_seconds - fixed, f"idle step of {idle_seconds * 1e3:.0f} ms"
-    return Room(tokens, max(seconds, 0.0), min(floor, tokens), cost, reason)
+    return Room(tokens, max(seconds, 0.0), min(floor, tokens), floor_rank, cost, reason)
 
 
 @dataclass(frozen=True, slots=True)

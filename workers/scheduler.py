@@ -325,14 +325,15 @@ class Scheduler:
         if self.cost is None or config.chunk_policy == "fixed" or not config.enable_chunked_prefill:
             room = fixed_room(config.max_num_batched_tokens, len(decodes))
         else:
-            dues = [it.due for it in self.running if it.is_decoding and it.id not in skipped]
+            streams = [it for it in self.running if it.is_decoding and it.id not in skipped]
             room = adaptive_room(
                 config.max_num_batched_tokens,
                 config.min_chunk_tokens or 2 * config.page_size,
                 [part.start for part in decodes],
-                min(dues, default=inf) - self._now,
+                min((it.due for it in streams), default=inf) - self._now,
                 min(slo.ttft_s for slo in config.slo_classes) / 2,
                 self.cost,
+                min((it.rank for it in streams), default=len(config.slo_classes)),
             )
         if config.max_prefill_tokens and config.max_prefill_tokens < room.tokens:
             room.tokens, room.reason = config.max_prefill_tokens, "max_prefill_tokens"
@@ -372,8 +373,9 @@ class Scheduler:
         end = request.num_tokens
         if not self.config.enable_chunked_prefill:
             return end - start if end - start <= room.tokens else 0
+        rank = -1 if self._is_starving(request) else request.rank
         threshold = self.config.long_prefill_token_threshold
-        return room.chunk(start, end, self._leaves_the_lane(request), threshold, self.pages.page_size)
+        return room.chunk(start, end, rank, self._leaves_the_lane(request), threshold, self.pages.page_size)
 
     def _start(self, request: Request, room: Room) -> bool | None:
         """Admits a waiting request if it would get a chunk now. None: only pages are missing."""

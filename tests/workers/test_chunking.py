@@ -54,7 +54,7 @@ def test_an_adaptive_chunk_keeps_the_step_inside_the_slack(
     contexts: list[int], slack: float, start: int, length: int
 ) -> None:
     room = adaptive_room(2048, 32, contexts, slack if contexts else inf, 0.5, COST)
-    tokens = room.chunk(start, start + length, False, 0, 16)
+    tokens = room.chunk(start, start + length, 0, False, 0, 16)
     assert tokens <= 2048 - len(contexts)
     assert tokens >= min(length, 32), "prompts never stand still"
     step = COST.seconds(StepWork.of([(start, tokens)], contexts))
@@ -66,7 +66,7 @@ def test_an_adaptive_chunk_keeps_the_step_inside_the_slack(
 
 def test_the_deeper_the_context_the_smaller_the_chunk() -> None:
     sizes = [
-        adaptive_room(2048, 32, [100] * 8, 0.1, 0.5, COST).chunk(start, 10**7, False, 0, 16)
+        adaptive_room(2048, 32, [100] * 8, 0.1, 0.5, COST).chunk(start, 10**7, 0, False, 0, 16)
         for start in (0, 4096, 16_384, 65_536, 10**6)
     ]
     assert sizes == sorted(sizes, reverse=True)
@@ -81,12 +81,12 @@ def test_a_room_says_what_bounds_it() -> None:
 
 @given(st.integers(16, 4096), st.floats(0, 1, exclude_max=True), st.integers(0, 5000), st.floats(0.01, 2))
 def test_the_short_lane_keeps_no_more_than_is_wanted(tokens: int, share: float, wanted: int, seconds: float) -> None:
-    room = Room(tokens, seconds, 16, COST)
+    room = Room(tokens, seconds, 16, cost=COST)
     room.keep_lane(share, wanted)
     assert 0 <= room.lane_tokens <= share * tokens
     assert 0 <= room.lane_seconds <= share * seconds
-    for_long = room.chunk(0, 10**6, True, 0, 16)
-    for_short = room.chunk(0, 10**6, False, 0, 16)
+    for_long = room.chunk(0, 10**6, 0, True, 0, 16)
+    for_short = room.chunk(0, 10**6, 0, False, 0, 16)
     assert for_long <= for_short
     if not wanted:
         assert for_long == for_short
@@ -95,13 +95,20 @@ def test_the_short_lane_keeps_no_more_than_is_wanted(tokens: int, share: float, 
 def test_a_floor_of_a_long_prompt_does_not_take_the_time_of_short_ones() -> None:
     """At 100,000 tokens of context a page costs 88 ms, more than the slack: it waits while a short prompt is there."""
     room = adaptive_room(2048, 32, [100] * 4, 0.08, 0.5, COST)
-    assert room.chunk(100_000, 120_000, True, 0, 16) == 32
+    assert room.chunk(100_000, 120_000, 0, True, 0, 16) == 32
     room.keep_lane(0.5, 50)
-    assert room.chunk(100_000, 120_000, True, 0, 16) == 0
-    assert room.chunk(0, 50, False, 0, 16) == 50
+    assert room.chunk(100_000, 120_000, 0, True, 0, 16) == 0
+    assert room.chunk(0, 50, 0, False, 0, 16) == 50
     room.take(0, 50, False)
     room.end_lane()
-    assert room.chunk(100_000, 120_000, True, 0, 16) == 0, "the floor is of the step, and has been given"
+    assert room.chunk(100_000, 120_000, 0, True, 0, 16) == 0, "the floor is of the step, and has been given"
+
+
+def test_the_floor_is_for_prompts_as_urgent_as_the_streams() -> None:
+    room = adaptive_room(2048, 32, [100] * 4, 0.02, 0.5, COST, floor_rank=1)
+    assert room.chunk(100_000, 120_000, 0, False, 0, 16) == 32
+    assert room.chunk(100_000, 120_000, 1, False, 0, 16) == 32
+    assert room.chunk(100_000, 120_000, 2, False, 0, 16) == 0, "batch waits: no stream of another class is late for it"
 
 
 # -- who skips -------------------------------------------------------------------------------------------------------

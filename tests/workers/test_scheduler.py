@@ -25,6 +25,7 @@ from crossdock.workers.slo import SloClass
 
 EOS = 0
 COST = StepCost(base=1e-3, per_prefill_token=1e-3, per_attended=1e-7, per_decode=5e-4, per_decode_context=1e-6)
+SLOW_ATTENTION = COST.model_copy(update={"per_attended": 1e-6})
 CLASSES = (
     SloClass(name="interactive", ttft_s=0.4, tpot_s=0.004, decode_share=0.25),
     SloClass(name="standard", ttft_s=0.5, tpot_s=0.02),
@@ -399,6 +400,23 @@ def test_unknown_class_is_refused_by_name() -> None:
         Simulation().add("a", 3, "gold")
 
 
+def test_a_batch_prompt_makes_no_interactive_stream_late() -> None:
+    """Deep in its context even a page takes longer than an interactive token may: it waits for a gap between streams,
+    and gets its floor once it starves."""
+    them = Simulation(starvation_s=8.0)
+    them.it.cost = SLOW_ATTENTION
+    them.add("long", 3000, "batch")
+    while not (long := them.it.get("long")) or long.num_computed_tokens < 2000:
+        them.step()
+    them.add("i", 4, "interactive", max_tokens=100)
+    while "i" not in them.tokens or len(them.tokens["i"]) < 20:
+        batch = them.step()
+        if batch.num_decodes:
+            assert not any(part.request.id == "long" for part in batch.scheduled)
+    them.run()
+    assert "long" in them.first_token
+
+
 def test_the_same_history_gives_the_same_steps() -> None:
     def history() -> list[str]:
         them = Simulation(num_pages=400, max_model_len=1500)
@@ -673,7 +691,8 @@ class AnyHistory(RuleBasedStateMachine):
             self.it.commit(request.id, end)
         else:
             token = next_token(request.token_ids)
-            if token == EOS or request.sampling.max_tokens == 1:  # the sender would have ended it
+            is_full = request.num_tokens + 1 >= self.it.max_model_len
+            if token == EOS or request.sampling.max_tokens == 1 or is_full:  # the sender would have ended it
                 self.it.abort(request.id)
                 del self.live[request.id]
             else:
