@@ -2,8 +2,8 @@
 
     python benchmarks/peers/run.py MODEL_DIR --servers crossdock:512 vllm:512 vllm:128 --repeats 2
 
-A server is NAME[:BUDGET], the budget being the most tokens one of its steps may carry; `crossdock:unchunked` computes
-every prompt in one step, whatever waits. The peers are installed first
+A server is NAME[:BUDGET], the budget being the most tokens one of its steps may carry, in order of arrival as vLLM has it;
+`crossdock:adaptive` is what users get, `crossdock:unchunked` computes every prompt in one step, whatever waits. The peers are installed first
 with their scripts beside this file (`vllm.sh install`). Repeats are interleaved, every server in turn, so that a
 machine that slows down slows all of them; a server starts afresh each time and nothing else should run beside it:
 `others CPU %` is what did (of one core, in the workload with the most of it), the host's other guests included.
@@ -38,6 +38,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PEERS = ("vllm", "llamacpp", "transformers", "rayserve")
 WORKLOADS = ("chat", "prefill", "interference")
+_ADAPTIVE = 0
 _UNCHUNKED = 8192  # tokens: the longest prompt of the model that is measured, in one step
 # Inherited by whatever a server starts, in however many process groups.
 MARK = "CROSSDOCK_PEER_RUN"
@@ -53,8 +54,8 @@ class ServerSpec:
     @classmethod
     def parse(cls, text: str) -> "ServerSpec":
         name, _, budget = text.partition(":")
-        if text == "crossdock:unchunked":
-            return cls(name, _UNCHUNKED)
+        if text in ("crossdock:unchunked", "crossdock:adaptive"):
+            return cls(name, _UNCHUNKED if text.endswith("unchunked") else _ADAPTIVE)
         if name not in ("crossdock", *PEERS):
             raise argparse.ArgumentTypeError(f"no server {name!r}: crossdock, {', '.join(PEERS)}")
         if budget and not budget.isdecimal():
@@ -66,7 +67,9 @@ class ServerSpec:
         if self.name == "crossdock":
             command = [str(Path(sys.executable).with_name("crossdock")), "serve", model, "--port", str(port)]
             whole = ["--no-enable-chunked-prefill"] if self.budget == _UNCHUNKED else []
-            return [*command, "--max-num-batched-tokens", str(self.budget), *whole, *args.crossdock_option]
+            fixed = ["--chunk-policy", "fixed", "--prefill-order", "fcfs", "--max-num-batched-tokens", str(self.budget)]
+            policy = [*fixed, *whole] if self.budget != _ADAPTIVE else []
+            return [*command, "--admission", "queue", *policy, *args.crossdock_option]
         command = [str(HERE / f"{self.name}.sh"), "serve", model, "--port", str(port), "--budget", str(self.budget)]
         return [*command, *(["--venv", str(args.venvs / self.name)] if args.venvs else [])]
 
