@@ -2,9 +2,9 @@
 
     python benchmarks/peers/run.py MODEL_DIR --servers crossdock:512 vllm:512 vllm:128 --repeats 2
 
-A server is NAME[:BUDGET], the budget being the most tokens one of its steps may carry, in order of arrival as vLLM has it;
-`crossdock:adaptive` is what users get, `crossdock:unchunked` computes every prompt in one step, whatever waits. The peers are installed first
-with their scripts beside this file (`vllm.sh install`). Repeats are interleaved, every server in turn, so that a
+A server is NAME[:BUDGET], the budget being the most tokens one of its steps may carry, in order of arrival as vLLM has
+it; `crossdock:adaptive` is what users get; `crossdock:unchunked` computes every prompt in one step, whatever waits. The
+peers are installed first with their scripts beside this file (`vllm.sh install`). Repeats are interleaved, every server in turn, so that a
 machine that slows down slows all of them; a server starts afresh each time and nothing else should run beside it:
 `others CPU %` is what did (of one core, in the workload with the most of it), the host's other guests included.
 """
@@ -315,7 +315,7 @@ def main() -> None:
     raw: list[dict[str, Any]] = []
     for repeat in range(args.repeats):
         for spec in args.servers:
-            label = f"{spec.name}, budget {spec.budget}"
+            label = f"{spec.name}, budget {spec.budget}" if spec.budget != _ADAPTIVE else f"{spec.name}, adaptive"
             log = args.output.with_name(f"{args.output.name}-{spec.name}.log")
             print(f"[{repeat + 1}/{args.repeats}] {label}: starting", flush=True)
             try:
