@@ -4,9 +4,10 @@
 
 A server is NAME[:BUDGET], the budget being the most tokens one of its steps may carry, in order of arrival as vLLM has
 it; `crossdock:adaptive` is what users get; `crossdock:unchunked` computes every prompt in one step, whatever waits. The
-peers are installed first with their scripts beside this file (`vllm.sh install`). Repeats are interleaved, every server in turn, so that a
-machine that slows down slows all of them; a server starts afresh each time and nothing else should run beside it:
-`others CPU %` is what did (of one core, in the workload with the most of it), the host's other guests included.
+peers are installed first with their scripts beside this file (`vllm.sh install`). Repeats are interleaved, every server
+in turn, so that a machine that slows down slows all of them; a server starts afresh each time and nothing else
+should run beside it: `others CPU %` is what did (of one core, in the workload with the most of it), the host's other
+guests included.
 """
 
 import argparse
