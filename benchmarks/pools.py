@@ -39,6 +39,10 @@ class Setting:
 
     name: str
 
+    def model(self, args: argparse.Namespace) -> str:
+        """What its clients call the model."""
+        return str(args.model.name)
+
     def command(self, args: argparse.Namespace, port: int) -> list[str]:
         crossdock = str(Path(sys.executable).with_name("crossdock"))
         command = [crossdock, "serve", str(args.model), "--port", str(port), "--pools", self.name]
@@ -49,7 +53,7 @@ def ask(address: str, num_tokens: int, num_output: int) -> tuple[list[float], li
     """When each token of one new prompt came, seconds after it was asked, and what the replicas say of it."""
     name = uuid.uuid4().hex
     prompt = [100 + (hash((name, place)) % 40_000) for place in range(num_tokens)]
-    body = {"model": None, "prompt": prompt, "max_tokens": num_output, "ignore_eos": True, "stream": True}
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": num_output, "ignore_eos": True, "stream": True}
     body["model"] = httpx.get(f"{address}/v1/models").json()["data"][0]["id"]
     started = time.perf_counter()
     headers = {"X-Request-Id": name}
