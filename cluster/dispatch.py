@@ -133,6 +133,7 @@ class Dispatcher:
             for epoch in range(_MOST_PLACEMENTS):
                 flight = await self._place(replace(submission, epoch=epoch, output_token_ids=tuple(output)))
                 ended_at: _Link | None = None
+                is_stopped = False
                 try:
                     if epoch == 0:
                         yield TokenDelta(submission.id, [])
@@ -151,9 +152,11 @@ class Dispatcher:
                         raise
                     self.metrics.placed_again.inc()
                     logger.warning("request %s goes on elsewhere: %s", submission.id, loss)
+                    await self._stop(flight.links, submission)
+                    is_stopped = True
                 finally:
                     for link in flight.links:
-                        self._part(link, submission, is_running=link is not ended_at)
+                        self._part(link, submission, is_running=link is not ended_at and not is_stopped)
         except Overloaded:
             watch.refused()
             raise
@@ -203,8 +206,9 @@ class Dispatcher:
             if not refusing:
                 return flight
             refusals.update(refusing)
+            await self._stop([link for link in flight.links if link.name not in refusing], submission)
             for link in flight.links:
-                self._part(link, submission, is_running=link.name not in refusing)
+                self._part(link, submission, is_running=False)
 
     def _choose(self, submission: Submission, refusals: Mapping[str, Overloaded]) -> _Flight | None:
         """The best placement on replicas that have not refused; None if all have."""
@@ -222,6 +226,11 @@ class Dispatcher:
         self.metrics.placements.labels(placement.reason).inc()
         prefill = self._links[placement.prefill] if placement.prefill is not None else None
         return _Flight(submission, self._links[placement.decode], prefill)
+
+    async def _stop(self, links: Sequence[_Link], submission: Submission) -> None:
+        """Ends a placement before the next begins: an abort that came late would end that one."""
+        aborting = (asyncio.wait_for(link.client.abort([submission.id]), _ANSWER_S) for link in links if link.is_open)
+        await asyncio.gather(*aborting, return_exceptions=True)
 
     def _part(self, link: _Link, submission: Submission, *, is_running: bool) -> None:
         """Request and replica have nothing more to do with each other."""
