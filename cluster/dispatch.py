@@ -182,13 +182,16 @@ class Dispatcher:
                 return link, item
 
     async def _place(self, submission: Submission) -> _Flight:
-        """Gives the request to the replicas that are best for it; where one is overloaded, to the next best. If all
-        are, raises the refusal that asks for the shortest wait."""
-        refusals: dict[str, Overloaded] = {}
+        """Gives the request to the replicas that are best for it; where one is overloaded, or does not answer, to the
+        next best. If none takes it, raises the refusal that asks for the shortest wait."""
+        refusals: dict[str, Overloaded | ReplicaLost] = {}
         while True:
             flight = self._choose(submission, refusals)
             if flight is None:
-                raise min(refusals.values(), key=lambda refusal: refusal.retry_after)
+                overloaded = [refusal for refusal in refusals.values() if isinstance(refusal, Overloaded)]
+                if overloaded:
+                    raise min(overloaded, key=lambda refusal: refusal.retry_after)
+                raise next(iter(refusals.values()))
             for link in flight.links:
                 link.arrivals[submission.id] = flight.arrivals
                 is_prompt_here = link is flight.prefill or flight.prefill is None
@@ -210,7 +213,7 @@ class Dispatcher:
             for link in flight.links:
                 self._part(link, submission, is_running=False)
 
-    def _choose(self, submission: Submission, refusals: Mapping[str, Overloaded]) -> _Flight | None:
+    def _choose(self, submission: Submission, refusals: Mapping[str, Exception]) -> _Flight | None:
         """The best placement on replicas that have not refused; None if all have."""
         candidates = {
             name: (link.profile, link.bookings)
@@ -240,7 +243,8 @@ class Dispatcher:
             self._spawn(link.client.abort([submission.id]))
         self._close_if_done(link)
 
-    async def _submit(self, link: _Link, submission: Submission) -> Overloaded | None:
+    async def _submit(self, link: _Link, submission: Submission) -> Overloaded | ReplicaLost | None:
+        """Why the replica does not take it; None: it does. ValueError: none would."""
         try:
             async with asyncio.timeout(_SILENCE_S):
                 await link.client.submit(submission)
@@ -249,7 +253,9 @@ class Dispatcher:
         except (ValueError, asyncio.CancelledError):
             raise
         except Exception as error:
-            raise ReplicaLost(f"replica {link.name} did not take the request: {error}") from error
+            loss = ReplicaLost(f"replica {link.name} did not take the request: {error}")
+            loss.__cause__ = error
+            return loss
         return None
 
     # -- replicas come and go ----------------------------------------------------------------------------------------

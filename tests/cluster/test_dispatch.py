@@ -223,6 +223,28 @@ def test_a_replica_that_dies_is_replaced_in_mid_stream() -> None:
     asyncio.run(story())
 
 
+def test_a_replica_that_does_not_take_a_request_leaves_it_to_another() -> None:
+    class Broken(InProcess):
+        async def submit(self, submission: Submission) -> None:
+            raise ConnectionError("it has just died")
+
+    async def story() -> None:
+        first, second, dispatcher = Broken(), InProcess(), Dispatcher("tiny")
+        first.profile = second.profile  # equally fast: the smaller name is asked first
+        dispatcher.join("a", first, first.profile)
+        dispatcher.join("b", second, second.profile)
+        while not all(link.is_open for link in dispatcher._links.values()):
+            await asyncio.sleep(0.001)
+        assert len(await tokens(dispatcher, "it")) == 20
+        dispatcher.leave("b")
+        with pytest.raises(ReplicaLost, match="a did not take the request"):
+            await tokens(dispatcher, "nobody else")
+        await first.loop.close()
+        await second.loop.close()
+
+    asyncio.run(story())
+
+
 def test_when_the_last_replica_dies_its_requests_are_told() -> None:
     async def story() -> None:
         client, dispatcher = InProcess(), Dispatcher("tiny")
