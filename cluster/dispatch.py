@@ -55,7 +55,7 @@ class EngineClient(Protocol):
 
 _MOST_PLACEMENTS = 4  # of one request; the last two on one replica alone, whatever the pools
 _SILENCE_S = 10.0  # without a message, even an empty one, after which a replica counts as lost
-_ANSWER_S = 3.0  # for what is only reported: a scrape must not wait for a hung replica
+_ANSWER_S = 5.0  # for what is only reported: a scrape must not wait for a hung replica
 _REJOIN_S = 1.0  # until a lost replica, which is still a member, is tried again
 
 
