@@ -115,9 +115,14 @@ def skip_decodes(streams: Sequence[Stream], now: float, cost: StepCost) -> set[s
     the others take what is left, and are late only when there is nothing else to give.
     """
     skipped: set[str] = set()
+    earliest: dict[int, float] = {}  # by rank
+    for stream in streams:
+        earliest[stream.rank] = min(stream.due, earliest.get(stream.rank, inf))
+    if len(earliest) < 2:  # nobody is more urgent than another
+        return skipped
     seconds = cost.base + cost.decode_seconds(len(streams), sum(stream.context for stream in streams))
     for stream in sorted(streams, key=lambda it: (-it.rank, -it.due, it.request_id)):
-        above = min((it.due for it in streams if it.rank < stream.rank), default=inf)
+        above = min((due for rank, due in earliest.items() if rank < stream.rank), default=inf)
         if now + seconds <= above or stream.due <= now + 2 * seconds:
             continue
         skipped.add(stream.request_id)

@@ -229,13 +229,11 @@ class EngineLoop:
         except Overloaded:
             self.metrics.refused(submission.slo_class)
             raise
-        request, cost = self.engine.scheduler.get(submission.id), self.engine.scheduler.cost
+        request = self.engine.scheduler.get(submission.id)
         assert request is not None
         if self.handover is not None:
             self.handover.add(submission)
-        end, budget = request.num_tokens, self.engine.config.max_num_batched_tokens
-        alone = cost.prefill_seconds(end - request.num_uncached_tokens, end, budget) if cost is not None else 0.0
-        self.timelines.add(submission, request, arrived, alone)
+        self.timelines.add(submission, request, arrived, self.engine.scheduler.prefill_seconds(request))
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         pages, aborted = self.engine.pages, []

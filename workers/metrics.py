@@ -213,14 +213,11 @@ class _Gauges(Collector):
         every = {(status.value, name): active[status, name] for status in _ACTIVE for name in classes}
         yield _gauge("crossdock_requests_active", "Requests by status.", ("status", "slo_class"), every)
         tokens, seconds = dict.fromkeys(classes, 0), dict.fromkeys(classes, 0.0)
-        cost, budget = self._engine.scheduler.cost, self._engine.config.max_num_batched_tokens
         for request in requests:
             if request.is_decoding or request.status is Status.HELD or request.leg is Leg.RECEIVE:
                 continue
-            end, uncached = request.num_tokens, request.num_uncached_tokens
-            tokens[request.slo_class] += uncached
-            if cost is not None:
-                seconds[request.slo_class] += cost.prefill_seconds(end - uncached, end, budget)
+            tokens[request.slo_class] += request.num_uncached_tokens
+            seconds[request.slo_class] += self._engine.scheduler.prefill_seconds(request)
         yield _gauge(
             "crossdock_uncached_tokens_waiting",
             "Prompt tokens that requests without a first token still have to compute.",

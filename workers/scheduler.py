@@ -229,10 +229,8 @@ class Scheduler:
 
     def predict_ttft(self, request: Request) -> tuple[float, float]:
         """Seconds until the request's first token if it came now, and if it were alone; (0, 0) without a cost."""
-        if self.cost is None:
-            return 0.0, 0.0
-        own = self._prefill_seconds(request)
-        backlog = [(other.rank, self._prefill_seconds(other)) for other in self._prefills()]
+        own = self.prefill_seconds(request)
+        backlog = [(other.rank, self.prefill_seconds(other)) for other in self._prefills()]
         return predicted_ttft(own, request.rank, backlog, self._prefill_share()), own
 
     def _promise(self, request: Request) -> None:
@@ -254,8 +252,10 @@ class Scheduler:
         waiting = [request for request in self.waiting if request.leg is not Leg.RECEIVE]
         return [*waiting, *(request for request in self.running if not request.is_decoding)]
 
-    def _prefill_seconds(self, request: Request) -> float:
-        assert self.cost is not None
+    def prefill_seconds(self, request: Request) -> float:
+        """What is left of a request's prompt takes on an idle replica; 0 without a cost."""
+        if self.cost is None:
+            return 0.0
         end = request.num_tokens
         return self.cost.prefill_seconds(end - request.num_uncached_tokens, end, self.config.max_num_batched_tokens)
 

@@ -183,18 +183,24 @@ async def interfere(
             await asyncio.sleep(0.02)
         if all(task.done() for task in tasks):
             raise BenchError(f"no stream was established: {next((s.error for s in samples if s.error), 'all ended')}")
-        quiet_start = time.perf_counter()
-        await asyncio.sleep(plan.quiet)
-        quiet = (quiet_start, time.perf_counter())
-        for number, job in enumerate(plan.jobs()):
-            if number:
-                await asyncio.sleep(plan.interval)
-            await send(job)
-        return quiet
+        return await _disturb(plan, send)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _disturb(plan: Interference, send: SendOne) -> tuple[float, float]:
+    """Leaves what runs in peace for a while, then sends the long prompts one after the other. Returns the quiet
+    window."""
+    quiet_start = time.perf_counter()
+    await asyncio.sleep(plan.quiet)
+    quiet = (quiet_start, time.perf_counter())
+    for number, job in enumerate(plan.jobs()):
+        if number:
+            await asyncio.sleep(plan.interval)
+        await send(job)
+    return quiet
 
 
 async def keep_arriving(shorts: Iterator[Job], plan: Interference, send: SendOne) -> tuple[float, float]:
@@ -208,13 +214,7 @@ async def keep_arriving(shorts: Iterator[Job], plan: Interference, send: SendOne
 
     async with asyncio.TaskGroup() as group:
         arrivals = group.create_task(arrive(group))
-        quiet_start = time.perf_counter()
-        await asyncio.sleep(plan.quiet)
-        quiet = (quiet_start, time.perf_counter())
-        for number, job in enumerate(plan.jobs()):
-            if number:
-                await asyncio.sleep(plan.interval)
-            await send(job)
+        quiet = await _disturb(plan, send)
         arrivals.cancel()
     return quiet
 
