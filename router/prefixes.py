@@ -26,7 +26,7 @@ class _Reading:
 class Prefixes:
     """The index of one router. Tenants are apart already: their salt is in the hashes."""
 
-    max_pages: int = 500_000  # hashes at most, about 300 bytes each; those longest unused are forgotten first
+    max_pages: int  # hashes at most; those longest unused are forgotten first
     _holders: OrderedDict[PageHash, Bits] = field(default_factory=OrderedDict)
     _readings: dict[int, _Reading] = field(default_factory=dict)  # by slot
 
