@@ -33,6 +33,7 @@ from crossdock.router.placement import (
 )
 from crossdock.router.prefixes import Prefixes
 from crossdock.workers.live import LiveProfile, PageChanges
+from crossdock.workers.pages import PageHash
 from crossdock.workers.profile import SchedulingProfile
 from crossdock.workers.slo import SloClass, rank_of
 
@@ -50,6 +51,9 @@ class RouterConfig(BaseModel):
     )
     ttl_s: float = Field(3.0, gt=0, description="Silence after which a replica counts as busy as the busiest.")
     max_prefix_pages: int = Field(500_000, ge=0, description="Page hashes known at most, about 300 bytes each.")
+
+
+_NOWHERE: tuple[tuple[str, ...], Sequence[PageHash]] = ((), ())
 
 
 @dataclass(slots=True)
@@ -95,7 +99,7 @@ class Fleet:
     _group_of: dict[str, int] = field(default_factory=dict)  # by compatibility
     _dirty: set[int] = field(default_factory=set)
     _stale: set[int] = field(default_factory=set)
-    _placed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by request
+    _placed: dict[str, tuple[tuple[str, ...], Sequence[PageHash]]] = field(default_factory=dict)  # by request
 
     def __post_init__(self) -> None:
         self.prefixes = Prefixes(self.config.max_prefix_pages)
@@ -180,8 +184,8 @@ class Fleet:
         """The request is on its way to the replicas of `placement`."""
         rank = self._rank(query.slo_class)
         pair = placement.prefill is not None
-        names = [placement.decode, *([placement.prefill] if placement.prefill is not None else [])]
-        self._placed[query.request_id] = tuple(names)
+        names = (placement.decode,) if placement.prefill is None else (placement.decode, placement.prefill)
+        self._placed[query.request_id] = names, query.page_hashes
         for name in names:
             it = self._replicas.get(name)
             if it is None:
@@ -192,6 +196,7 @@ class Fleet:
             booking = Booking(rank, query.num_tokens, seconds, pages, decodes=name == placement.decode)
             it.unseen[query.request_id] = booking
             self._dirty.add(it.slot)
+            self.prefixes.expect(it.slot, query.page_hashes)
 
     def taken(self, request_id: str, name: str, sequence: int) -> None:
         """The replica has taken the request; live profiles after number `sequence` include it."""
@@ -206,7 +211,7 @@ class Fleet:
 
     def first_token(self, request_id: str, now: float) -> None:
         """Its prompt is computed."""
-        for name in self._placed.get(request_id, ()):
+        for name in self._placed.get(request_id, _NOWHERE)[0]:
             it = self._replicas.get(name)
             booking = it and (it.unseen.get(request_id) or it.seen.get(request_id))
             if it and booking and not booking.has_first:
@@ -215,9 +220,11 @@ class Fleet:
 
     def settle(self, request_id: str) -> None:
         """It is over, or was never taken."""
-        for name in self._placed.pop(request_id, ()):
+        names, hashes = self._placed.pop(request_id, _NOWHERE)
+        for name in names:
             it = self._replicas.get(name)
             if it is not None:
+                self.prefixes.end_expected(it.slot, hashes)
                 it.unseen.pop(request_id, None)
                 it.seen.pop(request_id, None)
                 it.taken.pop(request_id, None)
