@@ -330,8 +330,10 @@ class Fleet:
         ships = self.config.shipping != "never" and query.may_ship and query.num_tokens >= self.page_size
         if not ships or not len(prefills) + len(decodes):
             near = far = near[:0]
-        elif self.config.shipping == "always" and len(prefills) and len(far):
-            alone, near = alone[:0], prefills
+        elif self.config.shipping == "always":
+            paired = prefills[np.isin(self._groups[prefills], self._groups[far])]
+            if len(paired):
+                alone, near = alone[:0], paired
         return Candidates(alone, near, far, self._groups, self._names)
 
     def _follow(
