@@ -169,7 +169,8 @@ class Fleet:
         self._refresh(now)
         rank = self._rank(query.slo_class)
         cached = self._cached(query)
-        age = now - self._facts[1]
+        age = np.minimum(now - self._facts[1], self.config.ttl_s)
+        age[list(self._stale)] = 0.0  # nobody knows whether it has gone on
         it = predict(self._loads, query, rank, cached, age, self.classes)
         slo = self.classes[rank]
         self.num_chosen += 1
@@ -359,7 +360,8 @@ class Fleet:
         kept = np.intersect1d(candidates.prefills, self._slots_of("prefill"))
         if not len(kept) or not len(candidates.decodes):
             alone = candidates.alone if len(candidates.alone) else candidates.decodes
-            slot = pick(np.intersect1d(alone, self._slots_of("mixed")) if len(self._slots_of("mixed")) else alone)
+            mixed = np.intersect1d(alone, self._slots_of("mixed"))
+            slot = pick(mixed if len(mixed) else alone)
             return slot, slot
         prefill = pick(kept)
         far = candidates.decodes[self._groups[candidates.decodes] == self._groups[prefill]]
