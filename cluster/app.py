@@ -10,30 +10,26 @@ import signal
 import socket
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import ray
 import uvicorn
 from ray import serve
-from ray.exceptions import ActorDiedError
 from ray.serve.config import HTTPOptions, ProxyLocation, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
-from crossdock.cluster import membership
 from crossdock.cluster.api import build_api
 from crossdock.cluster.config import ClusterConfig, PoolConfig
-from crossdock.cluster.dispatch import Dispatcher, ReplicaDead
+from crossdock.cluster.dispatch import Dispatcher
 from crossdock.cluster.pinning import PinningRouter
+from crossdock.cluster.replicas import follow_members
+from crossdock.cluster.scaler import Scaler
 from crossdock.cluster.text import Text
 from crossdock.cluster.tiers import Tiers
 from crossdock.workers.checkpoint import resolve_model
-from crossdock.workers.live import Message
-from crossdock.workers.profile import SchedulingProfile
 from crossdock.workers.replica import Replica
-from crossdock.workers.request import Overloaded, Submission
 
 logger = logging.getLogger("ray.serve")
 
@@ -42,62 +38,16 @@ _NEVER_QUEUE = 1_000_000  # admission is the engine's business; Serve's own limi
 _MESSAGE = {"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20)}
 
 
-class ReplicaClient:
-    """One replica behind a Serve handle, every call pinned to it."""
-
-    def __init__(self, handle: DeploymentHandle, replica_id: str, ingress: str) -> None:
-        self._handle = handle.options(session_id=replica_id)
-        self._ingress = ingress
-
-    async def messages(self) -> AsyncIterator[Message]:
-        try:
-            async for message in self._handle.options(stream=True).messages.remote(self._ingress):
-                yield message
-        except ActorDiedError as error:
-            raise ReplicaDead("its process has ended") from error
-
-    async def submit(self, submission: Submission) -> int:
-        answer: int | ValueError | Overloaded = await self._handle.submit.remote(self._ingress, submission)
-        if isinstance(answer, int):
-            return answer
-        raise answer
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        await self._handle.abort.remote(request_ids)
-
-    async def close(self) -> None:
-        await self._handle.close.remote(self._ingress)
-
-    async def progress(self, request_id: str) -> int | None:
-        num_steps: int | None = await self._handle.progress.remote(request_id)
-        return num_steps
-
-    async def peer_dead(self, peer: bytes) -> None:
-        await self._handle.peer_dead.remote(peer)
-
-    async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = await self._handle.timelines.remote(request_id, tenant)
-        return found
-
-    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = await self._handle.live_requests.remote(tenant)
-        return found
-
-    async def metrics_text(self) -> str:
-        text: str = await self._handle.metrics_text.remote()
-        return text
-
-
 class Ingress:
     """HTTP in, tokens out: one dispatcher over all pools, and the OpenAI API in front of it."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: ClusterConfig, engines: dict[str, DeploymentHandle]
+        self, config: ClusterConfig, engines: dict[str, DeploymentHandle], scaler: DeploymentHandle | None = None
     ) -> None:
+        """`scaler` is not called: Serve runs what an ingress is given."""
         path = resolve_model(config.model.path)
         self.dispatcher = Dispatcher(config.model.name, config.router, self._all_ingress_metrics)
         self._name = uuid.uuid4().hex
-        self._loop = asyncio.get_running_loop()
         self._server: uvicorn.Server | None = None
         context = serve.get_replica_context()
         self._every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
@@ -107,10 +57,7 @@ class Ingress:
         self._api = build_api(self.dispatcher, text, config.http, tiers)
         if config.http.direct:
             self._server = await _listen(self._api, config.http.host, config.http.port)
-        self._members: dict[str, set[str]] = {}  # by deployment
-        for deployment, handle in engines.items():
-            membership.subscribe(deployment, partial(self._on_members, deployment, handle))
-            handle._init()  # a handle hears of its replicas only from its first use on; this is that, without a call
+        follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._api
@@ -127,18 +74,6 @@ class Ingress:
     async def _all_ingress_metrics(self) -> dict[str, str]:
         texts = await self._every_ingress.broadcast("ingress_metrics").results_async()
         return dict([await self.ingress_metrics(), *texts])
-
-    def _on_members(self, deployment: str, handle: DeploymentHandle, members: membership.Members) -> None:
-        self._loop.call_soon_threadsafe(self._update, deployment, handle, members)
-
-    def _update(self, deployment: str, handle: DeploymentHandle, members: membership.Members) -> None:
-        for replica_id, advertised in members.items():
-            self.dispatcher.join(
-                replica_id, ReplicaClient(handle, replica_id, self._name), SchedulingProfile(**advertised)
-            )
-        for replica_id in self._members.get(deployment, set()) - set(members):
-            self.dispatcher.leave(replica_id)
-        self._members[deployment] = set(members)
 
 
 async def _listen(api: Any, host: str, port: int) -> uvicorn.Server:
@@ -169,11 +104,14 @@ def build(args: ClusterConfig) -> serve.Application:
         graceful_shutdown_timeout_s=args.http.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
     )
-    return ingress.bind(args, engines)
+    if not args.is_elastic:
+        return ingress.bind(args, engines)
+    scaler = serve.deployment(Scaler, num_replicas=1, ray_actor_options={"num_cpus": 0}, name="scaler")
+    return ingress.bind(args, engines, scaler.bind(args, engines))
 
 
 def _engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Application:
-    num_replicas = sum(each.replicas for each in config.pools)
+    num_replicas = sum(each.most for each in config.pools)
     num_threads = pool.num_cpus or max((os.cpu_count() or 1) // num_replicas, 1)
     ships = any(each.role == "prefill" for each in config.pools)
     deployment = serve.deployment(
@@ -209,7 +147,7 @@ def start_ray(config: ClusterConfig) -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init()
         return
-    cpus = max(os.cpu_count() or 1, 1 + sum(pool.num_cpus * pool.replicas for pool in config.pools))
+    cpus = max(os.cpu_count() or 1, 1 + sum(pool.num_cpus * pool.most for pool in config.pools))
     ray.init(
         address="local",
         num_cpus=int(cpus),
@@ -237,7 +175,8 @@ def serve_forever(config: ClusterConfig, starting: Callable[[str], None], starte
         starting(STARTING[1])
         serve.start(proxy_location=location, http_options=HTTPOptions(host=config.http.host, port=config.http.port))
         starting(STARTING[2])
-        serve.run(build(config), name=APP_NAME, logging_config=LoggingConfig(enable_access_log=False))
+        app, log = build(config), LoggingConfig(enable_access_log=False)
+        serve.run(app, name=APP_NAME, external_scaler_enabled=config.is_elastic, logging_config=log)
         started()
         threading.Event().wait()
     except KeyboardInterrupt:

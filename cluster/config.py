@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from crossdock.cluster.api import HttpConfig
 from crossdock.router.fleet import RouterConfig
+from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.checkpoint import model_name
 from crossdock.workers.engine import EngineConfig
 from crossdock.workers.handover import TransferConfig
@@ -53,15 +54,27 @@ class PoolConfig(BaseModel):
 
     name: str = Field("mixed", pattern=r"^[a-z][a-z0-9-]*$", description="Name of the Serve deployment.")
     role: Role = Field("mixed", description="mixed, prefill or decode; a pool named prefill or decode has that role.")
-    replicas: int = Field(1, ge=1, description="How many to run.")
+    replicas: int = Field(1, ge=1, description="How many to run; with max_replicas, at least.")
+    max_replicas: int | None = Field(None, ge=1, description="How many the pool may grow to; null: it does not.")
     num_cpus: int = Field(0, ge=0, description="Cores of each replica; 0 reserves none and uses all.")
     num_gpus: float = Field(0, ge=0, description="GPUs of each replica.")
     engine: EngineConfig | None = Field(None, description="What differs from the cluster's engine settings.")
 
+    @property
+    def most(self) -> int:
+        """Replicas, when it has grown to its bound."""
+        return self.max_replicas or self.replicas
+
     @model_validator(mode="after")
-    def _leaves_the_ingress_its_name(self) -> Self:
-        if self.name == "ingress":
-            raise ValueError("name 'ingress' is the HTTP deployment's; choose another")
+    def _leaves_others_their_names(self) -> Self:
+        if self.name in ("ingress", "scaler"):
+            raise ValueError(f"name {self.name!r} is another deployment's; choose another")
+        return self
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.most < self.replicas:
+            raise ValueError(f"max_replicas ({self.most}) must be at least replicas ({self.replicas})")
         return self
 
     @model_validator(mode="before")
@@ -81,8 +94,14 @@ class ClusterConfig(BaseModel):
     engine: EngineConfig = Field(default_factory=lambda: EngineConfig.model_validate({}))
     pools: tuple[PoolConfig, ...] = (PoolConfig.model_validate({}),)
     router: RouterConfig = Field(default_factory=lambda: RouterConfig.model_validate({}))
+    scaling: ScalingConfig = Field(default_factory=lambda: ScalingConfig.model_validate({}))
     transfer: TransferConfig = Field(default_factory=lambda: TransferConfig.model_validate({}))
     http: HttpConfig = Field(default_factory=lambda: HttpConfig.model_validate({}))
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether sizes or roles may change by themselves."""
+        return self.scaling.flip_roles or any(pool.most > pool.replicas for pool in self.pools)
 
     @model_validator(mode="before")
     @classmethod

@@ -34,7 +34,7 @@ from crossdock.router.placement import (
 from crossdock.router.prefixes import Prefixes
 from crossdock.workers.live import LiveProfile, PageChanges
 from crossdock.workers.pages import PageHash
-from crossdock.workers.profile import SchedulingProfile
+from crossdock.workers.profile import Role, SchedulingProfile
 from crossdock.workers.slo import SloClass, rank_of
 
 
@@ -70,6 +70,11 @@ class _Replica:
     unseen: dict[str, Booking] = field(default_factory=dict)  # by request
     seen: dict[str, Booking] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)  # of the unseen: the live profile after which they are in it
+
+    @property
+    def role(self) -> Role:
+        """What it is kept for now."""
+        return (self.live and self.live.role) or self.profile.role
 
     def change(self, request_id: str, booking: Booking) -> None:
         """The booking of a request is now another."""
@@ -143,6 +148,8 @@ class Fleet:
         it.heard = self._facts[0, it.slot] = now
         if it.live is not None and it.live.incarnation == live.incarnation and it.live.sequence >= live.sequence:
             return
+        if it.role != (live.role or it.profile.role):
+            self._roles.clear()
         it.live = live
         it.news = self._facts[1, it.slot] = now
         for request_id in [key for key, taken in it.taken.items() if taken < live.sequence]:
@@ -315,7 +322,7 @@ class Fleet:
     def _slots_of(self, role: str) -> Slots:
         if not self._roles:
             for each in ("mixed", "prefill", "decode"):
-                its = [it.slot for it in self._replicas.values() if it.profile.role == each]
+                its = [it.slot for it in self._replicas.values() if it.role == each]
                 self._roles[each] = np.array(sorted(its), dtype=np.intp)
         return self._roles[role]
 

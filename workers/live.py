@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from crossdock.workers.pages import PageHash
+from crossdock.workers.profile import Role
 from crossdock.workers.request import Leg, Request, TokenDelta
 from crossdock.workers.scheduler import Scheduler
 
@@ -41,6 +42,8 @@ class LiveProfile:
     free_pages: int = 0  # less those that who waits will take
     step_seconds: float = 0.0  # of the last step; 0: nothing is running
     bytes_per_second: float = 0.0  # of pages on their way to others, of late; 0: none were
+    done_seconds: float = 0.0  # of prompts it has computed since it started, as `Prompts.seconds` counts them
+    role: Role | None = None  # what it is kept for now; None: what its profile says
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,12 @@ class Message:
 
 
 def observe(
-    scheduler: Scheduler, incarnation: str, sequence: int, step_seconds: float = 0.0, bytes_per_second: float = 0.0
+    scheduler: Scheduler,
+    incarnation: str,
+    sequence: int,
+    step_seconds: float = 0.0,
+    bytes_per_second: float = 0.0,
+    role: Role | None = None,
 ) -> LiveProfile:
     """The live part of the profile of a replica with this scheduler."""
     classes = scheduler.config.slo_classes
@@ -109,6 +117,8 @@ def observe(
         pages,
         step_seconds if scheduler.has_work else 0.0,
         bytes_per_second,
+        scheduler.prefilled_seconds,
+        role,
     )
 
 
@@ -124,6 +134,7 @@ class Publisher:
     scheduler: Scheduler
     incarnation: str
     interval_s: float = 0.05
+    role: Role | None = None
     sequence: int = 0  # of the last live profile: a request that is added now is in the next one
     _number: int = 0  # of the last page changes
     _next: float = 0.0
@@ -140,7 +151,13 @@ class Publisher:
         self.sequence += 1
         self._next, self._was_busy = now + self.interval_s, self._is_busy
         self._step_seconds = step_seconds or self._step_seconds
-        return observe(self.scheduler, self.incarnation, self.sequence, self._step_seconds, self._bytes_per_second)
+        return observe(
+            self.scheduler, self.incarnation, self.sequence, self._step_seconds, self._bytes_per_second, self.role
+        )
+
+    def keep_for(self, role: Role) -> None:
+        """It is kept for something else from now on, and says so at once."""
+        self.role, self._was_busy = role, not self._is_busy
 
     def transferred(self, num_bytes: int, seconds: float) -> None:
         """Pages have gone to another replica."""

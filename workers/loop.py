@@ -17,6 +17,7 @@ from crossdock.workers.engine import Engine, Step
 from crossdock.workers.handover import Handover
 from crossdock.workers.live import LiveProfile, Message, PageChanges, Publisher
 from crossdock.workers.metrics import EngineMetrics
+from crossdock.workers.profile import Role
 from crossdock.workers.request import Overloaded, Submission, TokenDelta
 from crossdock.workers.timeline import Progress, Timeline, Timelines
 
@@ -148,6 +149,15 @@ class EngineLoop:
     def progress(self, request_id: str) -> int | None:
         """How often the engine's thread has looked for work, if it has the request; None: it has not."""
         return self._num_turns if self.engine.scheduler.get(request_id) is not None else None
+
+    async def keep_for(self, role: Role) -> None:
+        """This replica is kept for something else from now on. What runs goes on; routers hear of it at once."""
+
+        def change() -> None:
+            self._publisher.keep_for(role)
+            self._publish()
+
+        await self.call(change)
 
     async def peer_dead(self, peer: bytes) -> None:
         """The process of another replica, by its blob, has ended: who waits for its pages goes on without."""

@@ -92,6 +92,10 @@ class Replica:
         """See `EngineLoop.progress`."""
         return self.loop.progress(request_id)
 
+    async def keep_for(self, role: Role) -> None:
+        """Changes this replica's role, without a restart; see `EngineLoop.keep_for`."""
+        await self.loop.keep_for(role)
+
     async def peer_dead(self, peer: bytes) -> None:
         """The process of another replica, named by what it advertised, has ended."""
         await self.loop.peer_dead(peer)

@@ -164,6 +164,7 @@ class Scheduler:
     held: list[Request] = field(default_factory=list)  # their pages are on the way in or out
     num_preemptions: int = 0
     work_done: int = 0  # prompt tokens handed out since the start: the clock of response ratios
+    prefilled_seconds: float = 0.0  # what `cost` says of that work, the fixed part of steps left out
     _requests: dict[str, Request] = field(default_factory=dict)
     _chunks_last: bool = False  # without mixed_chunks: the last step was one of chunks
     _now: float = 0.0  # of the step being scheduled
@@ -360,6 +361,8 @@ class Scheduler:
                 chunks.append(self._part(request, num_tokens, self._reason(request)))
                 room.take(start, num_tokens, is_long)
                 self.work_done += num_tokens
+                if self.cost is not None:
+                    self.prefilled_seconds += self.cost.chunk_seconds(start, num_tokens)
         return chunks
 
     def _reason(self, request: Request) -> str:

@@ -96,7 +96,8 @@ def test_tree_is_frozen() -> None:
         ({"http.port": 1, "http.port.x": 1}, "http.port.x: http.port is 1, which has no parts"),
         ({"pools": []}, "pools: at least one is needed"),
         ({"pools": [{"name": "a"}, {"name": "a"}]}, "pools: two are named 'a'; give each its own name"),
-        ({"pools": [{"name": "ingress"}]}, "pools.0: name 'ingress' is the HTTP deployment's; choose another"),
+        ({"pools": [{"name": "ingress"}]}, "pools.0: name 'ingress' is another deployment's; choose another"),
+        ({"pools": [{"replicas": 3, "max_replicas": 2}]}, "pools.0: max_replicas (2) must be at least replicas (3)"),
         ({"pools": [{"name": "a b"}]}, "pools.0.name: string should match pattern '^[a-z][a-z0-9-]*$', not 'a b'"),
         (
             {"http.api_keys": [{"key": "k", "classes": ["batch", "gold"]}]},
