@@ -83,7 +83,7 @@ def test_tree_is_frozen() -> None:
         ({"max_num_seqs": 3}, "max_num_seqs: no such setting; did you mean engine.max_num_seqs?"),
         ({"engine.max-num-seqs": 3}, "engine.max-num-seqs: no such setting; did you mean max_num_seqs?"),
         ({"replicas": 3}, "replicas: no such setting; did you mean pools.NAME.replicas?"),
-        ({"zzz": 3}, "zzz: no such setting; there are model, engine, pools, transfer, http"),
+        ({"zzz": 3}, "zzz: no such setting; there are model, engine, pools, router, scaling, transfer, http"),
         ({"pools.0.engine.page_siz": 3}, "pools.0.engine.page_siz: no such setting; did you mean page_size?"),
         ({"engine.max_num_seqs": 0}, "engine.max_num_seqs: must be greater than or equal to 1, not 0"),
         ({"engine.kv_cache_memory": "2 zorks"}, "engine.kv_cache_memory: could not interpret byte unit: zorks"),
