@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -328,10 +329,8 @@ def test_soak(url: str, local: Engine) -> None:
         which = number % len(prompts)
         if random.Random(number).random() < 0.2:
             body = {"model": "smol", "prompt": prompts[which], "max_tokens": 24, "stream": True, "ignore_eos": True}
-            try:
+            with suppress(httpx.HTTPError):
                 httpx.post(f"{url}/v1/completions", json=body, timeout=random.Random(-number).uniform(0.01, 1.5))
-            except httpx.HTTPError:
-                pass
             outcomes["left"] += 1  # or had its answer already
             return
         stream = Stream(url, prompts[which])
@@ -350,7 +349,7 @@ def test_soak(url: str, local: Engine) -> None:
             if len(victims) == 1 + DECODES:  # one at a time: somebody must be left to go on
                 rng.choice(victims).kill()
                 outcomes["killed"] += 1
-                print(f"{time.monotonic() - started:.0f} s: {dict(outcomes)}", flush=True)  # for pytest -s
+                print(f"{time.monotonic() - started:.0f} s: {dict(outcomes)}", flush=True)  # noqa: T201  # for pytest -s
 
     killing = threading.Thread(target=killer, daemon=True)
     killing.start()
