@@ -243,6 +243,7 @@ def _sweep(engine: Engine) -> list[tuple[StepWork, float]]:
         measure((shallow, large))
         measure((shallow, small))
         measure((deep, small))
+        measure((deep, min(config.page_size, small)))
     for streams in (1, 4, 16, 64):
         if streams > config.max_num_seqs:
             break
