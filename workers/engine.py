@@ -144,7 +144,8 @@ class Engine:
         failed = []
         for request in self.scheduler.requests():
             self.abort(request.id)
-            failed.append((request, TokenDelta(request.id, [], finish_reason=FinishReason.ERROR, error=error)))
+            delta = TokenDelta(request.id, [], epoch=request.epoch, finish_reason=FinishReason.ERROR, error=error)
+            failed.append((request, delta))
         return failed
 
     def _forget(self, request_id: str) -> None:
