@@ -83,6 +83,7 @@ class _Flight:
     decode: _Link
     prefill: _Link | None
     arrivals: _Arrivals = field(default_factory=asyncio.Queue)
+    early: list[tuple[_Link, TokenDelta]] = field(default_factory=list)  # came before a token that goes before them
 
     @property
     def links(self) -> list[_Link]:
@@ -138,7 +139,7 @@ class Dispatcher:
                     if epoch == 0:
                         yield TokenDelta(submission.id, [])
                     while ended_at is None:
-                        link, delta = await self._next(flight)
+                        link, delta = await self._next(flight, len(output))
                         ended_at = link if delta.finish_reason is not None else None
                         if delta.finish_reason is FinishReason.ERROR:
                             raise RuntimeError(delta.error)
@@ -163,11 +164,19 @@ class Dispatcher:
         finally:
             watch.end()
 
-    async def _next(self, flight: _Flight) -> tuple[_Link, TokenDelta]:
-        """What comes next of a placement, from whom. That the replica of the prompt is done, or lost, is no end: the
-        other has its pages, or goes on with those that had arrived."""
+    async def _next(self, flight: _Flight, num_seen: int) -> tuple[_Link, TokenDelta]:
+        """What comes after the first `num_seen` tokens of the output, from whom. That the replica of the prompt is
+        done, or lost, is no end: the other has its pages, or goes on with those that had arrived. Only where the first
+        token, which comes from the replica of the prompt, went with it, the placement is lost too.
+        """
         while True:
+            if flight.early and flight.early[0][1].first <= num_seen:
+                return flight.early.pop(0)
+            if flight.early and flight.prefill is None:
+                raise ReplicaLost("the first token was lost with the replica that had computed it")
             link, item = await flight.arrivals.get()
+            if isinstance(item, TokenDelta) and item.epoch != flight.submission.epoch:
+                continue  # on its way when that placement was given up
             if isinstance(item, ReplicaLost):
                 if link is not flight.prefill:
                     raise item
@@ -179,7 +188,9 @@ class Dispatcher:
                 self._part(link, flight.submission, is_running=False)
             else:
                 link.bookings.first_token(flight.submission.id)
-                return link, item
+                if item.first <= num_seen:
+                    return link, item
+                flight.early.append((link, item))
 
     async def _place(self, submission: Submission) -> _Flight:
         """Gives the request to the replicas that are best for it; where one is overloaded, or does not answer, to the

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from pydantic import ByteSize
 
 from crossdock.cluster.dispatch import Dispatcher, ReplicaLost, merge_metrics
 from crossdock.workers.engine import Engine, EngineConfig, warm_up
+from crossdock.workers.handover import TransferConfig, connect
 from crossdock.workers.loop import EngineLoop
 from crossdock.workers.model import wrap_module
+from crossdock.workers.profile import Role
 from crossdock.workers.request import Overloaded, SamplingParams, Submission, TokenDelta
 from tests.workers.architectures import build
 
@@ -18,11 +21,16 @@ from tests.workers.architectures import build
 class InProcess:
     """An `EngineClient` without a process between: `replica.py` does the same behind a Serve handle."""
 
-    def __init__(self, config: EngineConfig | None = None) -> None:
+    def __init__(self, config: EngineConfig | None = None, role: Role = "mixed") -> None:
         config = config or EngineConfig(kv_cache_memory=ByteSize(4 << 20))
         engine = Engine(wrap_module(build("llama", {})), config)
         self.profile = warm_up(engine)
-        self.loop = EngineLoop(engine)
+        if role == "mixed":
+            self.loop = EngineLoop(engine)
+        else:
+            self.loop = EngineLoop(engine, partial(connect, engine, "tiny", role, TransferConfig(transport="tcp")))
+            assert self.loop.handover is not None
+            self.profile = self.profile.model_copy(update={"role": role, "peer": self.loop.handover.dock.blob})
         self.is_killed = False
 
     async def tokens(self) -> AsyncIterator[list[TokenDelta]]:
@@ -219,6 +227,47 @@ def test_a_replica_that_dies_is_replaced_in_mid_stream() -> None:
         assert "crossdock_ingress_placed_again_total 1.0" in dispatcher.metrics.text()
         await first.loop.close()
         await second.loop.close()
+
+    asyncio.run(story())
+
+
+class Withholding(InProcess):
+    """Its tokens do not come before `release`; when it is killed they never come."""
+
+    def __init__(self) -> None:
+        super().__init__(role="prefill")
+        self.release = asyncio.Event()
+
+    async def tokens(self) -> AsyncIterator[list[TokenDelta]]:
+        async for deltas in super().tokens():
+            if any(delta.token_ids for delta in deltas):
+                await self.release.wait()
+                if self.is_killed:
+                    raise ConnectionError("killed")
+            yield deltas
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_first_token_comes_late_or_never(is_killed: bool) -> None:
+    """Prefill has shipped all, decode streams, and the first token is still on its way to the ingress, or is lost."""
+
+    async def story() -> None:
+        prefill, decode, dispatcher = Withholding(), InProcess(role="decode"), Dispatcher("tiny")
+        dispatcher.join("d", decode, decode.profile)
+        await ready(dispatcher)
+        wanted = await tokens(dispatcher, "alone")
+        dispatcher.join("p", prefill, prefill.profile)
+        while not all(link.is_open for link in dispatcher._links.values()):
+            await asyncio.sleep(0.001)
+        asking = asyncio.create_task(tokens(dispatcher, "it"))
+        while not any(one["num_output_tokens"] >= 10 for one in await decode.live_requests(None)):
+            await asyncio.sleep(0.001)
+        prefill.is_killed = is_killed
+        prefill.release.set()
+        assert await asking == wanted
+        assert dispatcher.metrics.placed_again._value.get() == is_killed
+        for client in (prefill, decode):
+            await client.loop.close()
 
     asyncio.run(story())
 
