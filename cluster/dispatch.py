@@ -5,6 +5,7 @@ import asyncio
 import contextvars
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -56,6 +57,7 @@ class EngineClient(Protocol):
 _MOST_PLACEMENTS = 4  # of one request; the last two on one replica alone, whatever the pools
 _SILENCE_S = 10.0  # without a message, even an empty one, after which a replica counts as lost
 _ANSWER_S = 5.0  # for what is only reported: a scrape must not wait for a hung replica
+_DEAD_PEERS = 64  # remembered for replicas that were out of reach when they died
 _REJOIN_S = 1.0  # until a lost replica, which is still a member, is tried again
 
 
@@ -110,6 +112,7 @@ class Dispatcher:
         self._card: ModelCard | None = None
         self._members: dict[str, tuple[EngineClient, SchedulingProfile]] = {}  # as Serve has it
         self._links: dict[str, _Link] = {}  # to those that take new requests
+        self._dead: deque[bytes] = deque(maxlen=_DEAD_PEERS)  # whose KV transfers are over for good
         self._background: set[asyncio.Task[Any]] = set()
         self.metrics = _IngressMetrics()
         self._ingress_texts = ingress_texts or self._own_text
@@ -181,8 +184,6 @@ class Dispatcher:
                 if link is not flight.prefill:
                     raise item
                 flight.prefill = None
-                if isinstance(item, ReplicaDead):
-                    self._spawn(flight.decode.client.peer_dead(link.profile.peer))
             elif item.finish_reason is FinishReason.SHIPPED:
                 flight.prefill = None
                 self._part(link, flight.submission, is_running=False)
@@ -281,8 +282,10 @@ class Dispatcher:
 
     def leave(self, name: str) -> None:
         """A replica takes no new requests. Its running ones go on for as long as it lives."""
-        self._members.pop(name, None)
+        _, profile = self._members.pop(name, (None, None))
         link = self._links.pop(name, None)
+        if link is None and profile is not None:  # it was lost, and Serve has given it up too
+            self._tell_dead(profile.peer)
         if link is not None:
             link.is_leaving = True
             self._close_if_done(link)
@@ -310,7 +313,10 @@ class Dispatcher:
             while True:
                 async with asyncio.timeout(_SILENCE_S):
                     deltas = await anext(stream)
-                link.is_open = True
+                if not link.is_open:
+                    link.is_open = True
+                    for peer in self._dead:
+                        self._spawn(link.client.peer_dead(peer))
                 for delta in deltas:
                     arrivals = link.arrivals.get(delta.request_id)
                     if arrivals is not None:
@@ -333,9 +339,20 @@ class Dispatcher:
             arrivals.put_nowait((link, loss))
         if self._links.get(link.name) is link:
             del self._links[link.name]
+        if isinstance(loss, ReplicaDead):
+            self._tell_dead(link.profile.peer)
         if link.name in self._members:
             logger.warning("%s", loss)
             self._spawn(self._rejoin(link.name))
+
+    def _tell_dead(self, peer: bytes) -> None:
+        """Every replica hears that a process has ended: it may keep pages from a writer that nobody else asks about
+        any more, whose request was aborted before."""
+        if peer and peer not in self._dead:
+            self._dead.append(peer)
+            for link in self._links.values():
+                if link.is_open:
+                    self._spawn(link.client.peer_dead(peer))
 
     async def _rejoin(self, name: str) -> None:
         """Serve says when a member is gone for good; until then it may only have been out of reach."""

@@ -1,14 +1,14 @@
 """A request's life over engines in this process: real engines, no Ray."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 from pydantic import ByteSize
 
-from crossdock.cluster.dispatch import Dispatcher, ReplicaLost, merge_metrics
+from crossdock.cluster.dispatch import Dispatcher, ReplicaDead, ReplicaLost, merge_metrics
 from crossdock.workers.engine import Engine, EngineConfig, warm_up
 from crossdock.workers.handover import TransferConfig, connect
 from crossdock.workers.loop import EngineLoop
@@ -267,6 +267,52 @@ def test_the_first_token_comes_late_or_never(is_killed: bool) -> None:
         assert await asking == wanted
         assert dispatcher.metrics.placed_again._value.get() == is_killed
         for client in (prefill, decode):
+            await client.loop.close()
+
+    asyncio.run(story())
+
+
+def test_everyone_hears_of_a_death() -> None:
+    """Also those that have no request with it: they may keep pages from it for one that was aborted. Also one that was
+    out of reach at that moment; and a replica that was lost counts as dead once Serve has given it up."""
+
+    class Mortal(InProcess):
+        def __init__(self, peer: bytes) -> None:
+            super().__init__()
+            self.profile = self.profile.model_copy(update={"peer": peer})
+            self.heard: list[bytes] = []
+            self.error: Exception = ReplicaDead("its process has ended")
+
+        async def peer_dead(self, peer: bytes) -> None:
+            self.heard.append(peer)
+
+        async def tokens(self) -> AsyncIterator[list[TokenDelta]]:
+            async for deltas in super().tokens():
+                if self.is_killed:
+                    raise self.error
+                yield deltas
+
+    async def until(holds: Callable[[], bool]) -> None:
+        while not holds():
+            await asyncio.sleep(0.001)
+
+    async def story() -> None:
+        dispatcher, clients = Dispatcher("tiny"), [Mortal(b"%d" % number) for number in range(4)]
+        for number, client in enumerate(clients[:3]):
+            dispatcher.join(f"{number}", client, client.profile)
+        await until(lambda: len(dispatcher._links) == 3 and all(link.is_open for link in dispatcher._links.values()))
+        clients[0].is_killed = True
+        clients[0].loop.channels["test"].put([TokenDelta("nobody", [])])
+        await until(lambda: all(client.heard == [b"0"] for client in clients[1:3]))
+        dispatcher.join("3", clients[3], clients[3].profile)
+        await until(lambda: clients[3].heard == [b"0"])
+        clients[1].error, clients[1].is_killed = ConnectionError("out of reach"), True
+        clients[1].loop.channels["test"].put([TokenDelta("nobody", [])])
+        await until(lambda: "1" not in dispatcher._links)
+        assert clients[3].heard == [b"0"]
+        dispatcher.leave("1")
+        await until(lambda: clients[3].heard == [b"0", b"1"])
+        for client in clients:
             await client.loop.close()
 
     asyncio.run(story())
