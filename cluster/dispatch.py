@@ -5,6 +5,7 @@ import asyncio
 import contextvars
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -60,6 +61,7 @@ class EngineClient(Protocol):
 _MOST_PLACEMENTS = 4  # of one request; the last two on one replica alone, whatever the pools
 _SILENCE_S = 10.0  # without a message, even an empty one, after which a replica counts as lost
 _ANSWER_S = 5.0  # for what is only reported: a scrape must not wait for a hung replica
+_DEAD_PEERS = 64  # remembered for replicas that were out of reach when they died
 _REJOIN_S = 1.0  # until a lost replica, which is still a member, is tried again
 _PATIENCE_S = 5.0  # without a token, at least, before a replica is asked whether it is still at it
 _STUCK_S = 120.0  # without a step after which a replica that says so is not believed; steps may take a minute
@@ -89,6 +91,7 @@ class _Flight:
     decode: _Link
     prefill: _Link | None
     arrivals: _Arrivals = field(default_factory=asyncio.Queue)
+    early: list[tuple[_Link, TokenDelta]] = field(default_factory=list)  # came before a token that goes before them
     patience: float = _PATIENCE_S  # seconds until the next token, before it is asked for
     is_computed: bool = False  # its prompt
     turns: tuple[int, float] | None = None  # what the replica answered when it was asked, and when first so
@@ -122,6 +125,7 @@ class Dispatcher:
         self._members: dict[str, tuple[EngineClient, SchedulingProfile]] = {}  # as Serve has it
         self._links: dict[str, _Link] = {}  # to those that take new requests
         self.fleet = Fleet(router or RouterConfig.model_validate({}))  # those of them that are up
+        self._dead: deque[bytes] = deque(maxlen=_DEAD_PEERS)  # whose KV transfers are over for good
         self._background: set[asyncio.Task[Any]] = set()
         self.metrics = _IngressMetrics()
         self._ingress_texts = ingress_texts or self._own_text
@@ -153,7 +157,7 @@ class Dispatcher:
                     if epoch == 0:
                         yield TokenDelta(submission.id, [])
                     while ended_at is None:
-                        link, delta = await self._next(flight)
+                        link, delta = await self._next(flight, len(output))
                         ended_at = link if delta.finish_reason is not None else None
                         if delta.finish_reason is FinishReason.ERROR:
                             raise RuntimeError(delta.error)
@@ -180,22 +184,28 @@ class Dispatcher:
         finally:
             watch.end()
 
-    async def _next(self, flight: _Flight) -> tuple[_Link, TokenDelta]:
-        """What comes next of a placement, from whom. That the replica of the prompt is done, or lost, is no end: the
-        other has its pages, or goes on with those that had arrived."""
+    async def _next(self, flight: _Flight, num_seen: int) -> tuple[_Link, TokenDelta]:
+        """What comes after the first `num_seen` tokens of the output, from whom. That the replica of the prompt is
+        done, or lost, is no end: the other has its pages, or goes on with those that had arrived. Only where the first
+        token, which comes from the replica of the prompt, went with it, the placement is lost too.
+        """
         while True:
+            if flight.early and flight.early[0][1].first <= num_seen:
+                return flight.early.pop(0)
+            if flight.early and flight.prefill is None:
+                raise ReplicaLost("the first token was lost with the replica that had computed it")
             try:
                 async with asyncio.timeout(flight.patience):
                     link, item = await flight.arrivals.get()
             except TimeoutError:
                 await self._ask(flight)
                 continue
+            if isinstance(item, TokenDelta) and item.epoch != flight.submission.epoch:
+                continue  # on its way when that placement was given up
             if isinstance(item, ReplicaLost):
                 if link is not flight.prefill:
                     raise item
                 flight.prefill = None
-                if isinstance(item, ReplicaDead):
-                    self._spawn(flight.decode.client.peer_dead(link.profile.peer))
             elif item.finish_reason is FinishReason.SHIPPED:
                 flight.prefill = None
                 self._part(link, flight.submission, is_running=False)
@@ -204,7 +214,9 @@ class Dispatcher:
                     flight.is_computed = True
                     flight.patience = max(_PATIENCE_S, 20 * flight.placement.predicted_gap)
                     self.fleet.first_token(flight.submission.id, time.monotonic())
-                return link, item
+                if item.first <= num_seen:
+                    return link, item
+                flight.early.append((link, item))
 
     async def _ask(self, flight: _Flight) -> None:
         """The deadline of a request has passed: its replica must say that it still has it. Raises ReplicaLost if it has
@@ -331,8 +343,10 @@ class Dispatcher:
 
     def leave(self, name: str) -> None:
         """A replica takes no new requests. Its running ones go on for as long as it lives."""
-        self._members.pop(name, None)
+        _, profile = self._members.pop(name, (None, None))
         link = self._links.pop(name, None)
+        if link is None and profile is not None:  # it was lost, and Serve has given it up too
+            self._tell_dead(profile.peer)
         if link is not None:
             self.fleet.leave(name)
             link.is_leaving = True
@@ -385,6 +399,8 @@ class Dispatcher:
 
     def _opened(self, link: _Link) -> None:
         link.is_open = True
+        for peer in self._dead:
+            self._spawn(link.client.peer_dead(peer))
         if self._links.get(link.name) is link:  # it may have left already
             self.fleet.join(link.name, link.profile, time.monotonic())
 
@@ -395,9 +411,20 @@ class Dispatcher:
         if self._links.get(link.name) is link:
             del self._links[link.name]
             self.fleet.leave(link.name)
+        if isinstance(loss, ReplicaDead):
+            self._tell_dead(link.profile.peer)
         if link.name in self._members:
             logger.warning("%s", loss)
             self._spawn(self._rejoin(link.name))
+
+    def _tell_dead(self, peer: bytes) -> None:
+        """Every replica hears that a process has ended: it may keep pages from a writer that nobody else asks about
+        any more, whose request was aborted before."""
+        if peer and peer not in self._dead:
+            self._dead.append(peer)
+            for link in self._links.values():
+                if link.is_open:
+                    self._spawn(link.client.peer_dead(peer))
 
     async def _rejoin(self, name: str) -> None:
         """Serve says when a member is gone for good; until then it may only have been out of reach."""

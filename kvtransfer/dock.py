@@ -15,8 +15,8 @@ import logging
 import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -40,6 +40,7 @@ from crossdock.kvtransfer.transport import (
 logger = logging.getLogger(__name__)
 
 MAX_STATE_BYTES = MAX_BYTES - 4096
+_MOST_DEAD = 1024  # peers remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class Dock:
         self._receiver = Receiver(spec.page_size, self.blob, grace_seconds)
         self._peers: dict[str, Peer] = {}
         self._connected: set[str] = set()
+        self._dead: OrderedDict[str, None] = OrderedDict()  # the names of processes that have ended
         self._writes: dict[int, tuple[str, int, str]] = {}  # request, epoch, peer
         self._calls: deque[Callable[[float], list[Output]]] = deque()
         self._num_malformed = 0
@@ -114,7 +116,8 @@ class Dock:
         def call(now: float) -> list[Output]:
             self._peers.update({name: peer for name, (peer, _) in targets.items()})
             wanted = {name: target for name, (_, target) in targets.items()}
-            return self._sender.ship(request, epoch, wanted, deadline_seconds, now)
+            shipped = self._sender.ship(request, epoch, wanted, deadline_seconds, now)
+            return shipped + self._lose_again(targets, now)
 
         self._call(call)
 
@@ -161,7 +164,8 @@ class Dock:
         def call(now: float) -> list[Output]:
             self._peers.update({name: peer for name, (peer, _) in sources.items()})
             ranks = {name: (peer.spec.rank, page_bytes) for name, (peer, page_bytes) in sources.items()}
-            return self._receiver.expect(request, epoch, ranks, deadline_seconds, now)
+            expected = self._receiver.expect(request, epoch, ranks, deadline_seconds, now)
+            return expected + self._lose_again(sources, now)
 
         self._call(call)
 
@@ -194,8 +198,10 @@ class Dock:
         name = Peer.unpack(blob).name
 
         def call(now: float) -> list[Output]:
-            self._peers.pop(name, None)
-            return self._lose(name, True, f"{name} is dead", now)
+            self._dead[name] = None
+            while len(self._dead) > _MOST_DEAD:
+                self._dead.popitem(last=False)
+            return self._lose_again([name], now)
 
         self._call(call)
 
@@ -305,6 +311,15 @@ class Dock:
         self._connected.discard(peer)
         lost = self._sender.peer_lost(peer, is_dead, detail, now)
         return lost + self._receiver.peer_lost(peer, is_dead, detail, now)
+
+    def _lose_again(self, names: Iterable[str], now: float) -> list[Output]:
+        """Those of them that are known to be dead: a transfer with one may be asked for after the word of its death."""
+        outputs = []
+        for name in names:
+            if name in self._dead:
+                self._peers.pop(name, None)
+                outputs += self._lose(name, True, f"{name} is dead", now)
+        return outputs
 
     def _carry_out(self, outputs: Sequence[Output]) -> None:
         for output in outputs:

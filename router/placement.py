@@ -279,7 +279,9 @@ def predict(
     total = query.num_tokens
     rest = total - cached
     per_token = loads.per_token + loads.per_attended * (cached + rest / 2)
-    own = np.ceil(rest / loads.budget) * loads.base + rest * per_token
+    num_chunks = np.ceil(rest / loads.budget)
+    contexts = num_chunks * (cached + loads.budget * (num_chunks - 1) / 2)  # tokens before each chunk, summed
+    own = num_chunks * loads.base + rest * per_token + loads.per_context * contexts
     # chunking.predicted_ttft, whose prompts come here by class and length. Since it last spoke, it has gone on.
     done = age * loads.share
     urgent = np.maximum(loads.urgent[:, rank] - done, 0.0) + loads.booked_urgent[:, rank]
@@ -297,7 +299,8 @@ def predict(
 
     chunk = np.where(loads.adaptive > 0, loads.floor, np.maximum(loads.budget - loads.streams.sum(axis=1), 1.0))
     chunk = np.minimum(chunk, rest)
-    mixed = loads.gap + chunk * (loads.per_token + loads.per_attended * (cached + rest / 2))
+    context = cached + rest / 2
+    mixed = loads.gap + chunk * (loads.per_token + loads.per_attended * context) + loads.per_context * context
     carries = (loads.adaptive == 0) | (rank <= loads.tightest)  # nobody waits for the prompt of a less urgent class
     more = _lateness(mixed, loads.streams, classes) - loads.lateness
     prompt_late = np.where(carries, more * rest / np.maximum(chunk, 1.0), 0.0)

@@ -144,7 +144,8 @@ class Engine:
         failed = []
         for request in self.scheduler.requests():
             self.abort(request.id)
-            failed.append((request, TokenDelta(request.id, [], finish_reason=FinishReason.ERROR, error=error)))
+            delta = TokenDelta(request.id, [], epoch=request.epoch, finish_reason=FinishReason.ERROR, error=error)
+            failed.append((request, delta))
         return failed
 
     def _forget(self, request_id: str) -> None:
@@ -247,6 +248,7 @@ def _sweep(engine: Engine) -> list[tuple[StepWork, float]]:
         measure((shallow, large))
         measure((shallow, small))
         measure((deep, small))
+        measure((deep, min(config.page_size, small)))
     for streams in (1, 4, 16, 64):
         if streams > config.max_num_seqs:
             break

@@ -127,12 +127,12 @@ class Handover:
                 self.on_figures(event.request, True, Figures(), event.reason.value)
                 self.engine.abort(request.id)
                 self._end(event.request, event.epoch)
-                return [TokenDelta(request.id, [], finish_reason=FinishReason.SHIPPED)]
+                return [TokenDelta(request.id, [], epoch=request.epoch, finish_reason=FinishReason.SHIPPED)]
             case Released(arrived=arrived, figures=figures):
                 deltas = []
                 if request is not None and arrived:
                     self.engine.ship(request.id)
-                    deltas = [TokenDelta(request.id, [], finish_reason=FinishReason.SHIPPED)]
+                    deltas = [TokenDelta(request.id, [], epoch=request.epoch, finish_reason=FinishReason.SHIPPED)]
                     self.on_figures(event.request, True, figures, "shipped")
                 self._end(event.request, event.epoch)
                 self._release(event.request, event.epoch)

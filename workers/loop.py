@@ -82,7 +82,7 @@ class EngineLoop:
         self._num_turns = 0
         self._publisher = Publisher(engine.scheduler, uuid.uuid4().hex)
         self._page_bytes = engine.model.layout(engine.config.page_size).page_bytes
-        self._channel_of: dict[str, Channel] = {}  # by request
+        self._channel_of: dict[str, tuple[Channel, int]] = {}  # by request, with the epoch of its placement
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[Callable[[], None]] = deque()  # what to do between two steps, in the engine's thread
         self._wake = threading.Condition()
@@ -107,7 +107,7 @@ class EngineLoop:
         """Ends a reader: requests that nobody else will read are aborted."""
         if self.channels.get(name) is channel:
             del self.channels[name]
-        orphans = [request for request, its in self._channel_of.items() if its is channel]
+        orphans = [request for request, (its, _) in self._channel_of.items() if its is channel]
         await self.abort(orphans)
 
     async def submit(self, name: str, submission: Submission) -> int:
@@ -117,7 +117,7 @@ class EngineLoop:
         if channel is None:
             raise RuntimeError(f"no channel {name!r} is open")
         done: asyncio.Future[int] = self._loop.create_future()
-        self._channel_of[submission.id] = channel
+        self._channel_of[submission.id] = channel, submission.epoch
         arrived = self.engine.clock()  # here, not between two steps: the step that runs now is time it waits
 
         def add() -> None:
@@ -313,9 +313,9 @@ class EngineLoop:
     ) -> None:
         by_channel: dict[int, list[TokenDelta]] = {}
         for delta in deltas:
-            channel = self._channel_of.get(delta.request_id)
-            if channel is None:
-                continue  # aborted while its last step ran
+            channel, epoch = self._channel_of.get(delta.request_id, (None, -1))
+            if channel is None or epoch != delta.epoch:
+                continue  # aborted while its last step ran; it may have been placed here again since
             by_channel.setdefault(id(channel), []).append(delta)
             if delta.finish_reason is not None:
                 del self._channel_of[delta.request_id]

@@ -117,6 +117,7 @@ class TokenDelta:
     request_id: str
     token_ids: list[int]
     first: int = 0  # which of the output's tokens `token_ids[0]` is: after a failover some may come twice
+    epoch: int = 0  # of the placement it comes from
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None

@@ -599,6 +599,7 @@ class Scheduler:
             request.id,
             token_ids,
             first=request.num_output_tokens - len(token_ids),
+            epoch=request.epoch,
             finish_reason=request.finish_reason,
             num_cached_tokens=request.num_cached_tokens,
         )

@@ -1,19 +1,22 @@
 """A request's life over engines in this process: real engines, no Ray."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 from pydantic import ByteSize
 
-from crossdock.cluster.dispatch import Dispatcher, ReplicaLost, merge_metrics
+from crossdock.cluster.dispatch import Dispatcher, ReplicaDead, ReplicaLost, merge_metrics
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.engine import Engine, EngineConfig, warm_up
+from crossdock.workers.handover import TransferConfig, connect
 from crossdock.workers.live import Message
 from crossdock.workers.loop import EngineLoop
 from crossdock.workers.model import wrap_module
-from crossdock.workers.request import Overloaded, SamplingParams, Submission
+from crossdock.workers.profile import Role
+from crossdock.workers.request import Overloaded, SamplingParams, Submission, TokenDelta
 from tests.workers.architectures import build
 
 IN_TURN = RouterConfig(policy="round-robin")
@@ -22,11 +25,16 @@ IN_TURN = RouterConfig(policy="round-robin")
 class InProcess:
     """An `EngineClient` without a process between: `replica.py` does the same behind a Serve handle."""
 
-    def __init__(self, config: EngineConfig | None = None) -> None:
+    def __init__(self, config: EngineConfig | None = None, role: Role = "mixed") -> None:
         config = config or EngineConfig(kv_cache_memory=ByteSize(4 << 20))
         engine = Engine(wrap_module(build("llama", {})), config)
         self.profile = warm_up(engine)
-        self.loop = EngineLoop(engine)
+        if role == "mixed":
+            self.loop = EngineLoop(engine)
+        else:
+            self.loop = EngineLoop(engine, partial(connect, engine, "tiny", role, TransferConfig(transport="tcp")))
+            assert self.loop.handover is not None
+            self.profile = self.profile.model_copy(update={"role": role, "peer": self.loop.handover.dock.blob})
         self.is_killed = False
 
     async def messages(self) -> AsyncIterator[Message]:
@@ -228,6 +236,94 @@ def test_a_replica_that_dies_is_replaced_in_mid_stream() -> None:
         assert "crossdock_ingress_placed_again_total 1.0" in dispatcher.metrics.text()
         await first.loop.close()
         await second.loop.close()
+
+    asyncio.run(story())
+
+
+class Withholding(InProcess):
+    """Its tokens do not come before `release`; when it is killed they never come."""
+
+    def __init__(self) -> None:
+        super().__init__(role="prefill")
+        self.release = asyncio.Event()
+
+    async def messages(self) -> AsyncIterator[Message]:
+        async for message in super().messages():
+            if any(delta.token_ids for delta in message.deltas):
+                await self.release.wait()
+                if self.is_killed:
+                    raise ConnectionError("killed")
+            yield message
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_first_token_comes_late_or_never(is_killed: bool) -> None:
+    """Prefill has shipped all, decode streams, and the first token is still on its way to the ingress, or is lost."""
+
+    async def story() -> None:
+        prefill, decode = Withholding(), InProcess(role="decode")
+        dispatcher = Dispatcher("tiny", RouterConfig(shipping="always"))
+        dispatcher.join("d", decode, decode.profile)
+        await ready(dispatcher)
+        wanted = await tokens(dispatcher, "alone")
+        dispatcher.join("p", prefill, prefill.profile)
+        while not all(link.is_open for link in dispatcher._links.values()):
+            await asyncio.sleep(0.001)
+        asking = asyncio.create_task(tokens(dispatcher, "it"))
+        while not any(one["num_output_tokens"] >= 10 for one in await decode.live_requests(None)):
+            await asyncio.sleep(0.001)
+        prefill.is_killed = is_killed
+        prefill.release.set()
+        assert await asking == wanted
+        assert dispatcher.metrics.placed_again._value.get() == is_killed
+        for client in (prefill, decode):
+            await client.loop.close()
+
+    asyncio.run(story())
+
+
+def test_everyone_hears_of_a_death() -> None:
+    """Also those that have no request with it: they may keep pages from it for one that was aborted. Also one that was
+    out of reach at that moment; and a replica that was lost counts as dead once Serve has given it up."""
+
+    class Mortal(InProcess):
+        def __init__(self, peer: bytes) -> None:
+            super().__init__()
+            self.profile = self.profile.model_copy(update={"peer": peer})
+            self.heard: list[bytes] = []
+            self.error: Exception = ReplicaDead("its process has ended")
+
+        async def peer_dead(self, peer: bytes) -> None:
+            self.heard.append(peer)
+
+        async def messages(self) -> AsyncIterator[Message]:
+            async for message in super().messages():
+                if self.is_killed:
+                    raise self.error
+                yield message
+
+    async def until(holds: Callable[[], bool]) -> None:
+        while not holds():
+            await asyncio.sleep(0.001)
+
+    async def story() -> None:
+        dispatcher, clients = Dispatcher("tiny"), [Mortal(b"%d" % number) for number in range(4)]
+        for number, client in enumerate(clients[:3]):
+            dispatcher.join(f"{number}", client, client.profile)
+        await until(lambda: len(dispatcher._links) == 3 and all(link.is_open for link in dispatcher._links.values()))
+        clients[0].is_killed = True
+        clients[0].loop.channels["test"].put([TokenDelta("nobody", [])])
+        await until(lambda: all(client.heard == [b"0"] for client in clients[1:3]))
+        dispatcher.join("3", clients[3], clients[3].profile)
+        await until(lambda: clients[3].heard == [b"0"])
+        clients[1].error, clients[1].is_killed = ConnectionError("out of reach"), True
+        clients[1].loop.channels["test"].put([TokenDelta("nobody", [])])
+        await until(lambda: "1" not in dispatcher._links)
+        assert clients[3].heard == [b"0"]
+        dispatcher.leave("1")
+        await until(lambda: clients[3].heard == [b"0", b"1"])
+        for client in clients:
+            await client.loop.close()
 
     asyncio.run(story())
 

@@ -1,4 +1,7 @@
-"""Prompts on one replica, tokens on others, in processes of their own: the same tokens, whoever is killed when."""
+"""Prompts on one replica, tokens on others, in processes of their own: the same tokens, whoever is killed when.
+
+Pages travel by NIXL where it is installed; CROSSDOCK_TEST_TRANSPORT=tcp runs all of it over plain TCP.
+"""
 
 import json
 import os
@@ -10,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ import pytest
 import ray
 from pydantic import ByteSize
 from ray import serve
+from ray.serve._private.common import DeploymentID
 from ray.serve.config import ProxyLocation
 
 from crossdock.cluster.app import build
@@ -48,13 +53,14 @@ def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
             "engine.max_num_batched_tokens": 256,
             "engine.admission": "queue",
             "router.shipping": "always",  # else what is better here and now: what is tested is that it is invisible
+            "transfer.transport": os.environ.get("CROSSDOCK_TEST_TRANSPORT", "auto"),
             "transfer.deadline_s": 4,
             "transfer.grace_s": 0.2,
             "pools": [{"name": "prefill"}, {"name": "decode", "replicas": DECODES}],
         },
     )
     serve.start(proxy_location=ProxyLocation.Disabled)
-    serve.run(build(config), name=APP)
+    serve.run(build(config), name=APP, external_scaler_enabled=True)
     address = f"http://127.0.0.1:{port}"
     wait_until_whole(address)
     yield address
@@ -137,6 +143,11 @@ def sample_of(url: str, name: str, replica: str) -> float:
     return found
 
 
+def ingress_sample(url: str, name: str) -> float:
+    (line,) = (it for it in httpx.get(f"{url}/metrics", timeout=30).text.splitlines() if it.startswith(name + "{"))
+    return float(line.rsplit(" ", 1)[1])
+
+
 def wait_until_whole(url: str) -> None:
     """All replicas are up, and nobody owns a page."""
     deadline = time.monotonic() + 180
@@ -162,11 +173,22 @@ def processes(pool: str) -> dict[str, psutil.Process]:
 
 def until_arriving(stream: Stream) -> tuple[str, int]:
     """The decode replica that has some of the stream's prompt but not all, and how much, in tokens."""
+    decodes = processes("decode")
     while True:
         for timeline in stream.timelines():
-            if timeline["num_chunks"] == 0 and 0 < timeline["num_computed_tokens"] < timeline["num_prompt_tokens"]:
+            if timeline["replica"] in decodes and 0 < timeline["num_computed_tokens"] < timeline["num_prompt_tokens"]:
                 return timeline["replica"], timeline["num_computed_tokens"]
         assert stream.is_alive(), "it ended before it was caught on the way"
+
+
+def scale(pool: str, replicas: int) -> None:
+    """Sets how many replicas a pool has, and waits until those that are too many have drained and ended."""
+    controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    ray.get(controller.update_deployment_replicas.remote(DeploymentID(pool, APP), replicas))
+    deadline = time.monotonic() + 120
+    while len(processes(pool)) != replicas:
+        assert time.monotonic() < deadline, f"{pool} still has {list(processes(pool))}"
+        time.sleep(0.05)
 
 
 @pytest.fixture(autouse=True)
@@ -210,7 +232,7 @@ def test_a_client_that_leaves(url: str, stage: str) -> None:
 
 def test_the_prefill_replica_is_killed_on_the_way(url: str, local: Engine) -> None:
     """Decode goes on from its frontier: what had arrived is not computed again."""
-    asked = prompt(1, 2500)
+    asked = prompt(61, 2500)  # of which nobody has a page
     (wanted,) = expected(local, [asked])
     before = {name: sample_of(url, "crossdock_prompt_tokens_total", name) for name in processes("decode")}
     stream = Stream(url, asked)
@@ -225,7 +247,7 @@ def test_the_prefill_replica_is_killed_on_the_way(url: str, local: Engine) -> No
 @pytest.mark.parametrize("stage", ["before the first token", "in mid-stream"])
 def test_a_decode_replica_is_killed(url: str, local: Engine, stage: str) -> None:
     """Another takes over, from the pages that prefill still has; nothing is repeated, nothing changed."""
-    asked = prompt(2 + len(stage), 1500)
+    asked = prompt(62 + len(stage), 1500)
     (wanted,) = expected(local, [asked], max_tokens=120)
     everyone = [*processes("prefill"), *processes("decode")]
     before = {name: sample_of(url, "crossdock_prompt_tokens_total", name) for name in everyone}
@@ -245,7 +267,7 @@ def test_a_decode_replica_is_killed(url: str, local: Engine, stage: str) -> None
 def test_a_hung_prefill_replica(url: str, local: Engine) -> None:
     """SIGSTOP: nobody knows that it will not go on. After the deadline decode does without; when the other wakes up,
     what it still writes hits quarantined pages."""
-    asked = prompt(5, 2500)
+    asked = prompt(65, 2500)
     (wanted,) = expected(local, [asked])
     stream = Stream(url, asked)
     until_arriving(stream)
@@ -258,6 +280,41 @@ def test_a_hung_prefill_replica(url: str, local: Engine) -> None:
         victim.send_signal(signal.SIGCONT)
 
 
+def test_a_decode_replica_drains(url: str, local: Engine) -> None:
+    """It takes nothing new, and ends when the streams it has are done; none of them is moved or computed twice."""
+    prompts = [prompt(70 + number, 600) for number in range(4)]
+    wanted = expected(local, prompts, max_tokens=150)
+    placed_again = ingress_sample(url, "crossdock_ingress_placed_again_total")
+    streams = [Stream(url, asked, 150) for asked in prompts]
+    while not all(stream.tokens for stream in streams):
+        time.sleep(0.01)
+    try:
+        scale("decode", 1)
+        late = Stream(url, prompts[0], 150)
+        assert [stream.result() for stream in streams] == wanted
+        assert late.result() == wanted[0]
+        assert ingress_sample(url, "crossdock_ingress_placed_again_total") == placed_again
+    finally:
+        scale("decode", DECODES)
+
+
+def test_the_prefill_replica_drains(url: str, local: Engine) -> None:
+    """It ships what it has begun before it ends; what comes meanwhile is prefilled where it decodes."""
+    asked, later = prompt(66, 2500), prompt(67, 300)
+    wanted = expected(local, [asked, later])
+    before = sum(sample_of(url, "crossdock_prompt_tokens_total", name) for name in processes("decode"))
+    stream = Stream(url, asked)
+    until_arriving(stream)
+    try:
+        scale("prefill", 0)
+        assert stream.result() == wanted[0]
+        computed = sum(sample_of(url, "crossdock_prompt_tokens_total", name) for name in processes("decode")) - before
+        assert computed == 0
+        assert Stream(url, later).result() == wanted[1]
+    finally:
+        scale("prefill", 1)
+
+
 @pytest.mark.soak
 def test_soak(url: str, local: Engine) -> None:
     """2,000 requests, a fifth of which leave at a random moment, while every few seconds a replica is killed: no wrong
@@ -265,27 +322,28 @@ def test_soak(url: str, local: Engine) -> None:
     rng = random.Random(1)
     prompts = [prompt(number, rng.choice([5, 40, 300, 900])) for number in range(25)]
     wanted = expected(local, prompts)
-    ended = threading.Event()
+    total = int(os.environ.get("CROSSDOCK_SOAK_REQUESTS", "2000"))
+    ended, started = threading.Event(), time.monotonic()
     outcomes: Counter[str] = Counter()
 
     def request(number: int) -> None:
         which = number % len(prompts)
         if random.Random(number).random() < 0.2:
             body = {"model": "smol", "prompt": prompts[which], "max_tokens": 24, "stream": True, "ignore_eos": True}
-            try:
+            with suppress(httpx.HTTPError):
                 httpx.post(f"{url}/v1/completions", json=body, timeout=random.Random(-number).uniform(0.01, 1.5))
-            except httpx.HTTPError:
-                outcomes["left"] += 1
+            outcomes["left"] += 1  # or had its answer already
             return
         stream = Stream(url, prompts[which])
         stream.join(180)
         assert not stream.is_alive(), "a stream hangs"
-        if stream.error is None and len(stream.tokens) == len(wanted[which]):
-            assert stream.tokens == wanted[which]
-            outcomes["served"] += 1
-        else:  # nobody was left to go on with it: the client was told, and what it had was right
-            assert stream.tokens == wanted[which][: len(stream.tokens)]
-            outcomes["told"] += 1
+        # Where nobody was left to go on with it the client was told, and what it had was right.
+        told = stream.error is not None or len(stream.tokens) < len(wanted[which])
+        assert stream.tokens == wanted[which][: len(stream.tokens) if told else None], (
+            f"{time.monotonic() - started:.0f} s: {stream.error}, {stream.tokens}, wanted {wanted[which]}, "
+            f"{json.dumps(stream.timelines())}"
+        )
+        outcomes["told" if told else "served"] += 1
 
     def killer() -> None:
         while not ended.wait(rng.uniform(4, 8)):
@@ -293,12 +351,13 @@ def test_soak(url: str, local: Engine) -> None:
             if len(victims) == 1 + DECODES:  # one at a time: somebody must be left to go on
                 rng.choice(victims).kill()
                 outcomes["killed"] += 1
+                print(f"{time.monotonic() - started:.0f} s: {dict(outcomes)}", flush=True)  # noqa: T201  # for pytest -s
 
     killing = threading.Thread(target=killer, daemon=True)
     killing.start()
     try:
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(request, range(int(os.environ.get("CROSSDOCK_SOAK_REQUESTS", "2000")))))
+            list(pool.map(request, range(total)))
     finally:
         ended.set()
         killing.join()

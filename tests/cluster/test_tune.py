@@ -20,7 +20,7 @@ from crossdock.cluster.tune.sweep import grid
 from crossdock.workers.chunking import MARGIN
 from crossdock.workers.profile import StepCost
 
-COST = StepCost(base=9e-3, per_prefill_token=1e-3, per_decode=1e-3, per_decode_context=1e-6)
+COST = StepCost(base=9e-3, per_prefill_token=1e-3, per_decode=1e-3, per_context=1e-6)
 CHUNKS, DECODES, CONTEXTS = (16, 64, 128, 256), (1, 4, 16), (100, 1000)
 
 

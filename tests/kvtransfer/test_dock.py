@@ -10,7 +10,7 @@ import msgpack
 import pytest
 
 from crossdock.kvtransfer.dock import MAX_STATE_BYTES, Dock
-from crossdock.kvtransfer.events import Arrived, Event, Released
+from crossdock.kvtransfer.events import Arrived, Event, Released, WriterStopped
 from crossdock.kvtransfer.layout import IncompatiblePools, LayerShape, PoolLayout, PoolSpec, shard_model
 from crossdock.kvtransfer.tcp import TcpTransport
 from crossdock.kvtransfer.transport import Memory, Peer
@@ -182,3 +182,23 @@ def test_drain_waits_for_what_is_under_way(pair: tuple[Local, Local]) -> None:
     assert not source.dock.drain(0.1)
     source.dock.cancel_ship("r", 1)
     assert source.dock.drain(5)
+
+
+@pytest.mark.parametrize("is_known_before", [False, True])
+def test_the_dead_are_remembered(is_known_before: bool) -> None:
+    """Whether a transfer was asked for before or after the word of its peer's death: it ends, and pages come back."""
+    one, gone = Local(), Local()
+    gone.dock.close()
+    if is_known_before:
+        one.dock.peer_dead(gone.dock.blob)
+    one.dock.expect("in", 1, [gone.dock.blob], 600)
+    one.dock.grant("in", 1, 0, [3])
+    one.dock.ship("out", 1, [gone.dock.blob], 600)
+    one.dock.cancel_expect("in", 1)
+    if not is_known_before:
+        one.dock.peer_dead(gone.dock.blob)
+    ended: set[type] = set()
+    while ended != {WriterStopped, Released}:
+        ended |= {type(one.events.get(timeout=5))} & {WriterStopped, Released}
+    assert one.dock.drain(5)
+    one.dock.close()

@@ -13,7 +13,7 @@ from crossdock.workers.request import Leg, Request, SamplingParams
 from crossdock.workers.scheduler import Sampled, Scheduler, SchedulerConfig
 from crossdock.workers.slo import DEFAULT_CLASSES
 
-COST = StepCost(base=2e-3, per_prefill_token=1e-4, per_attended=1e-8, per_decode=2e-4, per_decode_context=1e-7)
+COST = StepCost(base=2e-3, per_prefill_token=1e-4, per_attended=1e-8, per_decode=2e-4, per_context=1e-7)
 SIZE = 16
 
 

@@ -24,7 +24,7 @@ from crossdock.workers.profile import StepCost, StepWork
 from crossdock.workers.request import Request, SamplingParams
 from crossdock.workers.slo import DEFAULT_CLASSES
 
-COST = StepCost(base=6e-3, per_prefill_token=5e-4, per_attended=5e-8, per_decode=8e-4, per_decode_context=1.5e-7)
+COST = StepCost(base=6e-3, per_prefill_token=5e-4, per_attended=5e-8, per_decode=8e-4, per_context=1.5e-7)
 
 
 def request(name: str, num_tokens: int, **fields: Any) -> Request:

@@ -13,7 +13,7 @@ from crossdock.workers.request import Leg, Overloaded, Request, SamplingParams
 from crossdock.workers.scheduler import Sampled, Scheduler, SchedulerConfig
 from crossdock.workers.slo import SloClass
 
-COST = StepCost(base=1e-3, per_prefill_token=1e-3, per_attended=1e-7, per_decode=5e-4, per_decode_context=1e-6)
+COST = StepCost(base=1e-3, per_prefill_token=1e-3, per_attended=1e-7, per_decode=5e-4, per_context=1e-6)
 CLASSES = (
     SloClass(name="interactive", ttft_s=1.0, tpot_s=0.02, decode_share=0.25),
     SloClass(name="standard", ttft_s=2.0, tpot_s=0.05),
@@ -69,6 +69,7 @@ def test_what_it_says_of_every_kind_of_request() -> None:
         ),  # of 8 one is taken and a second kept for the interactive; who waits takes one from those below
         free_pages=400 - 3 - 8 - 11 - 6,
         step_seconds=0.25,
+        done_seconds=COST.chunk_seconds(0, 9),
     )
     assert LENGTHS[0] <= live.prompts[0].seconds < LENGTHS[1]
 

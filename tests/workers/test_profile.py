@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from crossdock.workers.profile import StepCost, StepCostFit, StepWork, _non_negative_solution
 
 TRUTH = StepCost(
-    base=6e-3, per_prefill_token=5.5e-4, per_attended=4e-8, per_decode=8e-4, per_decode_context=1.5e-7
+    base=6e-3, per_prefill_token=5.5e-4, per_attended=4e-8, per_decode=8e-4, per_context=1.5e-7
 )  # about what this project's first machine does with the default model
 
 
@@ -36,6 +36,14 @@ def test_work_counts_what_attention_reads() -> None:
     parts = [StepWork.of([(start, 100)]) for start in range(0, 1000, 100)]
     assert whole.attended == 1000 * 1000 / 2 == sum(part.attended for part in parts)
     assert StepWork.of([(0, 3)], [10, 20]) == StepWork(3, 4.5, 2, 30)
+    assert StepWork.of([(100, 1), (50, 2)], [10]).context == 160  # read once for each, however few tokens ask
+
+
+@given(st.integers(0, 5000), st.integers(1, 3000), st.integers(16, 512))
+def test_a_prompt_alone_takes_what_its_steps_take(start: int, tokens: int, chunk: int) -> None:
+    end = start + tokens
+    steps = [StepWork.of([(at, min(chunk, end - at))]) for at in range(start, end, chunk)]
+    assert TRUTH.prefill_seconds(start, end, chunk) == pytest.approx(sum(map(TRUTH.seconds, steps)))
 
 
 def test_an_exact_sweep_is_recovered() -> None:

@@ -24,7 +24,7 @@ from crossdock.workers.scheduler import Batch, Sampled, Scheduler, SchedulerConf
 from crossdock.workers.slo import SloClass
 
 EOS = 0
-COST = StepCost(base=1e-3, per_prefill_token=1e-3, per_attended=1e-7, per_decode=5e-4, per_decode_context=1e-6)
+COST = StepCost(base=1e-3, per_prefill_token=1e-3, per_attended=1e-7, per_decode=5e-4, per_context=1e-6)
 SLOW_ATTENTION = COST.model_copy(update={"per_attended": 1e-6})
 CLASSES = (
     SloClass(name="interactive", ttft_s=0.4, tpot_s=0.004, decode_share=0.25),
