@@ -280,6 +280,29 @@ def test_a_hung_prefill_replica(url: str, local: Engine) -> None:
         victim.send_signal(signal.SIGCONT)
 
 
+def test_a_role_flips_without_a_restart(url: str, local: Engine) -> None:
+    """A decode replica computes prompts for the other one, then decodes again; the tokens stay the same."""
+    prompts = [prompt(80 + number, 400) for number in range(8)]
+    wanted = expected(local, prompts)
+    name = min(processes("decode"))
+    handle = serve.get_deployment_handle("decode", APP)
+    handle._init()
+    sent = 'crossdock_transfers_total{direction="sent",outcome="shipped"'
+    for role, does_send in (("prefill", True), ("decode", False)):
+        deadline = time.monotonic() + 10
+        while True:  # the handle has to hear of its replicas first
+            try:
+                handle.options(session_id=name).keep_for.remote(role).result()
+                break
+            except RuntimeError:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        before = samples(url, sent).get(name, 0.0)
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(lambda it: Stream(url, it).result(), prompts)) == wanted
+        assert (samples(url, sent).get(name, 0.0) > before) is does_send
+
+
 def test_a_decode_replica_drains(url: str, local: Engine) -> None:
     """It takes nothing new, and ends when the streams it has are done; none of them is moved or computed twice."""
     prompts = [prompt(70 + number, 600) for number in range(4)]
