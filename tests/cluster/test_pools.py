@@ -367,6 +367,8 @@ def test_soak(url: str, local: Engine) -> None:
             f"{json.dumps(stream.timelines())}"
         )
         outcomes["told" if told else "served"] += 1
+        if told:
+            print(f"{time.monotonic() - started:.0f} s: {stream.error}", flush=True)  # noqa: T201
 
     def killer() -> None:
         while not ended.wait(rng.uniform(4, 8)):
