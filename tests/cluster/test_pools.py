@@ -339,6 +339,7 @@ def test_the_prefill_replica_drains(url: str, local: Engine) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_soak(url: str, local: Engine) -> None:
     """2,000 requests, a fifth of which leave at a random moment, while every few seconds a replica is killed: no wrong
     token, nothing hangs, no page is leaked or quarantined for good."""
