@@ -9,16 +9,18 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, Self, TypeVar, cast
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from crossdock.cluster import openai
 from crossdock.cluster.dispatch import Dispatcher, ModelCard
 from crossdock.cluster.gate import EventStream, Gate, refusal
-from crossdock.cluster.keys import ApiKey
+from crossdock.cluster.keys import ApiKey, KeyRing
+from crossdock.cluster.limits import Ledger
 from crossdock.cluster.openai import (
     ApiError,
     ChatCompletionRequest,
@@ -44,6 +46,8 @@ _NOT_TEMPLATE_VARIABLES = {
     "tools",
 }
 
+_OPEN = ("/health", "/ready", "/metrics", "/version")  # without a key: they say nothing of anyone's requests
+
 _Asked = TypeVar("_Asked", bound=openai.Body)
 
 
@@ -62,7 +66,10 @@ class HttpConfig(BaseModel):
     api_keys: tuple[ApiKey, ...] = Field(
         (),
         repr=False,
-        description="Strings, or objects with key, classes, default, sees_all_requests. None: open to all.",
+        description="Strings, or objects with key, classes, limits and more. None here and no file: open to all.",
+    )
+    api_keys_file: str | None = Field(
+        None, description="A file of further keys, looked at every second: as api_keys in YAML, or one on each line."
     )
     max_body_bytes: int = Field(20 << 20, ge=1)
     request_timeout_s: float | None = Field(None, gt=0, description="For a whole request, streams included.")
@@ -70,20 +77,13 @@ class HttpConfig(BaseModel):
     max_logprobs: int = Field(20, ge=0, description="Most alternatives a request may ask for, per token.")
     trust_request_chat_template: bool = Field(False, description="A template is a program; whose, is your decision.")
 
-    @model_validator(mode="after")
-    def _keys_differ(self) -> Self:
-        keys = [key.key for key in self.api_keys]
-        for place, key in enumerate(keys):
-            if key in keys[:place]:
-                raise ValueError(f"api_keys: {keys.index(key)} and {place} are the same key; give each once")
-        return self
-
 
 def build_api(dispatcher: Dispatcher, text: Text, http: HttpConfig, tiers: Tiers | None = None) -> FastAPI:
     """The ASGI application. `text` must be the tokenizer of the model that the dispatcher's replicas serve, `tiers`
     their SLO classes (None: the default ones)."""
     app = FastAPI(title="Crossdock", openapi_url=None, redirect_slashes=False)
-    api = _Endpoints(dispatcher, text, http, tiers or Tiers())
+    tiers = tiers or Tiers()
+    api = _Endpoints(dispatcher, text, http, tiers)
     for path, endpoint, method in (
         ("/v1/completions", api.completions, "POST"),
         ("/v1/chat/completions", api.chat_completions, "POST"),
@@ -102,7 +102,9 @@ def build_api(dispatcher: Dispatcher, text: Text, http: HttpConfig, tiers: Tiers
     app.add_exception_handler(HTTPException, _unrouted)
     app.add_middleware(
         Gate,
-        api_keys=http.api_keys,
+        keys=KeyRing(http.api_keys, None if http.api_keys_file is None else Path(http.api_keys_file), tiers.names),
+        open_paths=_OPEN,
+        ledger=Ledger(http.replicas),
         max_body_bytes=http.max_body_bytes,
         request_timeout_s=http.request_timeout_s,
     )
@@ -300,7 +302,8 @@ class _Endpoints:
         echoes_logprobs = isinstance(asked, CompletionRequest) and asked.echo and asked.logprobs is not None
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         request_id, key = request.state.request_id, request.state.api_key
-        tenant = "" if key is None else key.tenant
+        tenant, salt = ("", asked.cache_salt) if key is None else (key.tenant, key.cache_salt(asked.cache_salt))
+        account = request.state.account
         choices: list[Choice] = []
         for prompt in prompts:
             max_tokens = _max_tokens(card, len(prompt.token_ids), limit, asked)
@@ -317,7 +320,7 @@ class _Endpoints:
                 name = f"{request_id}-{uuid.uuid4().hex}"
                 own = replace(sampling, max_tokens=max(1, max_tokens), seed=(seed + i) % 2**63)
                 submission = Submission(
-                    name, prompt.token_ids, own, asked.cache_salt, slo_class, request_id=request_id, tenant=tenant
+                    name, prompt.token_ids, own, salt, slo_class, request_id=request_id, tenant=tenant
                 )
                 detokenizer = self._text.detokenizer(
                     after=prompt.token_ids, skip_special_tokens=asked.skip_special_tokens
@@ -330,7 +333,9 @@ class _Endpoints:
                 )
                 is_prompt_only = max_tokens == 0
                 shows = asked.include_stop_str_in_output
-                choices.append(Choice(len(choices), prompt, submission, stream, shows, is_prompt_only))
+                choices.append(Choice(len(choices), prompt, submission, stream, shows, is_prompt_only, account))
+        if account is not None:
+            account.prompt(sum(len(prompt.token_ids) for prompt in prompts))
         return choices
 
     async def _outputs(self, choice: Choice) -> AsyncGenerator[Output, None]:

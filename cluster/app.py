@@ -26,6 +26,7 @@ from crossdock.cluster import membership
 from crossdock.cluster.api import build_api
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.dispatch import Dispatcher, ReplicaDead
+from crossdock.cluster.environment import ENVIRONMENT
 from crossdock.cluster.pinning import PinningRouter
 from crossdock.cluster.text import Text
 from crossdock.cluster.tiers import Tiers
@@ -38,7 +39,6 @@ logger = logging.getLogger("ray.serve")
 
 APP_NAME = "crossdock"
 _NEVER_QUEUE = 1_000_000  # admission is the engine's business; Serve's own limit must not interfere
-_MESSAGE = {"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20)}
 
 
 class ReplicaClient:
@@ -178,6 +178,7 @@ def _engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applica
         ray_actor_options={
             "num_cpus": pool.num_cpus,
             "num_gpus": pool.num_gpus,
+            **({"label_selector": pool.node_labels} if pool.node_labels else {}),
             # The engine shares its cores with the ingress: spinning OpenMP threads would starve both
             # (a 50 ms step became 1.2 s; PASSIVE has to be there before torch is imported).
             "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(num_threads)}},
@@ -194,9 +195,7 @@ def _engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applica
 
 def start_ray(config: ClusterConfig) -> None:
     """A Ray of our own on this machine, unless the environment names a cluster to join."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would run the engine at nice 15
-    for name, value in _MESSAGE.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if ray.is_initialized():
         return
@@ -214,6 +213,13 @@ def start_ray(config: ClusterConfig) -> None:
     )
 
 
+def _on_one_node(config: ClusterConfig) -> ClusterConfig:
+    """Without Serve's proxies; transfers stay on the loopback interface unless an address is given."""
+    transfer = config.transfer.model_copy(update={"host": config.transfer.host or "127.0.0.1"})
+    http = config.http.model_copy(update={"direct": True})
+    return config.model_copy(update={"http": http, "transfer": transfer})
+
+
 STARTING = ("Ray", "Serve", "replicas: model and warm-up")  # what `serve_forever` goes through, in this order
 
 
@@ -225,8 +231,8 @@ def serve_forever(config: ClusterConfig, starting: Callable[[str], None], starte
         starting(STARTING[0])
         start_ray(config)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own there, which aborts
-        if not os.environ.get("RAY_ADDRESS"):  # one node
-            config = config.model_copy(update={"http": config.http.model_copy(update={"direct": True})})
+        if not os.environ.get("RAY_ADDRESS"):
+            config = _on_one_node(config)
         location = ProxyLocation.Disabled if config.http.direct else ProxyLocation.EveryNode
         starting(STARTING[1])
         serve.start(proxy_location=location, http_options=HTTPOptions(host=config.http.host, port=config.http.port))

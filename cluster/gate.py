@@ -5,7 +5,7 @@ import logging
 import math
 import re
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Collection
 from contextlib import aclosing
 
 from starlette.responses import Response
@@ -13,7 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from crossdock.cluster import openai
 from crossdock.cluster.dispatch import ReplicaLost
-from crossdock.cluster.keys import ApiKey, find_key
+from crossdock.cluster.keys import ApiKey, KeyRing
+from crossdock.cluster.limits import Account, Ledger
 from crossdock.cluster.openai import ApiError
 from crossdock.workers.request import Overloaded
 
@@ -65,14 +66,24 @@ class EventStream(Response):
 
 class Gate:
     """ASGI middleware. The application behind it gets the whole body at once and never hears of a disconnect: it is
-    cancelled. Keys guard the paths under `/v1`. `state` has the request's id and, if keys are asked for, its key.
+    cancelled. Keys guard every path but the open ones. `state` has the request's id and, if keys are asked for, its key
+    and that key's account.
     """
 
     def __init__(
-        self, app: ASGIApp, *, api_keys: Sequence[ApiKey], max_body_bytes: int, request_timeout_s: float | None
+        self,
+        app: ASGIApp,
+        *,
+        keys: KeyRing,
+        open_paths: Collection[str],
+        ledger: Ledger,
+        max_body_bytes: int,
+        request_timeout_s: float | None,
     ) -> None:
         self._app = app
-        self._keys = api_keys
+        self._keys = keys
+        self._open_paths = open_paths
+        self._ledger = ledger
         self._max_body_bytes = max_body_bytes
         self._timeout_s = request_timeout_s
 
@@ -84,9 +95,16 @@ class Gate:
         answer = _Answer(send, _request_id(headers))
         state = scope.setdefault("state", {})
         state["request_id"] = answer.request_id
+        state["api_key"] = state["account"] = None
+        account: Account | None = None
         try:
             async with asyncio.timeout(self._timeout_s) as clock:
-                state["api_key"] = self._key(scope, headers)
+                state["api_key"] = key = self._key(scope, headers)
+                if key is not None:
+                    state["account"] = answer.account = self._ledger.account(key)
+                    if scope["method"] == "POST":  # what is only looked at costs nothing
+                        answer.account.begin()
+                        account = answer.account
                 body = await self._read(headers, receive)
                 if body is None:
                     return
@@ -96,12 +114,15 @@ class Gate:
                 reason = f"The request took more than {self._timeout_s} s."
                 error = ApiError(reason, status=504, kind="server_error", code="request_timeout")
             await answer.fail(error)
+        finally:
+            if account is not None:
+                account.end()
 
     def _key(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiKey | None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if not self._keys or not path.startswith("/v1"):
+        if self._keys.is_open or path in self._open_paths:
             return None
-        return find_key(self._keys, headers.get(b"authorization", b""))
+        return self._keys.find(headers.get(b"authorization", b""))
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """The body, or None if the client left. Reading ends where the limit is passed, and the connection with it."""
@@ -130,6 +151,7 @@ class _Answer:
 
     def __init__(self, send: Send, request_id: str) -> None:
         self.request_id = request_id
+        self.account: Account | None = None  # whose state the answer tells
         self._send = send
         self._has_started = False
         self._has_ended = False
@@ -142,7 +164,12 @@ class _Answer:
             self._is_stream = any(
                 name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
             )
-            message = {**message, "headers": [*headers, (b"x-request-id", self.request_id.encode())]}
+            headers.append((b"x-request-id", self.request_id.encode()))
+            told = {name for name, _ in headers}
+            for name, value in (self.account.headers() if self.account is not None else {}).items():
+                if name.encode() not in told:  # a refusal has them already
+                    headers.append((name.encode(), value.encode()))
+            message = {**message, "headers": headers}
         elif not message.get("more_body", False):
             self._has_ended = True
         await self._send(message)

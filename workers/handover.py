@@ -29,9 +29,14 @@ class TransferConfig(BaseModel):
     transport: Literal["auto", "nixl", "tcp"] = Field(
         "auto", description="auto is nixl where it is installed, else tcp; all replicas must use the same."
     )
-    host: str = Field("127.0.0.1", description="Address that other replicas reach this node's transfers at.")
+    host: str | None = Field(
+        None, description="Address that others reach a replica's transfers at; null is its node's own in the cluster."
+    )
     deadline_s: float = Field(10.0, gt=0, description="How long the other side of a transfer may be silent.")
     grace_s: float = Field(1.0, ge=0, description="How long after a writer's death its writes might still land.")
+
+
+_LOOPBACK = "127.0.0.1"  # where nobody has said which address the node has
 
 
 class CannotPair(RuntimeError):
@@ -181,10 +186,10 @@ def connect(
 
 def _transport(config: TransferConfig) -> Transport:
     if config.transport == "tcp":
-        return TcpTransport(config.host)
+        return TcpTransport(config.host or _LOOPBACK)
     try:
         return NixlTransport()
     except TransportUnavailable:
         if config.transport == "nixl":
             raise
-        return TcpTransport(config.host)
+        return TcpTransport(config.host or _LOOPBACK)

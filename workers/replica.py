@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 
 from crossdock.workers.checkpoint import fingerprint, resolve_model
@@ -45,6 +46,7 @@ class Replica:
             self.loop = EngineLoop(loaded)
         else:
             name = await asyncio.to_thread(fingerprint, path)
+            transfer = transfer.model_copy(update={"host": transfer.host or ray.util.get_node_ip_address()})
             self.loop = EngineLoop(loaded, partial(connect, loaded, name, role, transfer))
             assert self.loop.handover is not None
             peer = self.loop.handover.dock.blob

@@ -24,6 +24,8 @@ from transformers import PreTrainedTokenizerFast
 from crossdock.cluster.api import HttpConfig, build_api
 from crossdock.cluster.dispatch import ModelCard, ReplicaLost
 from crossdock.cluster.gate import Gate
+from crossdock.cluster.keys import KeyRing
+from crossdock.cluster.limits import Ledger
 from crossdock.cluster.openai import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from crossdock.cluster.outputs import merge
 from crossdock.cluster.text import Text
@@ -1052,7 +1054,7 @@ def test_no_more_is_read_than_the_limit() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError("not reached")
 
-    gate = Gate(app, api_keys=(), max_body_bytes=10_000, request_timeout_s=None)
+    gate = Gate(app, keys=KeyRing(), open_paths=(), ledger=Ledger(), max_body_bytes=10_000, request_timeout_s=None)
     for headers, most in (([], 11_000), ([(b"content-length", b"10001")], 0), ([(b"content-length", b"x")], 11_000)):
         received = 0
         asyncio.run(gate({"type": "http", "path": "/", "headers": headers}, receive, send))
@@ -1070,7 +1072,7 @@ def test_a_client_that_leaves_while_sending() -> None:
     async def never(*_: Any) -> None:
         raise AssertionError("not reached")
 
-    gate = Gate(never, api_keys=(), max_body_bytes=10, request_timeout_s=None)
+    gate = Gate(never, keys=KeyRing(), open_paths=(), ledger=Ledger(), max_body_bytes=10, request_timeout_s=None)
     asyncio.run(gate({"type": "http", "path": "/", "headers": []}, receive, never))
 
 
