@@ -7,7 +7,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -27,6 +26,7 @@ from crossdock.cluster.api import build_api
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.dispatch import Dispatcher, ReplicaDead
 from crossdock.cluster.environment import ENVIRONMENT
+from crossdock.cluster.listener import listen
 from crossdock.cluster.pinning import PinningRouter
 from crossdock.cluster.text import Text
 from crossdock.cluster.tiers import Tiers
@@ -100,7 +100,7 @@ class Ingress:
         tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
         self._api = build_api(self.dispatcher, text, config.http, tiers)
         if config.http.direct:
-            self._server = await _listen(self._api, config.http.host, config.http.port)
+            self._server = await listen(self._api, config.http.host, config.http.port)
         self._members: dict[str, set[str]] = {}  # by deployment
         for deployment, handle in engines.items():
             membership.subscribe(deployment, partial(self._on_members, deployment, handle))
@@ -133,22 +133,6 @@ class Ingress:
         for replica_id in self._members.get(deployment, set()) - set(members):
             self.dispatcher.leave(replica_id)
         self._members[deployment] = set(members)
-
-
-async def _listen(api: Any, host: str, port: int) -> uvicorn.Server:
-    """Serves `api` on a port that several ingresses of this node may share. A token then costs a quarter of the CPU
-    that it costs through Serve's proxy; on few cores that CPU is the engine's."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    listener.bind((host, port))
-    server = uvicorn.Server(uvicorn.Config(api, log_config=None, access_log=False, lifespan="off"))
-    task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
-    while not server.started:
-        if task.done():
-            task.result()
-        await asyncio.sleep(0.01)
-    return server
 
 
 def build(args: ClusterConfig) -> serve.Application:

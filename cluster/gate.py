@@ -20,6 +20,8 @@ from crossdock.workers.request import Overloaded
 
 logger = logging.getLogger(__name__)
 
+_SILENCE_S = 30.0  # while a body is on its way
+_CLOSE = {"Connection": "close"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -133,7 +135,12 @@ class Gate:
         if size <= limit:
             size = 0
             while size <= limit:
-                message = await receive()
+                try:
+                    async with asyncio.timeout(_SILENCE_S):
+                        message = await receive()
+                except TimeoutError:
+                    reason = f"Nothing of the body came for {_SILENCE_S:.0f} s."
+                    raise ApiError(reason, status=408, code="request_timeout", headers=_CLOSE) from None
                 if message["type"] == "http.disconnect":
                     return None
                 parts.append(message.get("body", b""))
@@ -142,7 +149,7 @@ class Gate:
                     break
         if size > limit:
             reason = f"The body is larger than {limit} bytes."
-            raise ApiError(reason, status=413, code="request_too_large", headers={"Connection": "close"})
+            raise ApiError(reason, status=413, code="request_too_large", headers=_CLOSE)
         return b"".join(parts)
 
 

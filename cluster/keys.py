@@ -131,7 +131,7 @@ def read_keys(path: Path, classes: Collection[str] = ()) -> tuple[ApiKey, ...]:
     if isinstance(data, str):
         data = data.split()
     try:
-        keys = TypeAdapter(tuple[ApiKey, ...]).validate_python(tuple(data or ()) if isinstance(data, list) else data)
+        keys = TypeAdapter(tuple[ApiKey, ...]).validate_python([] if data is None else data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(step) for step in first["loc"])

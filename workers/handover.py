@@ -123,7 +123,12 @@ class Handover:
                 self._end(event.request, event.epoch)
                 self.on_figures(event.request, False, figures, "arrived")
                 if request is not None and request.status is Status.HELD:
-                    self.engine.arrive(request.id, msgpack.unpackb(state))
+                    token_id = _token(state, self.engine.model.vocab_size)
+                    self.engine.arrive(request.id, token_id or 0)
+                    if token_id is None:  # its pages are all here and nobody writes to them: it ends as a running one
+                        self.engine.abort(request.id)
+                        reason = "the replica that computed the prompt sent no token with it"
+                        return [TokenDelta(request.id, [], finish_reason=FinishReason.ERROR, error=reason)]
             case Failed(sending=False) if request is not None and request.leg is Leg.RECEIVE:
                 self._end(event.request, event.epoch)
                 self.on_figures(event.request, False, Figures(), event.reason.value)
@@ -160,6 +165,15 @@ class Handover:
 
     def _release(self, request_id: str, epoch: int) -> None:
         self.engine.pages.release(Request.owner_name(request_id, epoch))
+
+
+def _token(state: bytes, vocab_size: int) -> int | None:
+    """The token that came with the pages. It is another process's word: what is none must not reach the engine."""
+    try:
+        token_id = msgpack.unpackb(state)
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException):
+        return None
+    return token_id if type(token_id) is int and 0 <= token_id < vocab_size else None
 
 
 def _owner(event: Event) -> str:
