@@ -98,15 +98,13 @@ class Gate:
         state = scope.setdefault("state", {})
         state["request_id"] = answer.request_id
         state["api_key"] = state["account"] = None
-        account: Account | None = None
         try:
             async with asyncio.timeout(self._timeout_s) as clock:
                 state["api_key"] = key = self._key(scope, headers)
                 if key is not None:
                     state["account"] = answer.account = self._ledger.account(key)
                     if scope["method"] == "POST":  # what is only looked at costs nothing
-                        answer.account.begin()
-                        account = answer.account
+                        answer.begin_on_account()
                 body = await self._read(headers, receive)
                 if body is None:
                     return
@@ -117,8 +115,7 @@ class Gate:
                 error = ApiError(reason, status=504, kind="server_error", code="request_timeout")
             await answer.fail(error)
         finally:
-            if account is not None:
-                account.end()
+            answer.end_on_account()
 
     def _key(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiKey | None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -160,9 +157,20 @@ class _Answer:
         self.request_id = request_id
         self.account: Account | None = None  # whose state the answer tells
         self._send = send
+        self._is_on_account = False
         self._has_started = False
         self._has_ended = False
         self._is_stream = False
+
+    def begin_on_account(self) -> None:
+        assert self.account is not None
+        self.account.begin()
+        self._is_on_account = True
+
+    def end_on_account(self) -> None:
+        if self.account is not None and self._is_on_account:
+            self._is_on_account = False
+            self.account.end()
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -179,6 +187,7 @@ class _Answer:
             message = {**message, "headers": headers}
         elif not message.get("more_body", False):
             self._has_ended = True
+            self.end_on_account()  # before the client knows that it may come again
         await self._send(message)
 
     async def fail(self, error: Exception) -> None:
