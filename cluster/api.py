@@ -8,12 +8,13 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 
 from crossdock.cluster import openai
@@ -30,6 +31,8 @@ from crossdock.cluster.openai import (
     TokenizeRequest,
 )
 from crossdock.cluster.outputs import Choice, Output, Prompt, merge
+from crossdock.cluster.pages import PAGE_HEADERS, Page, pages
+from crossdock.cluster.playground import Scenario, play
 from crossdock.cluster.text import Text, TextStream
 from crossdock.cluster.tiers import HEADER, Tiers
 from crossdock.workers.request import Submission, TokenDelta
@@ -91,6 +94,8 @@ def build_api(dispatcher: Dispatcher, text: Text, http: HttpConfig, tiers: Tiers
         ("/v1/models/{name:path}", api.model, "GET"),
         ("/v1/requests", api.live_requests, "GET"),
         ("/v1/requests/{name:path}", api.request_timeline, "GET"),
+        ("/v1/replicas", api.replicas, "GET"),
+        ("/v1/playground/scheduler", api.play, "GET"),
         ("/tokenize", api.tokenize, "POST"),
         ("/detokenize", api.detokenize, "POST"),
         ("/health", api.health, "GET"),
@@ -99,11 +104,13 @@ def build_api(dispatcher: Dispatcher, text: Text, http: HttpConfig, tiers: Tiers
         ("/version", api.version, "GET"),
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    for path, page in pages().items():
+        app.add_api_route(path, partial(_page, page), methods=["GET"], response_model=None)
     app.add_exception_handler(HTTPException, _unrouted)
     app.add_middleware(
         Gate,
         keys=KeyRing(http.api_keys, None if http.api_keys_file is None else Path(http.api_keys_file), tiers.names),
-        open_paths=_OPEN,
+        open_paths={*_OPEN, *pages()},
         ledger=Ledger(http.replicas),
         max_body_bytes=http.max_body_bytes,
         request_timeout_s=http.request_timeout_s,
@@ -116,6 +123,10 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reason = f"{error.detail}: {request.method} {request.url.path}"
     return refusal(ApiError(reason, status=error.status_code, headers=error.headers))
+
+
+async def _page(page: Page, request: Request) -> Response:
+    return Response(page.content, media_type=page.media_type, headers=PAGE_HEADERS)
 
 
 def _json(value: Any) -> Response:
@@ -136,6 +147,7 @@ class _Endpoints:
         self._text = text
         self._http = http
         self._tiers = tiers
+        self._playing = asyncio.Lock()  # one at a time: it is a game, on cores that others serve from
 
     # -- generation --
 
@@ -485,6 +497,26 @@ class _Endpoints:
                 return _json({"id": request_id, "object": "request.timeline", "requests": found})
         reason = f"No request '{name[:200]}' is known: it never came, ended long ago, or was another key's."
         raise ApiError(reason, status=404, param="id", code="request_not_found")
+
+    async def replicas(self, request: Request) -> Response:
+        """Every replica now, and its steps after those that were seen: `?after=INCARNATION:NUMBER`, for each."""
+        seen: dict[str, int] = {}
+        for value in request.query_params.getlist("after"):
+            incarnation, _, number = value.partition(":")
+            if not (number.isascii() and number.isdigit() and len(number) < 16):
+                reason = f"Invalid value for 'after': {value[:100]!r} is not of the form INCARNATION:NUMBER."
+                raise ApiError(reason, param="after", code="invalid_value")
+            seen[incarnation] = int(number)
+        return _json({"object": "list", "data": await self._dispatcher.replicas(seen, _sees(request))})
+
+    async def play(self, request: Request) -> Response:
+        """What the scheduler does in a scenario, whose fields are the query's."""
+        try:
+            scenario = Scenario.model_validate(dict(request.query_params))
+        except ValidationError as error:
+            raise openai.refusal_of(error) from None
+        async with self._playing:
+            return _json(await asyncio.to_thread(play, scenario))
 
     async def tokenize(self, request: Request) -> Response:
         asked = await self._body(request, TokenizeRequest)

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -75,6 +75,10 @@ class ReplicaClient:
 
     async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = await self._handle.live_requests.remote(tenant)
+        return found
+
+    async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
+        found: dict[str, Any] = await self._handle.watched.remote(seen, tenant)
         return found
 
     async def metrics_text(self) -> str:

@@ -76,10 +76,11 @@ class Body(BaseModel):
         try:
             return cls.model_validate({name: value for name, value in data.items() if value is not None})
         except ValidationError as error:
-            raise _refusal(error) from None
+            raise refusal_of(error) from None
 
 
-def _refusal(error: ValidationError) -> ApiError:
+def refusal_of(error: ValidationError) -> ApiError:
+    """It names the first field at fault."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     param = ""
     for step in first["loc"]:
