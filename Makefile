@@ -5,10 +5,10 @@ INSTALLED := .venv/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint soak bench clean
+.PHONY: help setup serve test lint deploy-check soak bench clean
 
 help:  ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo '  ARGS="…" reaches the command, as in: make serve ARGS="--port 9000"'
 
 setup: $(INSTALLED) .typing/crossdock  ## make .venv with every version pinned by constraints.txt
@@ -37,6 +37,9 @@ lint: setup  ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+deploy-check: setup  ## every manifest, by the schemas of those who read them; no cluster, no network
+	$(BIN)/pytest tests/cluster/deploy $(ARGS)
 
 soak: setup  ## the tests that take many minutes
 	$(BIN)/pytest -m soak $(ARGS)

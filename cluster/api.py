@@ -8,17 +8,20 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
-from typing import Any, Self, TypeVar, cast
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 
 from crossdock.cluster import openai
 from crossdock.cluster.dispatch import Dispatcher, ModelCard
 from crossdock.cluster.gate import EventStream, Gate, refusal
-from crossdock.cluster.keys import ApiKey
+from crossdock.cluster.keys import ApiKey, KeyRing
+from crossdock.cluster.limits import Ledger
 from crossdock.cluster.openai import (
     ApiError,
     ChatCompletionRequest,
@@ -28,6 +31,8 @@ from crossdock.cluster.openai import (
     TokenizeRequest,
 )
 from crossdock.cluster.outputs import Choice, Output, Prompt, merge
+from crossdock.cluster.pages import PAGE_HEADERS, Page, pages
+from crossdock.cluster.playground import Scenario, play
 from crossdock.cluster.text import Text, TextStream
 from crossdock.cluster.tiers import HEADER, Tiers
 from crossdock.workers.request import Submission, TokenDelta
@@ -43,6 +48,8 @@ _NOT_TEMPLATE_VARIABLES = {
     "tokenize",
     "tools",
 }
+
+_OPEN = ("/health", "/ready", "/metrics", "/version")  # without a key: they say nothing of anyone's requests
 
 _Asked = TypeVar("_Asked", bound=openai.Body)
 
@@ -62,7 +69,10 @@ class HttpConfig(BaseModel):
     api_keys: tuple[ApiKey, ...] = Field(
         (),
         repr=False,
-        description="Strings, or objects with key, classes, default, sees_all_requests. None: open to all.",
+        description="Strings, or objects with key, classes, limits and more. None here and no file: open to all.",
+    )
+    api_keys_file: str | None = Field(
+        None, description="A file of further keys, looked at every second: as api_keys in YAML, or one on each line."
     )
     max_body_bytes: int = Field(20 << 20, ge=1)
     request_timeout_s: float | None = Field(None, gt=0, description="For a whole request, streams included.")
@@ -70,20 +80,13 @@ class HttpConfig(BaseModel):
     max_logprobs: int = Field(20, ge=0, description="Most alternatives a request may ask for, per token.")
     trust_request_chat_template: bool = Field(False, description="A template is a program; whose, is your decision.")
 
-    @model_validator(mode="after")
-    def _keys_differ(self) -> Self:
-        keys = [key.key for key in self.api_keys]
-        for place, key in enumerate(keys):
-            if key in keys[:place]:
-                raise ValueError(f"api_keys: {keys.index(key)} and {place} are the same key; give each once")
-        return self
-
 
 def build_api(dispatcher: Dispatcher, text: Text, http: HttpConfig, tiers: Tiers | None = None) -> FastAPI:
     """The ASGI application. `text` must be the tokenizer of the model that the dispatcher's replicas serve, `tiers`
     their SLO classes (None: the default ones)."""
     app = FastAPI(title="Crossdock", openapi_url=None, redirect_slashes=False)
-    api = _Endpoints(dispatcher, text, http, tiers or Tiers())
+    tiers = tiers or Tiers()
+    api = _Endpoints(dispatcher, text, http, tiers)
     for path, endpoint, method in (
         ("/v1/completions", api.completions, "POST"),
         ("/v1/chat/completions", api.chat_completions, "POST"),
@@ -91,6 +94,8 @@ def build_api(dispatcher: Dispatcher, text: Text, http: HttpConfig, tiers: Tiers
         ("/v1/models/{name:path}", api.model, "GET"),
         ("/v1/requests", api.live_requests, "GET"),
         ("/v1/requests/{name:path}", api.request_timeline, "GET"),
+        ("/v1/replicas", api.replicas, "GET"),
+        ("/v1/playground/scheduler", api.play, "GET"),
         ("/tokenize", api.tokenize, "POST"),
         ("/detokenize", api.detokenize, "POST"),
         ("/health", api.health, "GET"),
@@ -99,10 +104,14 @@ def build_api(dispatcher: Dispatcher, text: Text, http: HttpConfig, tiers: Tiers
         ("/version", api.version, "GET"),
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    for path, page in pages().items():
+        app.add_api_route(path, partial(_page, page), methods=["GET"], response_model=None)
     app.add_exception_handler(HTTPException, _unrouted)
     app.add_middleware(
         Gate,
-        api_keys=http.api_keys,
+        keys=KeyRing(http.api_keys, None if http.api_keys_file is None else Path(http.api_keys_file), tiers.names),
+        open_paths={*_OPEN, *pages()},
+        ledger=Ledger(http.replicas),
         max_body_bytes=http.max_body_bytes,
         request_timeout_s=http.request_timeout_s,
     )
@@ -114,6 +123,10 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reason = f"{error.detail}: {request.method} {request.url.path}"
     return refusal(ApiError(reason, status=error.status_code, headers=error.headers))
+
+
+async def _page(page: Page, request: Request) -> Response:
+    return Response(page.content, media_type=page.media_type, headers=PAGE_HEADERS)
 
 
 def _json(value: Any) -> Response:
@@ -134,6 +147,7 @@ class _Endpoints:
         self._text = text
         self._http = http
         self._tiers = tiers
+        self._playing = asyncio.Lock()  # one at a time: it is a game, on cores that others serve from
 
     # -- generation --
 
@@ -300,7 +314,8 @@ class _Endpoints:
         echoes_logprobs = isinstance(asked, CompletionRequest) and asked.echo and asked.logprobs is not None
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         request_id, key = request.state.request_id, request.state.api_key
-        tenant = "" if key is None else key.tenant
+        tenant, salt = ("", asked.cache_salt) if key is None else (key.tenant, key.cache_salt(asked.cache_salt))
+        account = request.state.account
         choices: list[Choice] = []
         for prompt in prompts:
             max_tokens = _max_tokens(card, len(prompt.token_ids), limit, asked)
@@ -317,7 +332,7 @@ class _Endpoints:
                 name = f"{request_id}-{uuid.uuid4().hex}"
                 own = replace(sampling, max_tokens=max(1, max_tokens), seed=(seed + i) % 2**63)
                 submission = Submission(
-                    name, prompt.token_ids, own, asked.cache_salt, slo_class, request_id=request_id, tenant=tenant
+                    name, prompt.token_ids, own, salt, slo_class, request_id=request_id, tenant=tenant
                 )
                 detokenizer = self._text.detokenizer(
                     after=prompt.token_ids, skip_special_tokens=asked.skip_special_tokens
@@ -330,7 +345,9 @@ class _Endpoints:
                 )
                 is_prompt_only = max_tokens == 0
                 shows = asked.include_stop_str_in_output
-                choices.append(Choice(len(choices), prompt, submission, stream, shows, is_prompt_only))
+                choices.append(Choice(len(choices), prompt, submission, stream, shows, is_prompt_only, account))
+        if account is not None:
+            account.prompt(sum(len(prompt.token_ids) for prompt in prompts))
         return choices
 
     async def _outputs(self, choice: Choice) -> AsyncGenerator[Output, None]:
@@ -480,6 +497,26 @@ class _Endpoints:
                 return _json({"id": request_id, "object": "request.timeline", "requests": found})
         reason = f"No request '{name[:200]}' is known: it never came, ended long ago, or was another key's."
         raise ApiError(reason, status=404, param="id", code="request_not_found")
+
+    async def replicas(self, request: Request) -> Response:
+        """Every replica now, and its steps after those that were seen: `?after=INCARNATION:NUMBER`, for each."""
+        seen: dict[str, int] = {}
+        for value in request.query_params.getlist("after"):
+            incarnation, _, number = value.partition(":")
+            if not (number.isascii() and number.isdigit() and len(number) < 16):
+                reason = f"Invalid value for 'after': {value[:100]!r} is not of the form INCARNATION:NUMBER."
+                raise ApiError(reason, param="after", code="invalid_value")
+            seen[incarnation] = int(number)
+        return _json({"object": "list", "data": await self._dispatcher.replicas(seen, _sees(request))})
+
+    async def play(self, request: Request) -> Response:
+        """What the scheduler does in a scenario, whose fields are the query's."""
+        try:
+            scenario = Scenario.model_validate(dict(request.query_params))
+        except ValidationError as error:
+            raise openai.refusal_of(error) from None
+        async with self._playing:
+            return _json(await asyncio.to_thread(play, scenario))
 
     async def tokenize(self, request: Request) -> Response:
         asked = await self._body(request, TokenizeRequest)

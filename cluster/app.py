@@ -7,7 +7,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import threading
 import uuid
 from collections.abc import Callable
@@ -23,6 +22,8 @@ from ray.serve.schema import LoggingConfig
 from crossdock.cluster.api import build_api
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.dispatch import Dispatcher
+from crossdock.cluster.environment import ENVIRONMENT
+from crossdock.cluster.listener import listen
 from crossdock.cluster.pinning import PinningRouter
 from crossdock.cluster.replicas import follow_members
 from crossdock.cluster.scaler import Scaler
@@ -35,7 +36,6 @@ logger = logging.getLogger("ray.serve")
 
 APP_NAME = "crossdock"
 _NEVER_QUEUE = 1_000_000  # admission is the engine's business; Serve's own limit must not interfere
-_MESSAGE = {"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20)}
 
 
 class Ingress:
@@ -56,7 +56,7 @@ class Ingress:
         tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
         self._api = build_api(self.dispatcher, text, config.http, tiers)
         if config.http.direct:
-            self._server = await _listen(self._api, config.http.host, config.http.port)
+            self._server = await listen(self._api, config.http.host, config.http.port)
         follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -74,22 +74,6 @@ class Ingress:
     async def _all_ingress_metrics(self) -> dict[str, str]:
         texts = await self._every_ingress.broadcast("ingress_metrics").results_async()
         return dict([await self.ingress_metrics(), *texts])
-
-
-async def _listen(api: Any, host: str, port: int) -> uvicorn.Server:
-    """Serves `api` on a port that several ingresses of this node may share. A token then costs a quarter of the CPU
-    that it costs through Serve's proxy; on few cores that CPU is the engine's."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    listener.bind((host, port))
-    server = uvicorn.Server(uvicorn.Config(api, log_config=None, access_log=False, lifespan="off"))
-    task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
-    while not server.started:
-        if task.done():
-            task.result()
-        await asyncio.sleep(0.01)
-    return server
 
 
 def build(args: ClusterConfig) -> serve.Application:
@@ -122,6 +106,7 @@ def _engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applica
         ray_actor_options={
             "num_cpus": pool.num_cpus,
             "num_gpus": pool.num_gpus,
+            **({"label_selector": pool.node_labels} if pool.node_labels else {}),
             # The engine shares its cores with the ingress: spinning OpenMP threads would starve both
             # (a 50 ms step became 1.2 s; PASSIVE has to be there before torch is imported).
             "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(num_threads)}},
@@ -138,9 +123,7 @@ def _engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applica
 
 def start_ray(config: ClusterConfig) -> None:
     """A Ray of our own on this machine, unless the environment names a cluster to join."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would run the engine at nice 15
-    for name, value in _MESSAGE.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if ray.is_initialized():
         return
@@ -158,6 +141,13 @@ def start_ray(config: ClusterConfig) -> None:
     )
 
 
+def _on_one_node(config: ClusterConfig) -> ClusterConfig:
+    """Without Serve's proxies; transfers stay on the loopback interface unless an address is given."""
+    transfer = config.transfer.model_copy(update={"host": config.transfer.host or "127.0.0.1"})
+    http = config.http.model_copy(update={"direct": True})
+    return config.model_copy(update={"http": http, "transfer": transfer})
+
+
 STARTING = ("Ray", "Serve", "replicas: model and warm-up")  # what `serve_forever` goes through, in this order
 
 
@@ -169,8 +159,8 @@ def serve_forever(config: ClusterConfig, starting: Callable[[str], None], starte
         starting(STARTING[0])
         start_ray(config)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own there, which aborts
-        if not os.environ.get("RAY_ADDRESS"):  # one node
-            config = config.model_copy(update={"http": config.http.model_copy(update={"direct": True})})
+        if not os.environ.get("RAY_ADDRESS"):
+            config = _on_one_node(config)
         location = ProxyLocation.Disabled if config.http.direct else ProxyLocation.EveryNode
         starting(STARTING[1])
         serve.start(proxy_location=location, http_options=HTTPOptions(host=config.http.host, port=config.http.port))

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from crossdock.cluster.bench.command import bench
 from crossdock.cluster.chat import chat
+from crossdock.cluster.deploy.command import deploy
 from crossdock.cluster.top import top
 from crossdock.cluster.tune.command import tune
 
@@ -302,6 +303,7 @@ app.command(epilog="In an answer Ctrl-C stops it. [cyan]crossdock chat 'Why is t
 app.command()(bench)
 app.command()(top)
 app.command()(tune)
+app.add_typer(deploy, name="deploy")
 
 
 def main() -> None:

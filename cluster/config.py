@@ -12,6 +12,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from crossdock.cluster.api import HttpConfig
+from crossdock.cluster.deploy.nodes import DeployConfig
+from crossdock.cluster.keys import check_keys
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.checkpoint import model_name
@@ -58,6 +60,9 @@ class PoolConfig(BaseModel):
     max_replicas: int | None = Field(None, ge=1, description="How many the pool may grow to; null: it does not.")
     num_cpus: int = Field(0, ge=0, description="Cores of each replica; 0 reserves none and uses all.")
     num_gpus: float = Field(0, ge=0, description="GPUs of each replica.")
+    node_labels: dict[str, str] = Field(
+        default_factory=dict, description="Ray labels of the nodes it may run on: {ray.io/accelerator-type: H100}."
+    )
     engine: EngineConfig | None = Field(None, description="What differs from the cluster's engine settings.")
 
     @property
@@ -97,6 +102,9 @@ class ClusterConfig(BaseModel):
     scaling: ScalingConfig = Field(default_factory=lambda: ScalingConfig.model_validate({}))
     transfer: TransferConfig = Field(default_factory=lambda: TransferConfig.model_validate({}))
     http: HttpConfig = Field(default_factory=lambda: HttpConfig.model_validate({}))
+    deploy: DeployConfig = Field(
+        default_factory=lambda: DeployConfig.model_validate({}), description="For `crossdock deploy render` alone."
+    )
 
     @property
     def is_elastic(self) -> bool:
@@ -131,6 +139,21 @@ class ClusterConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _nodes_are_of_pools(self) -> Self:
+        names = [pool.name for pool in self.pools]
+        for node in self.deploy.nodes:
+            if node.pool not in names:
+                raise ValueError(f"deploy.nodes: there is no pool {node.pool!r}; there are {', '.join(names)}")
+            asked = next(pool for pool in self.pools if pool.name == node.pool)
+            for what, has, wants in (("gpus", node.gpus, asked.num_gpus), ("cpus", node.cpus, asked.num_cpus)):
+                if wants > has:
+                    raise ValueError(
+                        f"deploy.nodes: those of pool {node.pool!r} have {what}: {has}; one of its replicas needs "
+                        f"{wants:g} (pools.{node.pool}.num_{what})"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _classes_are_the_same_everywhere(self) -> Self:
         """A request has its class before it has a replica."""
         wanted = (self.engine.slo_classes, self.engine.default_slo_class)
@@ -143,15 +166,8 @@ class ClusterConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _keys_name_classes_that_exist(self) -> Self:
-        names = [slo.name for slo in self.engine.slo_classes]
-        for place, key in enumerate(self.http.api_keys):
-            for field, asked in (("classes", key.classes or ()), ("default", (key.default,) if key.default else ())):
-                if unknown := [name for name in asked if name not in names]:
-                    raise ValueError(
-                        f"http.api_keys.{place}.{field}: {unknown[0]!r} is none of engine.slo_classes, which are "
-                        f"{', '.join(names)}"
-                    )
+    def _keys_differ_and_name_classes_that_exist(self) -> Self:
+        check_keys(self.http.api_keys, [slo.name for slo in self.engine.slo_classes], "http.api_keys")
         return self
 
 

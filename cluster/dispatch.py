@@ -55,6 +55,7 @@ class EngineClient(Protocol):
     async def peer_dead(self, peer: bytes) -> None: ...
     async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]: ...
     async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]: ...
+    async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]: ...
     async def metrics_text(self) -> str: ...
 
 
@@ -465,6 +466,11 @@ class Dispatcher:
         """The requests in flight on all replicas, oldest first."""
         found = await self._ask_all(lambda client: client.live_requests(tenant))
         return sorted(found, key=lambda request: request["arrived"])
+
+    async def replicas(self, seen: Mapping[str, int], tenant: str | None) -> list[dict[str, Any]]:
+        """How every replica does, by name, and its steps after those that were `seen`, by its incarnation."""
+        answers = await self._answers(lambda client: client.watched(seen, tenant))
+        return [{"replica": name, **answer} for name, answer in sorted(answers.items())]
 
     async def _ask_all(self, ask: Callable[[EngineClient], Awaitable[list[dict[str, Any]]]]) -> list[dict[str, Any]]:
         """What every replica that can answer says, each with its name."""

@@ -5,7 +5,7 @@ import logging
 import math
 import re
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Collection
 from contextlib import aclosing
 
 from starlette.responses import Response
@@ -13,12 +13,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from crossdock.cluster import openai
 from crossdock.cluster.dispatch import ReplicaLost
-from crossdock.cluster.keys import ApiKey, find_key
+from crossdock.cluster.keys import ApiKey, KeyRing
+from crossdock.cluster.limits import Account, Ledger
 from crossdock.cluster.openai import ApiError
 from crossdock.workers.request import Overloaded
 
 logger = logging.getLogger(__name__)
 
+_SILENCE_S = 30.0  # while a body is on its way
+_CLOSE = {"Connection": "close"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -65,14 +68,24 @@ class EventStream(Response):
 
 class Gate:
     """ASGI middleware. The application behind it gets the whole body at once and never hears of a disconnect: it is
-    cancelled. Keys guard the paths under `/v1`. `state` has the request's id and, if keys are asked for, its key.
+    cancelled. Keys guard every path but the open ones. `state` has the request's id and, if keys are asked for, its key
+    and that key's account.
     """
 
     def __init__(
-        self, app: ASGIApp, *, api_keys: Sequence[ApiKey], max_body_bytes: int, request_timeout_s: float | None
+        self,
+        app: ASGIApp,
+        *,
+        keys: KeyRing,
+        open_paths: Collection[str],
+        ledger: Ledger,
+        max_body_bytes: int,
+        request_timeout_s: float | None,
     ) -> None:
         self._app = app
-        self._keys = api_keys
+        self._keys = keys
+        self._open_paths = open_paths
+        self._ledger = ledger
         self._max_body_bytes = max_body_bytes
         self._timeout_s = request_timeout_s
 
@@ -84,9 +97,14 @@ class Gate:
         answer = _Answer(send, _request_id(headers))
         state = scope.setdefault("state", {})
         state["request_id"] = answer.request_id
+        state["api_key"] = state["account"] = None
         try:
             async with asyncio.timeout(self._timeout_s) as clock:
-                state["api_key"] = self._key(scope, headers)
+                state["api_key"] = key = self._key(scope, headers)
+                if key is not None:
+                    state["account"] = answer.account = self._ledger.account(key)
+                    if scope["method"] == "POST":  # what is only looked at costs nothing
+                        answer.begin_on_account()
                 body = await self._read(headers, receive)
                 if body is None:
                     return
@@ -96,12 +114,14 @@ class Gate:
                 reason = f"The request took more than {self._timeout_s} s."
                 error = ApiError(reason, status=504, kind="server_error", code="request_timeout")
             await answer.fail(error)
+        finally:
+            answer.end_on_account()
 
     def _key(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiKey | None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if not self._keys or not path.startswith("/v1"):
+        if self._keys.is_open or path in self._open_paths:
             return None
-        return find_key(self._keys, headers.get(b"authorization", b""))
+        return self._keys.find(headers.get(b"authorization", b""))
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """The body, or None if the client left. Reading ends where the limit is passed, and the connection with it."""
@@ -112,7 +132,12 @@ class Gate:
         if size <= limit:
             size = 0
             while size <= limit:
-                message = await receive()
+                try:
+                    async with asyncio.timeout(_SILENCE_S):
+                        message = await receive()
+                except TimeoutError:
+                    reason = f"Nothing of the body came for {_SILENCE_S:.0f} s."
+                    raise ApiError(reason, status=408, code="request_timeout", headers=_CLOSE) from None
                 if message["type"] == "http.disconnect":
                     return None
                 parts.append(message.get("body", b""))
@@ -121,7 +146,7 @@ class Gate:
                     break
         if size > limit:
             reason = f"The body is larger than {limit} bytes."
-            raise ApiError(reason, status=413, code="request_too_large", headers={"Connection": "close"})
+            raise ApiError(reason, status=413, code="request_too_large", headers=_CLOSE)
         return b"".join(parts)
 
 
@@ -130,10 +155,22 @@ class _Answer:
 
     def __init__(self, send: Send, request_id: str) -> None:
         self.request_id = request_id
+        self.account: Account | None = None  # whose state the answer tells
         self._send = send
+        self._is_on_account = False
         self._has_started = False
         self._has_ended = False
         self._is_stream = False
+
+    def begin_on_account(self) -> None:
+        assert self.account is not None
+        self.account.begin()
+        self._is_on_account = True
+
+    def end_on_account(self) -> None:
+        if self.account is not None and self._is_on_account:
+            self._is_on_account = False
+            self.account.end()
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -142,9 +179,15 @@ class _Answer:
             self._is_stream = any(
                 name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
             )
-            message = {**message, "headers": [*headers, (b"x-request-id", self.request_id.encode())]}
+            headers.append((b"x-request-id", self.request_id.encode()))
+            told = {name for name, _ in headers}
+            for name, value in (self.account.headers() if self.account is not None else {}).items():
+                if name.encode() not in told:  # a refusal has them already
+                    headers.append((name.encode(), value.encode()))
+            message = {**message, "headers": headers}
         elif not message.get("more_body", False):
             self._has_ended = True
+            self.end_on_account()  # before the client knows that it may come again
         await self._send(message)
 
     async def fail(self, error: Exception) -> None:

@@ -12,6 +12,7 @@ from crossdock.cluster.text import Text
 from crossdock.workers.request import Grammar, SamplingParams, TokenLogprobs
 
 MAX_CHOICES = 1024  # prompts times n, of one request
+MAX_MESSAGES = 4096  # of a chat: templates are interpreted, message by message, on the event loop
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinities; vLLM's number
 
 
@@ -75,10 +76,11 @@ class Body(BaseModel):
         try:
             return cls.model_validate({name: value for name, value in data.items() if value is not None})
         except ValidationError as error:
-            raise _refusal(error) from None
+            raise refusal_of(error) from None
 
 
-def _refusal(error: ValidationError) -> ApiError:
+def refusal_of(error: ValidationError) -> ApiError:
+    """It names the first field at fault."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     param = ""
     for step in first["loc"]:
@@ -244,7 +246,7 @@ class CompletionRequest(Sampled):
 
 
 class ChatCompletionRequest(Sampled):
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -292,7 +294,7 @@ class TokenizeRequest(Body):
     """Either `prompt` or `messages`."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
     tools: list[dict[str, Any]] = []

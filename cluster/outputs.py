@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from crossdock.cluster.dispatch import ReplicaLost
+from crossdock.cluster.limits import Account
 from crossdock.cluster.text import TextStream
 from crossdock.workers.request import FinishReason, Submission, TokenDelta, TokenLogprobs
 
@@ -62,6 +63,7 @@ class Choice:
     stream: TextStream
     shows_stop_token: bool
     is_prompt_only: bool  # max_tokens was 0: the engine samples a token (it must), nobody sees it
+    account: Account | None = None  # which pays for the tokens; None: nobody counts them
     num_tokens: int = 0
     num_cached_tokens: int = 0
     has_begun: bool = False
@@ -90,6 +92,8 @@ class Choice:
             if delta.finish_reason is not None:
                 self._finish(delta, output)
         self.num_tokens += len(output.token_ids)
+        if self.account is not None:
+            self.account.output(len(output.token_ids))
         return output
 
     def _begin(self, delta: TokenDelta, output: Output) -> None:

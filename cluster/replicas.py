@@ -59,6 +59,10 @@ class ReplicaClient:
         found: list[dict[str, Any]] = await self._handle.live_requests.remote(tenant)
         return found
 
+    async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
+        found: dict[str, Any] = await self._handle.watched.remote(seen, tenant)
+        return found
+
     async def metrics_text(self) -> str:
         text: str = await self._handle.metrics_text.remote()
         return text

@@ -14,7 +14,7 @@ class Tiers:
     """The classes that requests may ask for, most urgent first."""
 
     def __init__(self, classes: Sequence[SloClass] = DEFAULT_CLASSES, default: str = DEFAULT_CLASS) -> None:
-        self._names = [slo.name for slo in classes]
+        self.names = [slo.name for slo in classes]
         self._default = default
 
     def choose(self, service_tier: str | None, header: str | None, key: ApiKey | None) -> str:
@@ -25,7 +25,7 @@ class Tiers:
         """
         by_body = None if service_tier is None else self._of_tier(service_tier, key)
         by_header = None if header is None else self._of_header(header)
-        if service_tier == "auto" and service_tier not in self._names and by_header is not None:
+        if service_tier == "auto" and service_tier not in self.names and by_header is not None:
             by_body = None
         if by_body is not None and by_header is not None and by_body != by_header:
             reason = f"'service_tier' asks for the class {by_body!r} and the header '{HEADER}' for {by_header!r}"
@@ -46,20 +46,20 @@ class Tiers:
         return self._default
 
     def _of_tier(self, tier: str, key: ApiKey | None) -> str:
-        if tier in self._names:
+        if tier in self.names:
             return tier
         if tier in _LEFT_TO_THE_SERVER:
             return self._default_of(key)
         if tier == "priority":
-            return self._names[0]
+            return self.names[0]
         if tier == "flex":
-            return self._names[-1]
-        accepted = [*self._names, *_LEFT_TO_THE_SERVER, "priority", "flex"]
+            return self.names[-1]
+        accepted = [*self.names, *_LEFT_TO_THE_SERVER, "priority", "flex"]
         raise _unknown("'service_tier'", "service_tier", tier, accepted)
 
     def _of_header(self, name: str) -> str:
-        if name not in self._names:
-            raise _unknown(f"the header '{HEADER}'", HEADER, name, self._names)
+        if name not in self.names:
+            raise _unknown(f"the header '{HEADER}'", HEADER, name, self.names)
         return name
 
 

@@ -29,9 +29,14 @@ class TransferConfig(BaseModel):
     transport: Literal["auto", "nixl", "tcp"] = Field(
         "auto", description="auto is nixl where it is installed, else tcp; all replicas must use the same."
     )
-    host: str = Field("127.0.0.1", description="Address that other replicas reach this node's transfers at.")
+    host: str | None = Field(
+        None, description="Address that others reach a replica's transfers at; null is its node's own in the cluster."
+    )
     deadline_s: float = Field(10.0, gt=0, description="How long the other side of a transfer may be silent.")
     grace_s: float = Field(1.0, ge=0, description="How long after a writer's death its writes might still land.")
+
+
+_LOOPBACK = "127.0.0.1"  # where nobody has said which address the node has
 
 
 class CannotPair(RuntimeError):
@@ -118,7 +123,12 @@ class Handover:
                 self._end(event.request, event.epoch)
                 self.on_figures(event.request, False, figures, "arrived")
                 if request is not None and request.status is Status.HELD:
-                    self.engine.arrive(request.id, msgpack.unpackb(state))
+                    token_id = _token(state, self.engine.model.vocab_size)
+                    self.engine.arrive(request.id, token_id or 0)
+                    if token_id is None:  # its pages are all here and nobody writes to them: it ends as a running one
+                        self.engine.abort(request.id)
+                        reason = "the replica that computed the prompt sent no token with it"
+                        return [TokenDelta(request.id, [], finish_reason=FinishReason.ERROR, error=reason)]
             case Failed(sending=False) if request is not None and request.leg is Leg.RECEIVE:
                 self._end(event.request, event.epoch)
                 self.on_figures(event.request, False, Figures(), event.reason.value)
@@ -157,6 +167,15 @@ class Handover:
         self.engine.pages.release(Request.owner_name(request_id, epoch))
 
 
+def _token(state: bytes, vocab_size: int) -> int | None:
+    """The token that came with the pages. It is another process's word: what is none must not reach the engine."""
+    try:
+        token_id = msgpack.unpackb(state)
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException):
+        return None
+    return token_id if type(token_id) is int and 0 <= token_id < vocab_size else None
+
+
 def _owner(event: Event) -> str:
     return Request.owner_name(event.request, event.epoch)
 
@@ -193,10 +212,10 @@ def pool_spec(engine: Engine, model: str) -> PoolSpec:
 
 def _transport(config: TransferConfig) -> Transport:
     if config.transport == "tcp":
-        return TcpTransport(config.host)
+        return TcpTransport(config.host or _LOOPBACK)
     try:
         return NixlTransport()
     except TransportUnavailable:
         if config.transport == "nixl":
             raise
-        return TcpTransport(config.host)
+        return TcpTransport(config.host or _LOOPBACK)

@@ -6,10 +6,11 @@ import logging
 import threading
 import time
 import uuid
+from collections import Counter as Tally
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from crossdock.kvtransfer.events import Event, Figures
@@ -18,7 +19,8 @@ from crossdock.workers.handover import Handover
 from crossdock.workers.live import LiveProfile, Message, PageChanges, Publisher
 from crossdock.workers.metrics import EngineMetrics
 from crossdock.workers.profile import Role
-from crossdock.workers.request import Overloaded, Submission, TokenDelta
+from crossdock.workers.request import Overloaded, Status, Submission, TokenDelta
+from crossdock.workers.steps import RecentSteps
 from crossdock.workers.timeline import Progress, Timeline, Timelines
 
 logger = logging.getLogger(__name__)
@@ -77,7 +79,9 @@ class EngineLoop:
         """`connect` makes the engine's handover, given where its dock's events go; None: all work is local."""
         self.engine = engine
         self.metrics = EngineMetrics(engine)
-        self.timelines = Timelines(engine.config.slo_classes, time.time() - engine.clock())
+        unix_at_zero = time.time() - engine.clock()
+        self.timelines = Timelines(engine.config.slo_classes, unix_at_zero)
+        self.steps = RecentSteps(unix_at_zero)
         self.channels: dict[str, Channel] = {}
         self._num_turns = 0
         self._publisher = Publisher(engine.scheduler, uuid.uuid4().hex)
@@ -175,6 +179,21 @@ class EngineLoop:
         self._post(run)
         await done
 
+    def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
+        """As JSON, for a dashboard: the replica as it is now, and its steps after those that were `seen`, by
+        incarnation. May be called while the engine steps: a number may be one step older than its neighbour."""
+        engine = self.engine
+        requests = Tally(request.status.value for request in engine.scheduler.requests())
+        fit = engine.cost_fit
+        return {
+            "now": time.time(),
+            "pages": asdict(engine.pages.counts()),
+            "requests": {status.value: requests[status.value] for status in Status if status is not Status.FINISHED},
+            "cost": None if fit is None else fit.cost.model_dump(),
+            "step_error": None if fit is None else fit.error(0.5),
+            **self.steps.after(seen, tenant),
+        }
+
     async def close(self) -> None:
         """Stops after the running step. Open channels end."""
         with self._wake:
@@ -232,6 +251,7 @@ class EngineLoop:
         progress = self.timelines.stepped(step.batch, step.deltas, step.started, step.seconds, step.predicted)
         if step.batch:
             self.metrics.stepped(step)
+            self.steps.record(step.batch, progress.chunks, step.started, step.seconds, step.predicted)
         self._progressed(progress, step.deltas, step.seconds)
         return step
 

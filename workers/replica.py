@@ -3,12 +3,14 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
+from ray import serve
 
 from crossdock.workers.checkpoint import fingerprint, resolve_model
 from crossdock.workers.engine import Engine, EngineConfig, warm_up
@@ -46,6 +48,7 @@ class Replica:
         if transfer is None:
             self.loop = EngineLoop(loaded)
         else:
+            transfer = transfer.model_copy(update={"host": transfer.host or ray.util.get_node_ip_address()})
             self.loop = EngineLoop(loaded, partial(connect, loaded, name, role, transfer))
             assert self.loop.handover is not None
             peer = self.loop.handover.dock.blob
@@ -107,6 +110,11 @@ class Replica:
     async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
         """The requests in flight here; see `Timelines.live`."""
         return self.loop.timelines.live(tenant, self.loop.engine.clock())
+
+    async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
+        """How it does now, and its newest steps; see `EngineLoop.watched`."""
+        profile = self.profile.model_dump(exclude={"peer", "cost"}, mode="json")
+        return {"pool": serve.get_replica_context().deployment, "profile": profile, **self.loop.watched(seen, tenant)}
 
     async def metrics_text(self) -> str:
         return self.loop.metrics.text()

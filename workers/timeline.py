@@ -65,6 +65,7 @@ _NO_COUNTS, _NO_GAPS = Counts(0, 0, 0, 0), Gaps()
 class Timeline:
     """One request, from arrival to end."""
 
+    number: int  # on this replica, from 1
     id: str
     request_id: str  # the client's name for all that its HTTP request led to
     tenant: str
@@ -251,6 +252,7 @@ class Timelines:
         self._unix_at_zero = unix_at_zero
         self._live: dict[str, Timeline] = {}
         self._finished: deque[Timeline] = deque(maxlen=keep_finished)
+        self._num_added = 0
         self._last_chunks = float("-inf")  # when the newest step with chunks ended
 
     # -- written by the engine's thread --------------------------------------------------------------------------------
@@ -259,7 +261,9 @@ class Timelines:
         """`arrived`: when the replica heard of it, which may be a step before the scheduler did. `seconds_alone`: what
         its first token takes on an idle replica."""
         slo = self._classes[submission.slo_class]
+        self._num_added += 1
         self._live[submission.id] = Timeline(
+            number=self._num_added,
             id=submission.id,
             request_id=submission.request_id,
             tenant=submission.tenant,

@@ -8,6 +8,8 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -24,6 +26,8 @@ from transformers import PreTrainedTokenizerFast
 from crossdock.cluster.api import HttpConfig, build_api
 from crossdock.cluster.dispatch import ModelCard, ReplicaLost
 from crossdock.cluster.gate import Gate
+from crossdock.cluster.keys import KeyRing
+from crossdock.cluster.limits import Ledger
 from crossdock.cluster.openai import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from crossdock.cluster.outputs import merge
 from crossdock.cluster.text import Text
@@ -971,6 +975,107 @@ def test_api_keys(engine: Scripted, text: Text) -> None:
     assert "schlüssel" not in repr(HttpConfig(api_keys=("schlüssel",)))
 
 
+def test_what_costs_work_is_guarded_and_what_tells_health_is_not(engine: Scripted, text: Text) -> None:
+    with served(engine, text, HttpConfig(api_keys=("k",))) as http:
+        for path in ("/tokenize", "/detokenize", "/v1/completions", "/v1/requests", "/anything", "/health/"):
+            refused(http.post(path, json={"prompt": "Hi"}), 401)
+
+
+def test_keys_from_a_file_are_rotated_without_a_restart(engine: Scripted, text: Text, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("old")
+    with served(engine, text, HttpConfig(api_keys_file=str(path))) as http:
+
+        def status(key: str) -> int:
+            return http.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
+
+        assert (status("old"), status("new")) == (200, 401)
+        path.write_text("new")
+        eventually(lambda: (status("old"), status("new")) == (401, 200))
+    with pytest.raises(ValueError, match=r"http\.api_keys_file"):
+        build_api(engine, text, HttpConfig(api_keys_file=str(tmp_path / "other")))  # type: ignore[arg-type]
+
+
+def test_limits_of_a_key(engine: Scripted, text: Text) -> None:
+    limits = {"key": "k", "requests_per_minute": 4, "tokens_per_minute": 100, "max_concurrent_requests": 1}
+    config = HttpConfig.model_validate({"api_keys": [limits, "free"]})
+    with served(engine, text, config) as http:
+
+        def post(key: str = "k", num_tokens: int = 10, **fields: Any) -> httpx.Response:
+            body = {"prompt": [5] * num_tokens, "max_tokens": 5, **fields}
+            return http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+
+        first = post()
+        assert first.status_code == 200
+        assert (first.headers["x-ratelimit-limit-requests"], first.headers["x-ratelimit-remaining-requests"]) == (
+            "4",
+            "3",
+        )
+        assert first.headers["x-ratelimit-limit-tokens"] == "100"
+        engine.script = lambda submission: [TokenDelta(submission.id, []), 0.5, *engine.story(submission)]
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda _: post(), range(2)))
+        assert sorted(answer.status_code for answer in answers) == [200, 429], "one at a time"
+        engine.script = engine.story
+        refused(post(num_tokens=90), 429, code="rate_limit_exceeded", type="rate_limit_error")
+        assert post(stream=True).status_code == 200
+        late = post()
+        error = refused(late, 429, code="rate_limit_exceeded")
+        assert "4 requests per minute" in error["message"]
+        assert int(late.headers["retry-after"]) >= 1
+        assert late.headers.get_list("x-ratelimit-remaining-requests") == ["0"]
+        assert "x-ratelimit-limit-requests" not in post("free").headers
+        assert http.get("/v1/models", headers={"authorization": "Bearer k"}).status_code == 200, "looking costs nothing"
+
+
+def test_a_refused_request_leaves_its_place_and_its_tokens(engine: Scripted, text: Text) -> None:
+    """Whatever way a request ends, the next one may come."""
+    key = {"key": "k", "max_concurrent_requests": 1, "tokens_per_minute": 1000}
+    with served(engine, text, HttpConfig.model_validate({"api_keys": [key], "max_body_bytes": 1000})) as http:
+        headers = {"authorization": "Bearer k"}
+        for body in (b"{", b'{"prompt": 5}', b"x" * 2000, b'{"prompt": "Hi", "n": 999}'):
+            answer = http.post("/v1/completions", content=body, headers=headers | {"content-type": "application/json"})
+            assert answer.status_code in (400, 413)
+        engine.script = lambda submission: [RuntimeError("broken")]
+        assert http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers).status_code == 500
+        engine.script = engine.story
+        assert http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers).status_code == 200
+
+
+def test_tenants_share_no_cached_prefix(engine: Scripted, text: Text) -> None:
+    keys = ["first", "second", {"key": "third", "cache_group": "us"}, {"key": "fourth", "cache_group": "us"}]
+
+    def salts(http: httpx.Client, headers: list[dict[str, str]], **fields: Any) -> list[str]:
+        engine.submissions.clear()
+        for header in headers:
+            assert http.post("/v1/completions", json={"prompt": "Hi", **fields}, headers=header).status_code == 200
+        return [submission.cache_salt for submission in engine.submissions]
+
+    with served(engine, text, HttpConfig.model_validate({"api_keys": keys})) as http:
+        names = [{"authorization": f"Bearer {key}"} for key in ("first", "second", "third", "fourth", "first")]
+        one, two, three, four, again = salts(http, names)
+        assert one == again != two
+        assert three == four not in (one, two)
+        assert not {"first", "second"} & {one, two}, "a salt is not the key"
+        assert len({*salts(http, names, cache_salt="s"), one, two, three}) == 6
+    with served(engine, text, HttpConfig()) as http:
+        assert salts(http, [{}], cache_salt="mine") == ["mine"]
+
+
+def test_a_body_that_stops_coming_is_not_waited_for(
+    engine: Scripted, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crossdock.cluster.gate._SILENCE_S", 0.2)
+    with served(engine, text, HttpConfig()) as http, raw(str(http.base_url)) as wire:
+        wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\nabc")
+        assert b"408" in wire.recv(4096)
+
+
+def test_more_messages_than_a_chat_has(http: httpx.Client) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": [{}] * 4097})
+    refused(answer, 400, param="messages")
+
+
 def test_a_refused_client_is_not_listened_to(url: str, engine: Scripted, text: Text) -> None:
     """No key, no reading: the answer is there before the body."""
     with served(engine, text, HttpConfig(api_keys=("k",))) as http, raw(str(http.base_url)) as wire:
@@ -1052,7 +1157,7 @@ def test_no_more_is_read_than_the_limit() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError("not reached")
 
-    gate = Gate(app, api_keys=(), max_body_bytes=10_000, request_timeout_s=None)
+    gate = Gate(app, keys=KeyRing(), open_paths=(), ledger=Ledger(), max_body_bytes=10_000, request_timeout_s=None)
     for headers, most in (([], 11_000), ([(b"content-length", b"10001")], 0), ([(b"content-length", b"x")], 11_000)):
         received = 0
         asyncio.run(gate({"type": "http", "path": "/", "headers": headers}, receive, send))
@@ -1070,7 +1175,7 @@ def test_a_client_that_leaves_while_sending() -> None:
     async def never(*_: Any) -> None:
         raise AssertionError("not reached")
 
-    gate = Gate(never, api_keys=(), max_body_bytes=10, request_timeout_s=None)
+    gate = Gate(never, keys=KeyRing(), open_paths=(), ledger=Ledger(), max_body_bytes=10, request_timeout_s=None)
     asyncio.run(gate({"type": "http", "path": "/", "headers": []}, receive, never))
 
 

@@ -6,6 +6,7 @@ Pages travel by NIXL where it is installed; CROSSDOCK_TEST_TRANSPORT=tcp runs al
 import json
 import os
 import random
+import re
 import signal
 import socket
 import threading
@@ -21,6 +22,7 @@ import httpx
 import psutil
 import pytest
 import ray
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ByteSize
 from ray import serve
 from ray.serve._private.common import DeploymentID
@@ -31,6 +33,7 @@ from crossdock.cluster.config import load
 from crossdock.workers.engine import Engine, EngineConfig
 from crossdock.workers.model import load_model
 from crossdock.workers.request import SamplingParams, Submission
+from tests.cluster.deploy.test_manifests import expressions
 
 APP = "pools"
 DECODES = 2
@@ -390,3 +393,33 @@ def test_soak(url: str, local: Engine) -> None:
     assert outcomes["killed"] > 0, outcomes
     assert outcomes["served"] > 10 * outcomes["told"], outcomes
     wait_until_whole(url)
+
+
+def test_dashboards_and_alerts_ask_for_what_a_scrape_has(url: str) -> None:
+    """Every metric and label in Grafana's dashboard and Prometheus' rules, after a few requests over both pools."""
+    for number in range(3):
+        assert Stream(url, prompt(number, 600)).result()
+    families = list(text_string_to_metric_families(httpx.get(f"{url}/metrics").text))
+    labels = {sample.name: set(sample.labels) for family in families for sample in family.samples}
+    # A family without a sample yet (nothing was refused) still has its name; counters' samples end in _total.
+    known = {*labels, *(family.name for family in families), *(f"{family.name}_total" for family in families)}
+    histograms = {family.name for family in families if family.type == "histogram"}
+    known |= {f"{name}_{part}" for name in histograms for part in ("bucket", "sum", "count")}
+    asked = list(expressions("alerts.yaml")) + list(expressions("grafana-dashboard.json"))
+    names = {name for expression in asked for name in re.findall(r"\bcrossdock_\w+", expression)}
+    assert len(names) > 30
+    assert names - known == set()
+    for expression in asked:
+        for name, matchers in re.findall(r"\b(crossdock_\w+)\{([^}]*)\}", expression):
+            wanted = set(re.findall(r"(\w+)[=!]", matchers)) - {"service"}  # that one the scrape's configuration adds
+            assert wanted <= labels.get(name, wanted), f"{name} has no {wanted - labels[name]}: {expression}"
+    scraped = {name for name in labels if name.startswith("crossdock_") and not name.endswith("_created")}
+    shown = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in names}
+    missing = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in scraped} - shown
+    assert missing <= {  # what no panel shows: `crossdock top` does, or another panel says it better
+        "crossdock_step_cost_seconds",
+        "crossdock_step_outliers_total",
+        "crossdock_time_to_first_token_seconds",
+        "crossdock_time_per_output_token_seconds",
+        "crossdock_requests_refused_total",
+    }

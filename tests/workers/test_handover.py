@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, ParamSpec
 
+import msgpack
 import pytest
 import torch
 from pydantic import ByteSize
@@ -292,3 +293,27 @@ async def test_late_words_of_a_lost_placement_end_nothing_of_the_next() -> None:
         for side in (prefill, lost, second):
             await side.loop.close()
             await side.pump
+
+
+@pytest.mark.parametrize(
+    "state", [b"", b"\xc1", msgpack.packb("x"), msgpack.packb(True), msgpack.packb(-1), msgpack.packb(1 << 30)]
+)
+def test_a_peer_that_sends_no_token_ends_its_request_alone(state: bytes) -> None:
+    """What a peer says is checked: the engine's thread goes on, and the pages are given back."""
+
+    async def run() -> None:
+        async with pair("tcp") as (prefill, decode):
+            sender = prefill.loop.handover
+            assert sender is not None
+            finish = sender.dock.finish
+            sender.dock.finish = lambda *args: finish(*args[:-1], state)  # type: ignore[method-assign]
+            work = submission(prompts()[5])
+            await decode.loop.submit("test", replace(work, leg=Leg.RECEIVE, peer=prefill.blob))
+            await prefill.loop.submit("test", replace(work, leg=Leg.SEND, peer=decode.blob))
+            last = await decode.next(work.id)
+            assert (last.finish_reason, last.token_ids) == (FinishReason.ERROR, [])
+            sender.dock.finish = finish  # type: ignore[method-assign]
+            again = submission(prompts()[6])
+            assert len(await ship(prefill, decode, again)) == 12
+
+    asyncio.run(run())

@@ -1,0 +1,1 @@
+"""Manifests from a configuration: what `ray up`, KubeRay and `serve deploy` are given."""

@@ -1,0 +1,171 @@
+"""`crossdock deploy render`: the committed manifests are what it prints, and say what the configuration says."""
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from crossdock.cluster.cli import app
+from crossdock.cluster.config import ConfigError, load
+from crossdock.cluster.deploy.command import Target, rendered
+from crossdock.cluster.deploy.kuberay import GROUP, PART_OF, kuberay
+from crossdock.cluster.deploy.rayup import ray_up
+from crossdock.cluster.deploy.serve import serve_config
+
+MANIFESTS = Path(__file__).parents[3] / "manifests"
+FLEET = MANIFESTS / "fleet/crossdock.yaml"
+COMMITTED = [
+    ("cpu/crossdock.yaml", Target.KUBERAY, "cpu/rayservice.yaml"),
+    ("single-node/crossdock.yaml", Target.KUBERAY, "single-node/rayservice.yaml"),
+    ("fleet/crossdock.yaml", Target.KUBERAY, "fleet/rayservice.yaml"),
+    ("fleet/crossdock.yaml", Target.RAY_UP, "ray-cluster.yaml"),
+    ("crossdock.yaml", Target.SERVE, "serve.yaml"),
+]
+
+
+@pytest.mark.parametrize(("config", "target", "manifest"), COMMITTED)
+def test_the_committed_manifests_are_what_render_prints(config: str, target: Target, manifest: str) -> None:
+    shown = rendered(MANIFESTS / config, target)
+    assert (MANIFESTS / manifest).read_text() == shown, (
+        f"crossdock deploy render {config} --target {target} > {manifest}"
+    )
+
+
+def test_the_command_prints_it() -> None:
+    result = CliRunner().invoke(app, ["deploy", "render", str(FLEET), "--target", "ray-up"])
+    assert result.exit_code == 0
+    assert result.stdout == rendered(FLEET, Target.RAY_UP)
+
+
+def fleet(**changes: Any) -> Any:
+    return load(FLEET, {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def service(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    return next(document["spec"] for document in documents if document["kind"] == "RayService")
+
+
+def test_replicas_find_the_nodes_of_their_pool() -> None:
+    """What a pool asks for is what its nodes carry, on both kinds of cluster."""
+    config = fleet()
+    groups = {group["groupName"]: group for group in service(kuberay(config))["rayClusterConfig"]["workerGroupSpecs"]}
+    types = ray_up(config)["available_node_types"]
+    for pool in config.pools:
+        assert pool.node_labels
+        assert groups[pool.name]["labels"] == types[pool.name]["labels"] == pool.node_labels
+        limits = groups[pool.name]["template"]["spec"]["containers"][0]["resources"]["limits"]
+        assert float(limits["nvidia.com/gpu"]) >= pool.num_gpus
+        assert types[pool.name]["resources"]["GPU"] >= pool.num_gpus
+
+
+def test_no_replica_and_no_ingress_is_on_the_head() -> None:
+    """Streams outlive it: neither is what they come from there, nor what they go through."""
+    spec = service(kuberay(fleet()))
+    assert spec["rayClusterConfig"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    assert spec["excludeHeadPodFromServeSvc"]
+    assert ray_up(fleet())["available_node_types"]["head"]["resources"] == {"CPU": 0}
+    application = yaml.safe_load(spec["serveConfigV2"])["applications"][0]
+    overrides = {it["name"]: it["ray_actor_options"]["num_cpus"] for it in application["deployments"]}
+    assert overrides == {"ingress": 1}
+    assert all(pool["num_cpus"] > 0 for pool in application["args"]["pools"])
+
+
+def test_the_application_is_the_configuration_without_its_deployment() -> None:
+    config = fleet()
+    args = serve_config(config)["applications"][0]["args"]
+    assert "deploy" not in args
+    again = load(None, args)
+    assert again == config.model_copy(update={"deploy": again.deploy})
+
+
+def test_a_pod_is_given_the_time_that_streams_need_to_end() -> None:
+    documents = kuberay(fleet(http__drain_timeout_s=900))
+    cluster = service(documents)["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert group["template"]["spec"]["terminationGracePeriodSeconds"] > 900
+
+
+def test_budgets_and_policies_select_the_pods() -> None:
+    documents = kuberay(fleet())
+    cluster = service(documents)["rayClusterConfig"]
+    labels = [group["template"]["metadata"]["labels"] for group in cluster["workerGroupSpecs"]]
+    assert all(label == {PART_OF: "crossdock"} for label in labels)
+    budgets = [doc["spec"]["selector"]["matchLabels"] for doc in documents if doc["kind"] == "PodDisruptionBudget"]
+    assert budgets == [{PART_OF: "crossdock", GROUP: pool} for pool in ("prefill", "decode")]
+    policy = next(doc["spec"] for doc in documents if doc["kind"] == "NetworkPolicy")
+    assert policy["podSelector"]["matchLabels"] == {PART_OF: "crossdock"}
+    anyone = [rule["ports"] for rule in policy["ingress"] if rule["from"] == [{"namespaceSelector": {}}]]
+    assert anyone == [[{"protocol": "TCP", "port": 8000}]], "from elsewhere the API alone is reached"
+    unbounded = [rule["from"] for rule in policy["ingress"] if "ports" not in rule]
+    assert unbounded == [[{"podSelector": {"matchLabels": {PART_OF: "crossdock"}}}]]
+
+
+def test_every_secret_that_is_mounted_holds_what_the_configuration_names() -> None:
+    config = fleet(http__api_keys_file="/run/keys/all.yaml")
+    for group in service(kuberay(config))["rayClusterConfig"]["workerGroupSpecs"]:
+        spec = group["template"]["spec"]
+        mount = next(mount for mount in spec["containers"][0]["volumeMounts"] if mount["name"] == "api-keys")
+        assert mount == {"name": "api-keys", "mountPath": "/run/keys", "readOnly": True}
+    assert "/run/keys/all.yaml" in ray_up(config)["file_mounts"]
+
+
+def test_an_autoscaler_is_there_when_nodes_may_come_and_go() -> None:
+    assert service(kuberay(fleet()))["rayClusterConfig"]["enableInTreeAutoscaling"]
+    single = service(kuberay(load(MANIFESTS / "single-node/crossdock.yaml")))
+    assert "enableInTreeAutoscaling" not in single["rayClusterConfig"]
+    assert ray_up(fleet())["max_workers"] == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"deploy.nodes": [{"pool": "prefil", "cpus": 1, "memory": "1Gi"}]}, "deploy.nodes: there is no pool 'prefil'"),
+        (
+            {"deploy.nodes": [{"pool": "decode", "cpus": 64, "memory": "1Gi"}]},
+            "have gpus: 0; one of its replicas needs 1",
+        ),
+        ({"deploy.nodes": [{"pool": "decode", "cpus": 1, "gpus": 1, "memory": "1Gi"}]}, "pools.decode.num_cpus"),
+        ({"deploy.nodes": [{"pool": "decode", "cpus": 8, "gpus": 1, "memory": "lots"}]}, "deploy.nodes.0.memory"),
+        ({"deploy.name": "Über"}, "deploy.name"),
+        ({"deploy.imag": "x"}, "deploy.imag: no such setting; did you mean image?"),
+        (
+            {"deploy.nodes": [{"pool": "decode", "cpus": 8, "gpus": 1, "memory": "1Gi", "min": 3, "max": 2}]},
+            r"min \(3\) must be at most max \(2\)",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(FLEET, changes)
+
+
+def test_a_pool_without_nodes_and_a_key_in_the_open_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"deploy.nodes: pool 'decode' has none"):
+        kuberay(fleet(deploy__nodes=[{"pool": "prefill", "cpus": 8, "gpus": 1, "memory": "1Gi"}]))
+    open_ = fleet(http__api_keys=["hunter2"])
+    for render in (kuberay, serve_config):
+        with pytest.raises(ValueError, match=r"http\.api_keys_file") as error:
+            render(open_)
+        assert "hunter2" not in str(error.value)
+    path = tmp_path / "crossdock.yaml"
+    path.write_text("http: {api_keys: [hunter2]}")
+    result = CliRunner().invoke(app, ["deploy", "render", str(path), "--target", "serve"])
+    assert result.exit_code == 2
+    assert "hunter2" not in result.output
+
+
+def test_rendering_needs_nothing_but_the_file() -> None:
+    """The same on a laptop and in CI, in any directory."""
+    code = "import sys; from crossdock.cluster.cli import main; sys.argv[0] = 'crossdock'; main()"
+    command = [sys.executable, "-c", code, "deploy", "render", str(FLEET)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/", timeout=120)
+    assert shown.stdout == (MANIFESTS / "fleet/rayservice.yaml").read_text()
+    assert json.dumps(list(yaml.safe_load_all(shown.stdout)))  # no aliases, dates or other YAML beyond JSON
+    assert "&id" not in shown.stdout
+    assert copy.deepcopy(kuberay(fleet())) == list(yaml.safe_load_all(shown.stdout))
