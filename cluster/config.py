@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from crossdock.cluster.api import HttpConfig
 from crossdock.workers.checkpoint import model_name
+from crossdock.workers.docks import TransferConfig
 from crossdock.workers.engine import EngineConfig
-from crossdock.workers.handover import TransferConfig
 from crossdock.workers.profile import Role
 
 

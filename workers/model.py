@@ -8,7 +8,7 @@ architectures drop keyword arguments on the way to attention.
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, G
 from crossdock.kernels.attention import AttentionBatch, paged_attention, store_kv
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
 from crossdock.workers.fusion import NotFusableError, fuse
+from crossdock.workers.memory import check_fits
 from crossdock.workers.parallel import Links, Part, Place
 from crossdock.workers.weights import load_part
 
@@ -175,13 +176,17 @@ def load_model(
     max_model_len: int | None = None,
     device: str = "cpu",
     links: Links | None = None,
+    kv_bytes: int | None = None,
+    loaded: Callable[[], None] = lambda: None,
 ) -> PagedModel:
     """Loads a Hugging Face directory. `dtype` None: the checkpoint's, on CPUs bfloat16 where they have it. `links`: to
-    the other ranks of a gang, of which this one loads its part; all must load at once.
+    the other ranks of a gang, of which this one loads its part; all must load at once. `kv_bytes`: what else must fit
+    into memory; None asks nothing. `loaded` is called when the weights are there, before the logits are checked.
 
     Raises:
         UnsupportedModelError: the architecture would not be computed right through our attention.
         CannotCut: the model cannot be divided among so many ranks.
+        DoesNotFit: there is not enough memory.
         ValueError: `max_model_len` is more than the model was made for.
     """
     config = AutoConfig.from_pretrained(path)
@@ -189,6 +194,9 @@ def load_model(
     dtype = dtype or _default_dtype(config, device)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _IMPLEMENTATION}
     part = Part(Place())
+    if kv_bytes is not None:
+        place, num_sharing = (links.place, links.ranks_on_this_host()) if links is not None else (Place(), 1)
+        check_fits(config, place, dtype, kv_bytes, device, num_sharing)
     try:
         if links is not None and links.place.size > 1:
             module, part = load_part(config, path, links.place, links, **options)
@@ -202,7 +210,9 @@ def load_model(
         generation: GenerationConfig | None = GenerationConfig.from_pretrained(path)
     except OSError:
         generation = None
-    return wrap_module(module.to(device), max_model_len, generation, part)
+    module = module.to(device)
+    loaded()
+    return wrap_module(module, max_model_len, generation, part)
 
 
 def wrap_module(

@@ -6,6 +6,7 @@ whole heads, everything else evenly; what the plan does not name is replicated.
 """
 
 import re
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -67,16 +68,16 @@ class Links:
     A rank that does not take part within `deadline_s` fails the call on every other one.
     """
 
-    def __init__(self, place: Place, deadline_s: float) -> None:
-        """In an initialised torch.distributed world of just this gang; all its ranks must come here."""
+    def __init__(self, place: Place, deadline_s: float, backend: str = "gloo") -> None:
+        """In an initialised torch.distributed world, by gloo, of just this gang; all its ranks must come here."""
         self.place = place
         timeout = timedelta(seconds=deadline_s)
         stages = [
             range(place.size)[stage * place.tensor_size :][: place.tensor_size] for stage in range(place.num_stages)
         ]
-        groups = [dist.new_group(list(ranks), timeout=timeout) for ranks in stages]
+        groups = [dist.new_group(list(ranks), timeout, backend) for ranks in stages]
         self._stage = groups[place.stage]
-        self._gang = dist.new_group(timeout=timeout)
+        self._gang = dist.new_group(timeout=timeout, backend=backend)
         self._sending: tuple[Any, Tensor] | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -106,6 +107,17 @@ class Links:
         hidden = torch.empty(*shape, dtype=dtype, device=device)
         dist.recv(hidden, self.place.rank - self.place.tensor_size, group=self._gang)
         return hidden
+
+    def wait_for_all(self) -> None:
+        """Returns when every rank has come here: within the world's own, longer deadline."""
+        dist.all_reduce(torch.zeros(1))
+
+    def ranks_on_this_host(self) -> int:
+        """How many ranks share this host's memory, this one among them."""
+        name = socket.gethostname()
+        names: list[Any] = [None] * self.place.size
+        dist.all_gather_object(names, name)
+        return names.count(name)
 
     def _finish_sending(self) -> None:
         if self._sending is not None:

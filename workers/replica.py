@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from crossdock.workers.checkpoint import fingerprint, resolve_model
+from crossdock.workers.docks import TransferConfig
 from crossdock.workers.engine import Engine, EngineConfig, warm_up
-from crossdock.workers.handover import TransferConfig, connect
+from crossdock.workers.handover import connect
 from crossdock.workers.loop import EngineLoop, request_logger
 from crossdock.workers.model import load_model
 from crossdock.workers.profile import Role

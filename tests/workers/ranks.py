@@ -1,4 +1,4 @@
-"""Rank processes for tests: spawned once, and told what to run together, each time in a world of their own."""
+"""Rank processes for tests: spawned once, and told what to run, together or one by one."""
 
 import multiprocessing
 import os
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 class Ranks:
-    """`run` calls a function in the first so many processes at once: with its rank, and the arguments given."""
+    """So many processes that call what they are sent."""
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -23,30 +23,33 @@ class Ranks:
         self._num_worlds = 0
         self.pipes: list[Connection] = []
         self.processes = []
-        for rank in range(size):
+        for _ in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(rank, theirs), daemon=True)
+            process = context.Process(target=_rank, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each answers; raises what the first that fails has raised."""
+        """Calls `function` in the first `size` processes at once, with its rank in a world of them and `args`: what
+        each answers; raises what the first that fails has raised."""
         self._num_worlds += 1
         store = f"file://{self._folder.name}/{self._num_worlds}"
-        for pipe in self.pipes[:size]:
-            pipe.send((store, size, function, args))
-        answers = [self._answer(pipe) for pipe in self.pipes[:size]]
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers
+        for rank in range(size):
+            self.start(rank, _in_world, store, size, rank, function, args)
+        return [self.answer(rank) for rank in range(size)]
 
-    @staticmethod
-    def _answer(pipe: Connection) -> Any:
-        assert pipe.poll(120), "a rank does not answer"
-        return pipe.recv()
+    def start(self, number: int, function: Callable[..., Any], *args: Any) -> None:
+        """Calls `function` in one process; `answer` waits for its end."""
+        self.pipes[number].send((function, args))
+
+    def answer(self, number: int) -> Any:
+        assert self.pipes[number].poll(120), "a rank does not answer"
+        answer = self.pipes[number].recv()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
     def close(self) -> None:
         for pipe in self.pipes:
@@ -59,22 +62,28 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _rank(rank: int, pipe: Connection) -> None:
+def _rank(pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     while True:
         try:
-            store, size, function, args = pipe.recv()
+            function, args = pipe.recv()
         except EOFError:
             return
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
         try:
-            answer = function(rank, *args)
+            answer = function(*args)
         except Exception as error:
             error.add_note(traceback.format_exc())
             answer = error
-        dist.destroy_process_group()
         pipe.send_bytes(pickle.dumps(answer))
+
+
+def _in_world(store: str, size: int, rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    try:
+        return function(rank, *args)
+    finally:
+        dist.destroy_process_group()
 
 
 def saved(module: Any, folder: Path) -> Path:
