@@ -53,9 +53,20 @@ class PoolConfig(BaseModel):
     name: str = Field("mixed", pattern=r"^[a-z][a-z0-9-]*$", description="Name of the Serve deployment.")
     role: Role = Field("mixed", description="mixed, prefill or decode; a pool named prefill or decode has that role.")
     replicas: int = Field(1, ge=1, description="How many to run.")
-    num_cpus: int = Field(0, ge=0, description="Cores of each replica; 0 reserves none and uses all.")
-    num_gpus: float = Field(0, ge=0, description="GPUs of each replica.")
+    num_cpus: int = Field(0, ge=0, description="Cores of each rank; 0 reserves none and uses all.")
+    num_gpus: float = Field(0, ge=0, description="GPUs of each rank.")
+    tensor_parallel_size: int = Field(1, ge=1, description="Ranks that divide every layer of a replica.")
+    pipeline_parallel_size: int = Field(1, ge=1, description="Stages of layers of a replica, one after the other.")
+    placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = Field(
+        "STRICT_PACK", description="Of a replica's ranks on nodes, as Ray's placement groups have it."
+    )
+    rank_timeout_s: float = Field(60.0, gt=0, description="A rank that is silent for so long during a step is hung.")
     engine: EngineConfig | None = Field(None, description="What differs from the cluster's engine settings.")
+
+    @property
+    def num_ranks(self) -> int:
+        """Of each replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @model_validator(mode="after")
     def _leaves_the_ingress_its_name(self) -> Self:
@@ -137,7 +148,8 @@ class ClusterConfig(BaseModel):
 def load(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> ClusterConfig:
     """Reads `path` (YAML; None: all defaults), then applies `overrides`, by dotted name: {"engine.max_num_seqs": 8}.
 
-    A member of a list is named by its position or its `name`: "pools.mixed.replicas". ConfigError says what is wrong.
+    A member of a list is named by its position or its `name`, all of them by `*`: "pools.mixed.replicas". ConfigError
+    says what is wrong.
     """
     data = {} if path is None else _read(path)
     for key, value in (overrides or {}).items():
@@ -185,6 +197,10 @@ def _set(data: dict[str, Any], key: str, value: object) -> None:
         data["pools"] = [{"name": "mixed"}]
     here: Any = data
     for depth, part in enumerate(parts[:-1]):
+        if isinstance(here, list) and part == "*":
+            for number in range(len(here)):
+                _set(data, ".".join([*parts[:depth], str(number), *parts[depth + 1 :]]), value)
+            return
         if isinstance(here, list):
             here = _member(here, part, key)
         else:

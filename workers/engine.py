@@ -265,6 +265,8 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         slo_classes=config.slo_classes,
+        tensor_parallel_size=model.part.place.tensor_size,
+        pipeline_parallel_size=model.part.place.num_stages,
         cost=engine.cost_fit.cost,
     )
 

@@ -209,5 +209,7 @@ class SchedulingProfile(BaseModel):
     max_num_seqs: int
     slo_classes: tuple[SloClass, ...]  # most urgent first
     role: Role = "mixed"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     peer: bytes = b""  # where its KV transfers are reached; empty: it makes none
     cost: StepCost  # as measured at start
