@@ -95,8 +95,8 @@ def build(args: ClusterConfig) -> serve.Application:
 
 
 def _engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Application:
-    num_replicas = sum(each.most for each in config.pools)
-    num_threads = pool.num_cpus or max((os.cpu_count() or 1) // num_replicas, 1)
+    num_ranks = sum(each.most * each.num_ranks for each in config.pools)
+    num_threads = pool.num_cpus or max((os.cpu_count() or 1) // num_ranks, 1)
     ships = any(each.role == "prefill" for each in config.pools)
     deployment = serve.deployment(
         Replica,
@@ -114,11 +114,32 @@ def _engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applica
         request_router_config=RequestRouterConfig(request_router_class=PinningRouter),
         graceful_shutdown_timeout_s=config.http.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
+        **(_placement_group(pool) if pool.num_ranks > 1 else {}),
     )
     engine = pool.engine or config.engine
     model = config.model
     transfer = config.transfer if ships else None
-    return deployment.bind(model.path, model.dtype, model.max_model_len, engine, num_threads, pool.role, transfer)
+    return deployment.bind(
+        model.path,
+        model.dtype,
+        model.max_model_len,
+        engine,
+        num_threads,
+        pool.role,
+        transfer,
+        pool.tensor_parallel_size,
+        pool.pipeline_parallel_size,
+        pool.rank_timeout_s,
+    )
+
+
+def _placement_group(pool: PoolConfig) -> dict[str, Any]:
+    """A bundle for each rank of a replica; the Serve replica itself has the first."""
+    bundle = {"CPU": pool.num_cpus or _NEXT_TO_NOTHING, **({"GPU": pool.num_gpus} if pool.num_gpus else {})}
+    return {"placement_group_bundles": [bundle] * pool.num_ranks, "placement_group_strategy": pool.placement}
+
+
+_NEXT_TO_NOTHING = 0.001  # Ray takes no bundle of nothing
 
 
 def start_ray(config: ClusterConfig) -> None:
@@ -130,7 +151,7 @@ def start_ray(config: ClusterConfig) -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init()
         return
-    cpus = max(os.cpu_count() or 1, 1 + sum(pool.num_cpus * pool.most for pool in config.pools))
+    cpus = max(os.cpu_count() or 1, 1 + sum(pool.num_cpus * pool.num_ranks * pool.most for pool in config.pools))
     ray.init(
         address="local",
         num_cpus=int(cpus),

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -54,6 +55,12 @@ vLLM's token budget and order, to compare with
 
 [cyan]crossdock serve --pools mixed=2 --set pools.mixed.num_cpus=4[/cyan]
 two replicas of four cores each
+
+[cyan]crossdock serve ./big-model --tp 4[/cyan]
+a replica of four ranks that divide every layer
+
+[cyan]crossdock serve --pools prefill=2xtp1,decode=1xtp2[/cyan]
+prompts and tokens on replicas of their own; KV pages travel between unequal shards
 
 [cyan]crossdock config --pools mixed=2 > cluster.yaml && crossdock serve --config cluster.yaml[/cyan]
 a configuration to keep
@@ -186,9 +193,24 @@ def effective_config(
     pools: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME=REPLICAS,…",
-            help="Pools of replicas, by name: mixed=2, or big=1,small=4.",
+            metavar="NAME=REPLICAS[xtpN][xppN],…",
+            help="Pools of replicas, by name, and their ranks: mixed=2, or prefill=2xtp1,decode=1xtp2.",
             rich_help_panel=_FILES,
+        ),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            "--tensor-parallel-size",
+            "--tp",
+            help="Ranks that divide every layer, of all pools.",
+            rich_help_panel=_FILES,
+        ),
+    ] = None,
+    pipeline_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            "--pipeline-parallel-size", "--pp", help="Stages of layers, of all pools.", rich_help_panel=_FILES
         ),
     ] = None,
     config: Annotated[
@@ -237,6 +259,8 @@ def effective_config(
         "http.api_keys": api_key or None,
         "http.model_aliases": names[1:] or None,
         "pools": _parse_pools(pools) if pools is not None else None,
+        "pools.*.tensor_parallel_size": tensor_parallel_size,
+        "pools.*.pipeline_parallel_size": pipeline_parallel_size,
     }
     overrides = {key: value for key, value in flags.items() if value is not None}
     return load(config, overrides | dict(_parse_setting(setting) for setting in set_ or ()))
@@ -343,11 +367,16 @@ def _from_sglang(size: int, budget: int | None, chunked: bool | None) -> tuple[i
 def _parse_pools(text: str) -> list[dict[str, object]]:
     pools: list[dict[str, object]] = []
     for part in text.split(","):
-        name, equals, replicas = part.strip().partition("=")
-        if not name or (equals and not replicas.isdigit()):
-            raise ValueError(f"--pools: {text!r} is not of the form big=1,small=2")
-        pools.append({"name": name, "replicas": int(replicas or 1)})
+        found = re.fullmatch(r"([^=]+?)(?:=(\d+)((?:x(?:tp|pp)\d+)*))?", part.strip())
+        if found is None:
+            raise ValueError(f"--pools: {text!r} is not of the form big=1,small=2 or prefill=2xtp1,decode=1xtp2xpp2")
+        name, replicas, ranks = found.groups()
+        sizes = {_RANKS[size[:2]]: int(size[2:]) for size in (ranks or "").split("x") if size}
+        pools.append({"name": name, "replicas": int(replicas or 1), **sizes})
     return pools
+
+
+_RANKS = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}
 
 
 def _parse_setting(text: str) -> tuple[str, object]:
@@ -382,7 +411,10 @@ def _prepare_model(config: "ClusterConfig", console: Console) -> None:
 
 
 def _describe_pools(config: "ClusterConfig") -> str:
-    return ", ".join(f"{pool.replicas} {pool.name}" for pool in config.pools)
+    return ", ".join(
+        f"{pool.replicas} {pool.name}" + (f" of {pool.num_ranks} ranks" if pool.num_ranks > 1 else "")
+        for pool in config.pools
+    )
 
 
 def _announce(config: "ClusterConfig", console: Console) -> None:

@@ -17,8 +17,8 @@ from crossdock.cluster.keys import check_keys
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.checkpoint import model_name
+from crossdock.workers.docks import TransferConfig
 from crossdock.workers.engine import EngineConfig
-from crossdock.workers.handover import TransferConfig
 from crossdock.workers.profile import Role
 
 
@@ -58,8 +58,14 @@ class PoolConfig(BaseModel):
     role: Role = Field("mixed", description="mixed, prefill or decode; a pool named prefill or decode has that role.")
     replicas: int = Field(1, ge=1, description="How many to run; with max_replicas, at least.")
     max_replicas: int | None = Field(None, ge=1, description="How many the pool may grow to; null: it does not.")
-    num_cpus: int = Field(0, ge=0, description="Cores of each replica; 0 reserves none and uses all.")
-    num_gpus: float = Field(0, ge=0, description="GPUs of each replica.")
+    num_cpus: int = Field(0, ge=0, description="Cores of each rank; 0 reserves none and uses all.")
+    num_gpus: float = Field(0, ge=0, description="GPUs of each rank.")
+    tensor_parallel_size: int = Field(1, ge=1, description="Ranks that divide every layer of a replica.")
+    pipeline_parallel_size: int = Field(1, ge=1, description="Stages of layers of a replica, one after the other.")
+    placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = Field(
+        "STRICT_PACK", description="Of a replica's ranks on nodes, as Ray's placement groups have it."
+    )
+    rank_timeout_s: float = Field(60.0, gt=0, description="A rank that is silent for so long during a step is hung.")
     node_labels: dict[str, str] = Field(
         default_factory=dict, description="Ray labels of the nodes it may run on: {ray.io/accelerator-type: H100}."
     )
@@ -69,6 +75,11 @@ class PoolConfig(BaseModel):
     def most(self) -> int:
         """Replicas, when it has grown to its bound."""
         return self.max_replicas or self.replicas
+
+    @property
+    def num_ranks(self) -> int:
+        """Of each replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @model_validator(mode="after")
     def _leaves_others_their_names(self) -> Self:
@@ -174,7 +185,8 @@ class ClusterConfig(BaseModel):
 def load(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> ClusterConfig:
     """Reads `path` (YAML; None: all defaults), then applies `overrides`, by dotted name: {"engine.max_num_seqs": 8}.
 
-    A member of a list is named by its position or its `name`: "pools.mixed.replicas". ConfigError says what is wrong.
+    A member of a list is named by its position or its `name`, all of them by `*`: "pools.mixed.replicas". ConfigError
+    says what is wrong.
     """
     data = {} if path is None else _read(path)
     for key, value in (overrides or {}).items():
@@ -222,6 +234,10 @@ def _set(data: dict[str, Any], key: str, value: object) -> None:
         data["pools"] = [{"name": "mixed"}]
     here: Any = data
     for depth, part in enumerate(parts[:-1]):
+        if isinstance(here, list) and part == "*":
+            for number in range(len(here)):
+                _set(data, ".".join([*parts[:depth], str(number), *parts[depth + 1 :]]), value)
+            return
         if isinstance(here, list):
             here = _member(here, part, key)
         else:

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +95,25 @@ class Shard:
     heads: tuple[tuple[int, int], ...]
 
 
+def head_range(num_kv_heads: int, num_tensor_ranks: int, rank: int) -> tuple[int, int]:
+    """Which KV heads `[start, stop)` tensor rank `rank` holds. At least one: where heads are few, ranks share them."""
+    start = rank * num_kv_heads // num_tensor_ranks
+    return start, max(start + 1, (rank + 1) * num_kv_heads // num_tensor_ranks)
+
+
+def layer_range(num_layers: int, num_pipeline_ranks: int, stage: int) -> tuple[int, int]:
+    """Which layers `[first, last)` pipeline stage `stage` holds."""
+    return stage * num_layers // num_pipeline_ranks, (stage + 1) * num_layers // num_pipeline_ranks
+
+
 def shard_model(layers: Sequence[LayerShape], num_tensor_ranks: int, num_pipeline_ranks: int = 1) -> tuple[Shard, ...]:
     """The shards of a model split as evenly as whole heads and layers allow; rank = pipeline rank · T + tensor rank."""
     if not 1 <= num_pipeline_ranks <= len(layers) or num_tensor_ranks < 1:
         raise ValueError(f"{len(layers)} layers cannot be split over {num_tensor_ranks} x {num_pipeline_ranks} ranks")
-
-    def heads(num_kv_heads: int, rank: int) -> tuple[int, int]:
-        start = rank * num_kv_heads // num_tensor_ranks
-        return start, max(start + 1, (rank + 1) * num_kv_heads // num_tensor_ranks)
-
-    stages = [stage * len(layers) // num_pipeline_ranks for stage in range(num_pipeline_ranks + 1)]
+    stages = [layer_range(len(layers), num_pipeline_ranks, stage) for stage in range(num_pipeline_ranks)]
     return tuple(
-        Shard(first, tuple(heads(layer.num_kv_heads, rank) for layer in layers[first:last]))
-        for first, last in pairwise(stages)
+        Shard(first, tuple(head_range(layer.num_kv_heads, num_tensor_ranks, rank) for layer in layers[first:last]))
+        for first, last in stages
         for rank in range(num_tensor_ranks)
     )
 

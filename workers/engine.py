@@ -1,6 +1,7 @@
 """One replica's engine: schedule, execute, sample, update. Synchronous, single-threaded, on the clock it is given."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,12 +10,14 @@ import torch
 from pydantic import ByteSize, Field
 from torch import Tensor
 
+from crossdock.kvtransfer.layout import PoolSpec
+from crossdock.workers.gang import Gang, held, pool_spec
 from crossdock.workers.grammar import GrammarCompiler, GrammarState
 from crossdock.workers.model import PagedModel
 from crossdock.workers.pages import PagePool
 from crossdock.workers.profile import SchedulingProfile, StepCostFit, StepWork
 from crossdock.workers.request import FinishReason, Request, SamplingParams, Submission, TokenDelta, TokenLogprobs
-from crossdock.workers.runner import Runner
+from crossdock.workers.runner import Runner, StepInputs
 from crossdock.workers.sampler import SampleRow, logprobs_of, sample
 from crossdock.workers.scheduler import Batch, Sampled, Scheduled, Scheduler, SchedulerConfig
 
@@ -23,7 +26,7 @@ class EngineConfig(SchedulerConfig):
     """What an engine may use. Scheduling fields come from `SchedulerConfig`."""
 
     enable_prefix_caching: bool = Field(True, description="Share pages between requests with equal beginnings.")
-    kv_cache_memory: ByteSize = Field(ByteSize(2 << 30), description="Memory for KV pages, e.g. 2GiB.")
+    kv_cache_memory: ByteSize = Field(ByteSize(2 << 30), description="Memory for KV pages of each rank, e.g. 2GiB.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,16 @@ class Step:
     predicted: float = 0.0  # seconds; 0 before the engine is warm
 
 
+@dataclass(slots=True)
+class _Flight:
+    """A step that has begun: with pipeline stages the next ones begin before it ends."""
+
+    batch: Batch
+    inputs: tuple[StepInputs, list[range]]
+    started: float
+    is_alone: bool  # no other was in flight at the same time: what it took is what it costs
+
+
 @dataclass(slots=True, eq=False)
 class Engine:
     """Serves requests on one model. `add`, `abort` and `step` must not overlap."""
@@ -46,6 +59,7 @@ class Engine:
     tokenizer_dir: Path | None = None  # needed for grammars only
     clock: Callable[[], float] = time.monotonic  # seconds
     cost_fit: StepCostFit | None = None  # set by `warm_up`
+    gang: Gang | None = None  # the other ranks, of which `model` is this one's part
     pages: PagePool = field(init=False)
     scheduler: Scheduler = field(init=False)
     _runner: Runner = field(init=False)
@@ -53,26 +67,37 @@ class Engine:
     _rows: dict[str, SampleRow] = field(default_factory=dict)  # by request
     _grammars: dict[str, GrammarState] = field(default_factory=dict)
     _prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
+    _flights: deque[_Flight] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         layout = self.model.layout(self.config.page_size)
-        num_pages = int(self.config.kv_cache_memory) // layout.page_bytes
+        page_bytes = layout.page_bytes if self.gang is None else max(layout.page_bytes, self.gang.page_bytes)
+        num_pages = int(self.config.kv_cache_memory) // page_bytes
         needed = -(-self.model.max_model_len // self.config.page_size)
         if num_pages < needed:
             raise ValueError(
                 f"kv_cache_memory ({self.config.kv_cache_memory.human_readable()}) holds "
-                f"{num_pages * self.config.page_size} tokens of {layout.token_bytes} bytes; one request of "
-                f"max_model_len ({self.model.max_model_len}) needs "
-                f"{ByteSize(needed * layout.page_bytes).human_readable()}"
+                f"{num_pages * self.config.page_size} tokens of {page_bytes // self.config.page_size} bytes; one "
+                f"request of max_model_len ({self.model.max_model_len}) needs "
+                f"{ByteSize(needed * page_bytes).human_readable()}"
             )
         self.model.allocate_pool(num_pages, self.config.page_size)
         self.pages = PagePool(num_pages, self.config.page_size, self.config.enable_prefix_caching)
         self.scheduler = Scheduler(self.config, self.pages, self.model.max_model_len, self.model.eos_token_ids)
-        self._runner = Runner(self.model, self.config.page_size)
+        self._runner = Runner(self.model, self.config.page_size, self.gang.step if self.gang is not None else None)
+        self.scheduler.depth = self.model.part.place.num_stages
+        if self.gang is not None:
+            self.gang.begin(num_pages)
+
+    def pool_spec(self, name: str) -> PoolSpec:
+        """The KV pool here as other replicas must know it; `name` names the weights."""
+        everyone = self.gang.everyone if self.gang is not None else [held(self.model)]
+        rank = self.model.part.place.rank
+        return pool_spec(everyone, rank, self.model, name, self.config.page_size, self.pages.num_pages)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._flights)
 
     def add(self, submission: Submission, arrived: float | None = None) -> None:
         """Queues a request that arrived at `arrived` on the engine's clock; None: now.
@@ -96,34 +121,60 @@ class Engine:
                 state.accept(token)
 
     def abort(self, request_id: str) -> Request | None:
-        """Ends a request in whatever state it is. None if it has ended already."""
+        """Ends a request in whatever state it is, but not in flight. None if it has ended already."""
+        assert not self.is_in_flight(request_id), "its pages would be others' while stages still write to them"
         self._forget(request_id)
         return self.scheduler.abort(request_id)
 
     def step(self) -> Step:
-        """Computes one batch: any mix of chunks and decodes in one forward pass."""
-        started = self.clock()
-        batch = self.scheduler.schedule(started)
-        if not batch:
-            return Step(batch, (), started)
-        sampled = self._compute(batch)
+        """Computes one batch: any mix of chunks and decodes in one forward pass. With pipeline stages, as many batches
+        are begun as there are stages, and the oldest is ended."""
+        while len(self._flights) < self.scheduler.depth:
+            started = self.clock()
+            batch = self.scheduler.schedule(started)
+            if not batch:
+                break
+            for flight in self._flights:
+                flight.is_alone = False
+            self._flights.append(_Flight(batch, self._runner.begin(batch), started, not self._flights))
+        return self._land() if self._flights else Step(batch, (), started)
+
+    def is_in_flight(self, request_id: str) -> bool:
+        """Whether a step that has begun computes some of it. Never between two steps, but with pipeline stages."""
+        return any(part.request.id == request_id for flight in self._flights for part in flight.batch.scheduled)
+
+    def land(self) -> list[Step]:
+        """Ends every step in flight, without beginning others."""
+        return [self._land() for _ in range(len(self._flights))]
+
+    def _land(self) -> Step:
+        """Ends the oldest step in flight."""
+        flight = self._flights.popleft()
+        batch = flight.batch
+        sampled = self._finish(batch, flight.inputs)
         ended = self.clock()
         deltas = self.scheduler.update(batch, sampled, ended)
         for delta in deltas:
             delta.prompt_logprobs = self._prompt_logprobs.pop(delta.request_id, None)
             if delta.finish_reason is not None:
                 self._forget(delta.request_id)
-        return Step(batch, deltas, started, ended - started, self._learn(batch, ended - started))
+        seconds = ended - flight.started
+        return Step(batch, deltas, flight.started, seconds, self._learn(batch, seconds, flight.is_alone))
 
     def _compute(self, batch: Batch) -> dict[str, Sampled]:
-        logits, rows = self._runner.execute(batch)
+        return self._finish(batch, self._runner.begin(batch))
+
+    def _finish(self, batch: Batch, inputs: tuple[StepInputs, list[range]]) -> dict[str, Sampled]:
+        logits, rows = self._runner.finish(inputs)
         self._collect_prompt_logprobs(batch, logits, rows)
         return self._sample(batch, logits, rows)
 
-    def _learn(self, batch: Batch, seconds: float) -> float:
+    def _learn(self, batch: Batch, seconds: float, is_alone: bool) -> float:
         """Compares a step with its prediction, and predicts better from then on."""
         if self.cost_fit is None:
             return 0.0
+        if not is_alone:
+            return self.cost_fit.cost.seconds(batch.work)
         predicted = self.cost_fit.observe(batch.work, seconds)
         self.scheduler.cost = self.cost_fit.cost
         return predicted
@@ -141,6 +192,7 @@ class Engine:
 
     def fail_all(self, error: str) -> list[tuple[Request, TokenDelta]]:
         """Ends every request with an error, after a step raised. Pages are freed; the engine can go on."""
+        self._flights.clear()
         failed = []
         for request in self.scheduler.requests():
             self.abort(request.id)
@@ -218,6 +270,8 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         min_chunk_tokens=config.min_chunk_tokens or 2 * config.page_size,
         admission=config.admission,
         page_bytes=model.layout(config.page_size).page_bytes,
+        tensor_parallel_size=model.part.place.tensor_size,
+        pipeline_parallel_size=model.part.place.num_stages,
         cost=engine.cost_fit.cost,
     )
 

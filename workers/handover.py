@@ -1,4 +1,4 @@
-"""Between an engine and its dock: a prompt's pages leave as chunks are done, or arrive and are decoded from.
+"""Between an engine and its docks: a prompt's pages leave as chunks are done, or arrive and are decoded from.
 
 Runs in the engine's thread, between steps. The protocol is kvtransfer's, the state of requests the scheduler's; this
 says which event of the one is which call of the other.
@@ -6,37 +6,14 @@ says which event of the one is which call of the other.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field
 
-from crossdock.kvtransfer.dock import Dock
 from crossdock.kvtransfer.events import Arrived, Committed, Event, Failed, Figures, Granted, Released, WriterStopped
-from crossdock.kvtransfer.layout import IncompatiblePools, PoolSpec
-from crossdock.kvtransfer.nixl import NixlTransport
-from crossdock.kvtransfer.tcp import TcpTransport
-from crossdock.kvtransfer.transport import Memory, Transport, TransportUnavailable
+from crossdock.kvtransfer.layout import IncompatiblePools
+from crossdock.workers.docks import Docks, TransferConfig
 from crossdock.workers.engine import Engine, Step
 from crossdock.workers.request import FinishReason, Leg, Request, Status, Submission, TokenDelta
-
-
-class TransferConfig(BaseModel):
-    """How KV pages travel between replicas."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    transport: Literal["auto", "nixl", "tcp"] = Field(
-        "auto", description="auto is nixl where it is installed, else tcp; all replicas must use the same."
-    )
-    host: str | None = Field(
-        None, description="Address that others reach a replica's transfers at; null is its node's own in the cluster."
-    )
-    deadline_s: float = Field(10.0, gt=0, description="How long the other side of a transfer may be silent.")
-    grace_s: float = Field(1.0, ge=0, description="How long after a writer's death its writes might still land.")
-
-
-_LOOPBACK = "127.0.0.1"  # where nobody has said which address the node has
 
 
 class CannotPair(RuntimeError):
@@ -48,7 +25,7 @@ class Handover:
     """The transfers of one engine. `add`, `step` and `handle` must not overlap with the engine's own calls."""
 
     engine: Engine
-    dock: Dock
+    dock: Docks
     config: TransferConfig
     on_figures: Callable[[str, bool, Figures, str], None] = lambda *_: None
     """Told of every transfer's end: request id, whether it was sent from here, its figures, and how it ended."""
@@ -63,7 +40,7 @@ class Handover:
             return
         begin = self.dock.ship if submission.leg is Leg.SEND else self.dock.expect
         try:
-            begin(submission.id, submission.epoch, [submission.peer], self.config.deadline_s)
+            begin(submission.id, submission.epoch, submission.peer, self.config.deadline_s)
         except (IncompatiblePools, ValueError) as error:
             self.engine.abort(submission.id)
             self._release(submission.id, submission.epoch)
@@ -127,8 +104,8 @@ class Handover:
                     self.engine.arrive(request.id, token_id or 0)
                     if token_id is None:  # its pages are all here and nobody writes to them: it ends as a running one
                         self.engine.abort(request.id)
-                        reason = "the replica that computed the prompt sent no token with it"
-                        return [TokenDelta(request.id, [], finish_reason=FinishReason.ERROR, error=reason)]
+                        why = "the replica that computed the prompt sent no token with it"
+                        return [TokenDelta(request.id, [], epoch=request.epoch, finish_reason=_ERROR, error=why)]
             case Failed(sending=False) if request is not None and request.leg is Leg.RECEIVE:
                 self._end(event.request, event.epoch)
                 self.on_figures(event.request, False, Figures(), event.reason.value)
@@ -167,6 +144,9 @@ class Handover:
         self.engine.pages.release(Request.owner_name(request_id, epoch))
 
 
+_ERROR = FinishReason.ERROR
+
+
 def _token(state: bytes, vocab_size: int) -> int | None:
     """The token that came with the pages. It is another process's word: what is none must not reach the engine."""
     try:
@@ -183,39 +163,11 @@ def _owner(event: Event) -> str:
 def connect(
     engine: Engine, model: str, role: str, config: TransferConfig, on_event: Callable[[Event], None]
 ) -> Handover:
-    """A handover with a dock of its own over the engine's KV pool. `model` names the weights: pages of different models
-    never mix. `on_event` hands the dock's events, from its thread, to `Handover.handle`, in the engine's.
+    """A handover with docks of its own over the engine's KV pool. `model` names the weights: pages of different models
+    never mix. `on_event` hands the docks' events, from their threads, to `Handover.handle`, in the engine's.
 
     Raises:
         TransportUnavailable: NIXL is asked for and cannot be used here.
     """
-    pool = engine.model.pool
-    assert pool is not None
-    memory = Memory(pool.data_ptr(), pool.nbytes, pool.device.index if pool.is_cuda else None)
-    dock = Dock(
-        _transport(config),
-        memory,
-        pool_spec(engine, model),
-        role,
-        on_event,
-        grace_seconds=config.grace_s,
-        clock=engine.clock,
-    )
-    return Handover(engine, dock, config)
-
-
-def pool_spec(engine: Engine, model: str) -> PoolSpec:
-    """What others must know of an engine's KV pool. `model` names the weights."""
-    layout = engine.model.layout(engine.config.page_size)
-    return PoolSpec.whole(layout, model, str(engine.model.dtype).removeprefix("torch."), engine.pages.num_pages)
-
-
-def _transport(config: TransferConfig) -> Transport:
-    if config.transport == "tcp":
-        return TcpTransport(config.host or _LOOPBACK)
-    try:
-        return NixlTransport()
-    except TransportUnavailable:
-        if config.transport == "nixl":
-            raise
-        return TcpTransport(config.host or _LOOPBACK)
+    docks = Docks(engine.model, engine.pool_spec(model), role, config, engine.gang, on_event, engine.clock)
+    return Handover(engine, docks, config)

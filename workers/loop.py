@@ -240,6 +240,10 @@ class EngineLoop:
         try:
             step = self.engine.step()
         except Exception as error:  # one bad step must not end the replica: its requests are told, others go on
+            if self.engine.gang is not None:  # but ranks that do not agree on where they are cannot go on
+                self.engine.gang.fail(error)
+                self._stopping = True
+                return None
             logger.exception("a step failed; its requests end with an error")
             failed = self.engine.fail_all(f"{type(error).__name__}: {error}")
             if self.handover is not None:
@@ -248,12 +252,23 @@ class EngineLoop:
             deltas = [delta for _, delta in failed]
             self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
             return None
+        self._stepped(step)
+        return step
+
+    def _stepped(self, step: Step) -> None:
         progress = self.timelines.stepped(step.batch, step.deltas, step.started, step.seconds, step.predicted)
         if step.batch:
             self.metrics.stepped(step)
             self.steps.record(step.batch, progress.chunks, step.started, step.seconds, step.predicted)
         self._progressed(progress, step.deltas, step.seconds)
-        return step
+
+    def _land(self, request_ids: Sequence[str]) -> None:
+        """Ends what is in flight if it computes any of these requests, which may be about to end."""
+        if any(self.engine.is_in_flight(request_id) for request_id in request_ids):
+            for step in self.engine.land():
+                self._stepped(step)
+                if self.handover is not None:
+                    self.handover.step(step)
 
     def _progressed(self, progress: Progress, deltas: Sequence[TokenDelta], seconds: float = 0.0) -> None:
         self.metrics.progressed(progress)
@@ -285,6 +300,7 @@ class EngineLoop:
 
         def handle() -> None:
             assert self.handover is not None
+            self._land([event.request])
             deltas = self.handover.handle(event)
             self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
 
@@ -309,6 +325,7 @@ class EngineLoop:
         self.timelines.add(submission, request, arrived, self.engine.scheduler.prefill_seconds(request))
 
     def _abort(self, request_ids: Sequence[str]) -> None:
+        self._land(request_ids)
         pages, aborted = self.engine.pages, []
         for request_id in request_ids:
             before = pages.num_available

@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from crossdock.kvtransfer.dock import Dock
 from crossdock.kvtransfer.events import Figures
+from crossdock.workers.docks import Docks
 from crossdock.workers.engine import Engine, Step
 from crossdock.workers.request import Leg, Request, Status
 from crossdock.workers.timeline import Progress, Timeline, prompt_length_bucket
@@ -157,8 +157,8 @@ class EngineMetrics:
             self._transfer_seconds.labels("grant").observe(figures.grant_wait_seconds or 0.0)
             self._hidden.inc(figures.hidden_seconds)
 
-    def watch(self, dock: Dock) -> None:
-        """Shows at every scrape what a dock has under way."""
+    def watch(self, dock: Docks) -> None:
+        """Shows at every scrape what the docks have under way."""
         open_ = Gauge("crossdock_transfers_open", "Transfers under way, both directions.", registry=self.registry)
         open_.set_function(lambda: dock.counts().num_open)
         dropped = Gauge(

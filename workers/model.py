@@ -1,4 +1,5 @@
-"""A Hugging Face causal LM over paged KV: flat token ids in, logits out. Every touch point with transformers is here.
+"""A Hugging Face causal LM over paged KV: flat token ids in, logits out. Every touch point with transformers is here,
+in parallel.py and in weights.py.
 
 The model's own code runs unchanged; its attention layers call us through `AttentionInterface`. What such a model needs
 beyond its arguments (pages, who is who in the flat batch) travels in a thread-local forward context, since some
@@ -7,7 +8,7 @@ architectures drop keyword arguments on the way to attention.
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, G
 from crossdock.kernels.attention import AttentionBatch, paged_attention, store_kv
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
 from crossdock.workers.fusion import NotFusableError, fuse
+from crossdock.workers.memory import check_fits
+from crossdock.workers.parallel import Links, Part, Place
+from crossdock.workers.weights import load_part
 
 _IMPLEMENTATION = "crossdock"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -34,6 +38,7 @@ class _ForwardContext:
 
     batch: AttentionBatch | None = None  # None: observe the shapes and attend within each sequence of `probe_lengths`
     pages: Sequence[tuple[Tensor, Tensor]] = ()  # of each layer: keys and values, [page, kv_head, token, head_dim]
+    first_layer: int = 0  # whose pages are the first
     probe_lengths: Sequence[int] = ()
     probe_hits: list[tuple[int, LayerShape, int | None]] = field(default_factory=list)  # layer, shape, window
 
@@ -71,7 +76,7 @@ def _attend(
         batch = _one_page_each(context.probe_lengths, k.device)
         k_pages, v_pages = (x.new_zeros(len(batch.kv_len), x.shape[1], batch.max_kv_len, x.shape[2]) for x in (k, v))
     else:
-        (k_pages, v_pages), batch = context.pages[layer], context.batch
+        (k_pages, v_pages), batch = context.pages[layer - context.first_layer], context.batch
     store_kv(k, v, k_pages, v_pages, batch.slots)
     out = paged_attention(
         q, k_pages, v_pages, batch, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
@@ -94,13 +99,14 @@ def _one_page_each(lengths: Sequence[int], device: torch.device) -> AttentionBat
 
 @dataclass(slots=True, eq=False)
 class PagedModel:
-    """A loaded model and the KV pool it writes to."""
+    """A loaded model, or one rank's part of it, and the KV pool it writes to."""
 
     module: nn.Module
     config: PretrainedConfig
-    layers: Sequence[LayerShape]
+    layers: Sequence[LayerShape]  # what is here of each layer from the part's first on
     max_model_len: int  # tokens
     eos_token_ids: frozenset[int]
+    part: Part = field(default_factory=lambda: Part(Place()))
     pages: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     pool: Tensor | None = None
 
@@ -136,37 +142,66 @@ class PagedModel:
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
         """One pass over a flat batch. token_ids, positions: [T] int64; rows: [N] int64, which of the T rows' logits
-        are wanted. Returns [N, vocab] in the model's dtype; keys and values go to the pages named by `batch`."""
-        return self._run(_ForwardContext(batch, self.pages), token_ids, positions, rows)
+        are wanted. Returns [N, vocab] in the model's dtype; keys and values go to the pages named by `batch`. On a
+        stage that others follow there are no logits: [0, vocab]."""
+        return self._run(_ForwardContext(batch, self.pages, self.part.first_layer), token_ids, positions, rows)
 
     def _run(self, context: _ForwardContext, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         _current.context = context
         try:
-            output = self.module(
-                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
-            )
+            return self._logits(token_ids, position_ids=positions[None], logits_to_keep=rows)
         finally:
             del _current.context
-        logits: Tensor = output.logits[0]  # [N, vocab]
-        return logits
+
+    def _logits(self, token_ids: Tensor, **inputs: Tensor) -> Tensor:
+        """[N, vocab] of transformers' own forward, from this rank's stage to the next."""
+
+        def forward(entering: Tensor | None) -> Tensor:
+            is_ids = entering is None or stage is None or stage.needs_token_ids
+            given = {"input_ids": token_ids[None]} if is_ids else {"inputs_embeds": entering}
+            logits: Tensor = self.module(**given, **inputs, use_cache=False).logits[0]
+            return logits
+
+        stage = self.part.stage
+        if stage is None:
+            return forward(None)
+        parameter = next(self.module.parameters())
+        logits = stage.run(forward, len(token_ids), parameter)
+        return logits if logits is not None else parameter.new_empty(0, self.vocab_size)
 
 
 def load_model(
-    path: Path, dtype: torch.dtype | None = None, max_model_len: int | None = None, device: str = "cpu"
+    path: Path,
+    dtype: torch.dtype | None = None,
+    max_model_len: int | None = None,
+    device: str = "cpu",
+    links: Links | None = None,
+    kv_bytes: int | None = None,
+    loaded: Callable[[], None] = lambda: None,
 ) -> PagedModel:
-    """Loads a Hugging Face directory. `dtype` None: the checkpoint's, on CPUs bfloat16 where they have it.
+    """Loads a Hugging Face directory. `dtype` None: the checkpoint's, on CPUs bfloat16 where they have it. `links`: to
+    the other ranks of a gang, of which this one loads its part; all must load at once. `kv_bytes`: what else must fit
+    into memory; None asks nothing. `loaded` is called when the weights are there, before the logits are checked.
 
     Raises:
         UnsupportedModelError: the architecture would not be computed right through our attention.
+        CannotCut: the model cannot be divided among so many ranks.
+        DoesNotFit: there is not enough memory.
         ValueError: `max_model_len` is more than the model was made for.
     """
     config = AutoConfig.from_pretrained(path)
     _refuse_by_config(config)
     dtype = dtype or _default_dtype(config, device)
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _IMPLEMENTATION}
+    part = Part(Place())
+    if kv_bytes is not None:
+        place, num_sharing = (links.place, links.ranks_on_this_host()) if links is not None else (Place(), 1)
+        check_fits(config, place, dtype, kv_bytes, device, num_sharing)
     try:
-        module = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=_IMPLEMENTATION, low_cpu_mem_usage=True
-        )
+        if links is not None and links.place.size > 1:
+            module, part = load_part(config, path, links.place, links, **options)
+        else:
+            module = AutoModelForCausalLM.from_pretrained(path, config=config, low_cpu_mem_usage=True, **options)
     except ValueError as error:
         if _IMPLEMENTATION not in str(error) and "attn_implementation" not in str(error):
             raise
@@ -175,13 +210,15 @@ def load_model(
         generation: GenerationConfig | None = GenerationConfig.from_pretrained(path)
     except OSError:
         generation = None
-    return wrap_module(module.to(device), max_model_len, generation)
+    module = module.to(device)
+    loaded()
+    return wrap_module(module, max_model_len, generation, part)
 
 
 def wrap_module(
-    module: Any, max_model_len: int | None = None, generation: GenerationConfig | None = None
+    module: Any, max_model_len: int | None = None, generation: GenerationConfig | None = None, part: Part | None = None
 ) -> PagedModel:
-    """Puts a transformers causal LM behind our attention, or refuses it."""
+    """Puts a transformers causal LM, or what `cut` left of it, behind our attention, or refuses it."""
     config: PretrainedConfig = module.config
     _refuse_by_config(config)
     module.eval().requires_grad_(False)
@@ -196,7 +233,8 @@ def wrap_module(
     eos_token_ids = {
         token for value in eos if value is not None for token in (value if type(value) is list else [value])
     }
-    model = PagedModel(module, config, (), max_model_len, frozenset(eos_token_ids))
+    part = part or Part(Place(), num_layers=text_config.num_hidden_layers)
+    model = PagedModel(module, config, (), max_model_len, frozenset(eos_token_ids), part)
     _probe(model)
     return model
 
@@ -249,8 +287,7 @@ def _probe(model: PagedModel) -> None:
     layer reaching our function once. Models that keep state elsewhere, or never call the interface, would otherwise
     produce fluent nonsense in silence. Sets `model.layers`, and fuses layers where that gives the same again."""
     module: Any = model.module
-    config = model.config
-    num_layers: int = _text_config(config).num_hidden_layers
+    config, part = model.config, model.part
     generator = torch.Generator().manual_seed(0)
     lengths = [5, 24]
     ids = torch.randint(0, min(model.vocab_size, 1000), (sum(lengths),), generator=generator).to(model.device)
@@ -260,17 +297,16 @@ def _probe(model: PagedModel) -> None:
     ours = model._run(context, ids, positions, rows)
     hits = sorted(context.probe_hits, key=lambda hit: hit[0])
     layers = [layer for layer, _, _ in hits]
-    if layers != list(range(num_layers)):
-        missing = sorted(set(range(num_layers)) - set(layers))
+    wanted = range(part.first_layer, part.first_layer + part.num_layers)
+    if layers != list(wanted):
+        missing = sorted(set(wanted) - set(layers))
         raise UnsupportedModelError(
-            f"{config.model_type}: layers {missing or layers} of {num_layers} did not reach the attention interface "
+            f"{config.model_type}: layers {missing or layers} of {len(wanted)} did not reach the attention interface "
             f"exactly once; they keep state elsewhere or bring attention code of their own"
         )
     module.set_attn_implementation("eager")
     try:
-        theirs = torch.cat(
-            [module(input_ids=part[None], use_cache=False).logits[0] for part in torch.split(ids, lengths)]
-        )
+        theirs = torch.cat([model._logits(sequence) for sequence in torch.split(ids, lengths)])
     finally:
         module.set_attn_implementation(_IMPLEMENTATION)
     tolerance = 2e-3 if model.dtype is torch.float32 else 0.1
@@ -282,6 +318,8 @@ def _probe(model: PagedModel) -> None:
     if model.device.type != "cpu" or model.dtype is not torch.bfloat16:
         return  # on GPUs graphs remove dispatch; float32 is for exactness
     try:
+        if part.place.size > 1:
+            raise NotFusableError("each rank has a part of them")
         undo = fuse(module, [window for _, _, window in hits], lambda: _current.context.bound())
     except NotFusableError as reason:
         logger.info("decoder layers run as transformers wrote them: %s", reason)

@@ -238,5 +238,7 @@ class SchedulingProfile(BaseModel):
     compatibility: str = ""  # replicas that may exchange pages have the same: model, data type, shape of a page
     page_bytes: int = 0  # 0: unknown
     bytes_per_second: float = 1e9  # at which its pages travel to another replica
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     peer: bytes = b""  # where its KV transfers are reached; empty: it makes none
     cost: StepCost  # as measured at start

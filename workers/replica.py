@@ -1,8 +1,13 @@
-"""The Ray side of a replica: a Serve deployment around one engine. An ingress opens one stream and submits by calls."""
+"""The Ray side of a replica: a Serve deployment around one engine. An ingress opens one stream and submits by calls.
+
+Of several ranks, the Serve replica is the driver and the others are actors in its placement group. They live and die
+together: Serve starts, heals and ends the replica alone.
+"""
 
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,19 +16,32 @@ from typing import Any
 import ray
 import torch
 from ray import serve
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from crossdock.workers.checkpoint import fingerprint, resolve_model
+from crossdock.workers.docks import RankDock, TransferConfig
 from crossdock.workers.engine import Engine, EngineConfig, warm_up
-from crossdock.workers.handover import TransferConfig, connect, pool_spec
+from crossdock.workers.gang import Address, Gang, GangSpec, RankFailed, follow
+from crossdock.workers.gang import logger as gang_logger
+from crossdock.workers.handover import connect
 from crossdock.workers.live import Message
 from crossdock.workers.loop import EngineLoop, request_logger
 from crossdock.workers.model import load_model
-from crossdock.workers.profile import Role
+from crossdock.workers.parallel import Place
+from crossdock.workers.profile import Role, SchedulingProfile
 from crossdock.workers.request import Overloaded, Submission
 
 logger = logging.getLogger("ray.serve")
 
 HEARTBEAT_S = 1.0
+_LAST_WORDS_S = 1.0  # for a rank that fails to say why, before what the others see of it is taken for the reason
+
+
+class Rank:
+    """A follower in a process of its own, which it ends with."""
+
+    def run(self, spec: GangSpec, rank: int, address: Address) -> None:
+        follow(spec, rank, address, RankDock)
 
 
 class Replica:
@@ -38,11 +56,38 @@ class Replica:
         num_threads: int,
         role: Role = "mixed",
         transfer: TransferConfig | None = None,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        rank_timeout_s: float = 60.0,
     ) -> None:
-        """`transfer`: how KV pages travel; None where no replica is kept for prompts or tokens alone."""
+        """`num_threads`: of each rank. `transfer`: how KV pages travel; None where no replica is kept for prompts or
+        tokens alone. `rank_timeout_s`: a rank that takes longer for its part of a step counts as hung."""
+        for handler in logger.handlers:  # these go where Serve writes this replica's log, in the form it is set to
+            for its in (request_logger, gang_logger):
+                its.addHandler(handler)
+        for its in (request_logger, gang_logger):
+            its.setLevel(logging.INFO)
+            its.propagate = False
+        self._ranks: list[Any] = []
+        self._watching: set[asyncio.Task[None]] = set()
+        self._starting: asyncio.Future[str] | None = asyncio.get_running_loop().create_future()  # why it failed
         path = await asyncio.to_thread(resolve_model, model)
-        loaded = await asyncio.to_thread(load_engine, path, dtype, max_model_len, engine, num_threads)
-        profile = await asyncio.to_thread(warm_up, loaded)
+        if tensor_parallel_size * pipeline_parallel_size == 1:
+            loaded = await asyncio.to_thread(load_engine, path, dtype, max_model_len, engine, num_threads)
+            profile = await asyncio.to_thread(warm_up, loaded)
+        else:
+            spec = GangSpec(
+                model,
+                dtype,
+                max_model_len,
+                engine.page_size,
+                int(engine.kv_cache_memory),
+                num_threads,
+                tensor_parallel_size,
+                pipeline_parallel_size,
+                rank_timeout_s,
+            )
+            loaded, profile = await self._load_gang(spec, path, engine)
         name = await asyncio.to_thread(fingerprint, path)
         peer = b""
         if transfer is None:
@@ -52,12 +97,87 @@ class Replica:
             self.loop = EngineLoop(loaded, partial(connect, loaded, name, role, transfer))
             assert self.loop.handover is not None
             peer = self.loop.handover.dock.blob
-        compatibility = pool_spec(loaded, name).compatibility
+        self._starting = None
+        compatibility = loaded.pool_spec(name).compatibility
         self.profile = profile.model_copy(update={"role": role, "peer": peer, "compatibility": compatibility})
-        for handler in logger.handlers:  # its lines go where Serve writes this replica's log, in the form it is set to
-            request_logger.addHandler(handler)
-        request_logger.setLevel(logging.INFO)
-        request_logger.propagate = False
+
+    # -- ranks -------------------------------------------------------------------------------------------------------
+
+    async def _load_gang(self, spec: GangSpec, path: Path, config: EngineConfig) -> tuple[Engine, SchedulingProfile]:
+        """Starts the other ranks in the other bundles of this replica's placement group, and loads with them."""
+        event_loop, failed = asyncio.get_running_loop(), self._starting
+        assert failed is not None
+
+        def on_lost(why: str) -> None:
+            event_loop.call_soon_threadsafe(self._lost, why)
+
+        gang = Gang(spec, ray.util.get_node_ip_address(), on_lost)
+        loaded: asyncio.Future[tuple[Engine, SchedulingProfile]] = event_loop.create_future()
+
+        def load() -> None:
+            try:
+                engine = Engine(gang.load(), config, path, gang=gang)
+                ready = engine, warm_up(engine)
+            except Exception as error:  # mostly because another rank failed, which says why
+                why = f"{gang.place}: {type(error).__name__}: {error}"
+                logger.exception("%s failed", gang.place)
+                event_loop.call_soon_threadsafe(event_loop.call_later, _LAST_WORDS_S, self._lost, why)
+            else:
+                event_loop.call_soon_threadsafe(loaded.set_result, ready)
+
+        self._place(spec, gang.address)
+        threading.Thread(target=load, name="load", daemon=True).start()
+        either: list[asyncio.Future[Any]] = [loaded, failed]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            self._end_ranks()
+            raise RankFailed(failed.result())
+        return loaded.result()
+
+    def _place(self, spec: GangSpec, address: Address) -> None:
+        group = ray.util.get_current_placement_group()
+        followers = (rank for rank in range(spec.size) if rank != spec.driver)
+        for bundle, rank in enumerate(followers, 1):  # this one has bundle 0
+            resources = group.bundle_specs[bundle]
+            actor = (
+                ray.remote(Rank)
+                .options(
+                    num_cpus=int(resources.get("CPU", 0)),
+                    num_gpus=resources.get("GPU", 0),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+                )
+                .remote()
+            )
+            self._ranks.append(actor)
+            watching = asyncio.create_task(self._watch(spec.place(rank), actor.run.remote(spec, rank, address)))
+            self._watching.add(watching)
+
+    async def _watch(self, place: Place, running: Any) -> None:
+        """Until the follower ends, which it never does alone."""
+        try:
+            await running
+        except Exception as error:
+            await asyncio.sleep(_LAST_WORDS_S)  # its own words come by another way
+            self._lost(f"{place}: {type(error).__name__}: {error}")
+
+    def _lost(self, why: str) -> None:
+        """A rank is gone: so is the replica. While it starts, its constructor says so; later the process ends on the
+        spot, which its readers see at once and Serve heals."""
+        if self._starting is not None:
+            if not self._starting.done():
+                self._starting.set_result(why)
+            return
+        logger.error("this replica ends: %s", why)
+        for handler in logger.handlers:
+            handler.flush()
+        self._end_ranks()
+        os._exit(1)
+
+    def _end_ranks(self) -> None:
+        for actor in self._ranks:
+            ray.kill(actor)
+
+    # -- what an ingress calls ---------------------------------------------------------------------------------------
 
     async def messages(self, ingress: str) -> AsyncIterator[Message]:
         """All tokens this replica produces for `ingress`, one message per step, with what it says of itself meanwhile;
@@ -133,5 +253,6 @@ def load_engine(path: Path, dtype: str, max_model_len: int | None, config: Engin
     """The engine of a replica, not warm yet. `dtype` "auto" is the checkpoint's; ValueError names what cannot be."""
     torch.set_num_threads(num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = load_model(path, None if dtype == "auto" else getattr(torch, dtype), max_model_len, device)
+    kv_bytes = int(config.kv_cache_memory)
+    loaded = load_model(path, None if dtype == "auto" else getattr(torch, dtype), max_model_len, device, None, kv_bytes)
     return Engine(loaded, config, path)

@@ -153,6 +153,7 @@ class Request:
     finish_reason: FinishReason | None = None
     token_ids: list[int] = field(init=False)  # prompt and output
     num_computed_tokens: int = 0  # tokens whose keys and values lie in pages
+    num_in_flight_tokens: int = 0  # the ones after these, handed out to steps that have not ended
     num_cached_tokens: int = 0  # of these, how many the prefix index gave at first admission
     num_preemptions: int = 0
     page_hashes: list[PageHash] = field(default_factory=list)  # of the full pages of token_ids, as far as hashed
@@ -200,9 +201,14 @@ class Request:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens that have been handed out to steps: the next step begins after them."""
+        return self.num_computed_tokens + self.num_in_flight_tokens
+
+    @property
     def num_uncached_tokens(self) -> int:
-        """Tokens that are left to compute, or will be once it starts."""
-        return len(self.token_ids) - max(self.num_computed_tokens, self.expected_cached_tokens)
+        """Tokens that are left to hand out, or will be once it starts."""
+        return len(self.token_ids) - max(self.num_scheduled_tokens, self.expected_cached_tokens)
 
     @property
     def is_decoding(self) -> bool:

@@ -1,10 +1,13 @@
-"""A batch as tensors: one flat forward pass over any mix of chunks and decodes."""
+"""A batch as tensors: one flat forward pass over any mix of chunks and decodes, on this rank and on all others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import msgpack
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
@@ -13,60 +16,110 @@ from crossdock.workers.scheduler import Batch, Scheduled
 
 
 @dataclass(frozen=True, slots=True)
-class Runner:
-    """Executes batches on one model."""
+class StepInputs:
+    """All that a rank must know to compute a step: integers, in one message."""
 
-    model: PagedModel
-    page_size: int
+    token_ids: NDArray[np.int64]  # [T]
+    positions: NDArray[np.int64]  # [T]
+    slots: NDArray[np.int64]  # [T]
+    wanted: NDArray[np.int64]  # [N], which rows' logits
+    query_start: NDArray[np.int32]  # [S+1]
+    kv_len: NDArray[np.int32]  # [S]
+    page_table: NDArray[np.int32]  # [S, P]
 
-    def execute(self, batch: Batch) -> tuple[Tensor, list[range]]:
-        """Logits [N, vocab], and for each part of the batch which of the N rows are its own: the last token's where
+    @classmethod
+    def of(cls, batch: Batch, page_size: int) -> "tuple[StepInputs, list[range]]":
+        """The step, and for each part of the batch which of the N rows of logits are its own: the last token's where
         it samples, every token's where prompt logprobs are wanted, else none."""
-        parts = batch.scheduled
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         wanted: list[int] = []
         rows: list[range] = []
-        for part in parts:
+        for part in batch.scheduled:
             end = part.start + part.num_tokens
             first = len(token_ids)
             token_ids += part.request.token_ids[part.start : end]
             positions += range(part.start, end)
-            slots += self._slots(part)
+            slots += _slots(part, page_size)
             rows.append(range(len(wanted), len(wanted) + _num_rows(part)))
             wanted += range(first + part.num_tokens - _num_rows(part), first + part.num_tokens)
-        device = self.model.device
+        inputs = cls(
+            token_ids=np.array(token_ids, np.int64),
+            positions=np.array(positions, np.int64),
+            slots=np.array(slots, np.int64),
+            wanted=np.array(wanted, np.int64),
+            query_start=np.array([0, *accumulate(part.num_tokens for part in batch.scheduled)], np.int32),
+            kv_len=np.array([part.start + part.num_tokens for part in batch.scheduled], np.int32),
+            page_table=_page_table(batch.scheduled, page_size),
+        )
+        return inputs, rows
+
+    def pack(self) -> bytes:
+        arrays = [getattr(self, name) for name in self.__slots__]
+        data: bytes = msgpack.packb([array.tobytes() for array in arrays])
+        return data
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "StepInputs":
+        arrays = msgpack.unpackb(data)
+        token_ids, positions, slots, wanted = (np.frombuffer(array, np.int64) for array in arrays[:4])
+        query_start, kv_len, page_table = (np.frombuffer(array, np.int32) for array in arrays[4:])
+        return cls(token_ids, positions, slots, wanted, query_start, kv_len, page_table.reshape(len(kv_len), -1))
+
+    def run(self, model: PagedModel) -> Tensor:
+        """This rank's part of the step: logits [N, vocab] on the last stage."""
+        device = model.device
+
+        def tensor(array: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
+            return torch.tensor(array, device=device)  # a copy: a received message is read-only
+
         attention = AttentionBatch(
-            query_start=_int32(list(accumulate((part.num_tokens for part in parts), initial=0)), device),
-            kv_len=_int32([part.start + part.num_tokens for part in parts], device),
-            page_table=self._page_table(parts).to(device),
-            slots=torch.tensor(slots, device=device),
-            max_query_len=max(part.num_tokens for part in parts),
-            max_kv_len=max(part.start + part.num_tokens for part in parts),
+            query_start=tensor(self.query_start),
+            kv_len=tensor(self.kv_len),
+            page_table=tensor(self.page_table),
+            slots=tensor(self.slots),
+            max_query_len=int(np.diff(self.query_start).max()),
+            max_kv_len=int(self.kv_len.max()),
         )
-        logits = self.model.forward(
-            torch.tensor(token_ids, device=device),
-            torch.tensor(positions, device=device),
-            attention,
-            torch.tensor(wanted, dtype=torch.int64, device=device),
-        )
-        return logits, rows
+        return model.forward(tensor(self.token_ids), tensor(self.positions), attention, tensor(self.wanted))
 
-    def _slots(self, part: Scheduled) -> list[int]:
-        size, pages = self.page_size, part.pages
-        return [
-            pages[position // size] * size + position % size
-            for position in range(part.start, part.start + part.num_tokens)
-        ]
 
-    def _page_table(self, parts: Sequence[Scheduled]) -> Tensor:
-        """[S, P] int32, with as many pages as this step's tokens reach, short rows filled with page 0."""
-        reach = [-(-(part.start + part.num_tokens) // self.page_size) for part in parts]
-        width = max(reach)
-        return torch.tensor(
-            [list(part.pages[:n]) + [0] * (width - n) for part, n in zip(parts, reach, strict=True)], dtype=torch.int32
-        )
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """Executes batches on one model; `tell` gives each to the other ranks, where there are any."""
+
+    model: PagedModel
+    page_size: int
+    tell: Callable[[bytes], None] | None = None
+
+    def begin(self, batch: Batch) -> tuple[StepInputs, list[range]]:
+        """The other ranks may compute it from now on."""
+        step = StepInputs.of(batch, self.page_size)
+        if self.tell is not None:
+            self.tell(step[0].pack())
+        return step
+
+    def finish(self, step: tuple[StepInputs, list[range]]) -> tuple[Tensor, list[range]]:
+        """Logits [N, vocab], and for each part of the batch its rows. Batches are finished in the order they began."""
+        inputs, rows = step
+        return inputs.run(self.model), rows
+
+
+def _slots(part: Scheduled, page_size: int) -> list[int]:
+    return [
+        part.pages[position // page_size] * page_size + position % page_size
+        for position in range(part.start, part.start + part.num_tokens)
+    ]
+
+
+def _page_table(parts: Sequence[Scheduled], page_size: int) -> NDArray[np.int32]:
+    """[S, P], with as many pages as this step's tokens reach, short rows filled with page 0."""
+    reach = [-(-(part.start + part.num_tokens) // page_size) for part in parts]
+    table = np.zeros((len(parts), max(reach)), np.int32)
+    for row, part, num_pages in zip(table, parts, reach, strict=True):
+        row[:num_pages] = part.pages[:num_pages]
+    return table
 
 
 def _num_rows(part: Scheduled) -> int:
@@ -74,7 +127,3 @@ def _num_rows(part: Scheduled) -> int:
     if part.request.sampling.prompt_logprobs is not None and part.start < part.request.num_prompt_tokens:
         return part.num_tokens
     return int(part.samples)
-
-
-def _int32(values: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)

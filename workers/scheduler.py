@@ -146,8 +146,11 @@ class Sampled:
 
 @dataclass(slots=True)
 class Scheduler:
-    """Owns every request's state and the pages they hold. `schedule` and `update` alternate; `add` and `abort` come
-    between them.
+    """Owns every request's state and the pages they hold. Every `schedule` is followed by its `update`, in the same
+    order; `depth` steps may be in flight between the two. `add` comes at any time, all else while nothing is in flight.
+
+    With several steps in flight, each takes its share of the streams, and a prompt's next chunk may follow before the
+    one before has ended; what samples is waited for. A request in flight keeps its pages.
 
     When time or pages run short, this is who slows down, first to last: prompts of the least urgent class, which wait
     for those of the others; its streams, which skip steps while their own promise allows it and lose their pages first;
@@ -159,6 +162,7 @@ class Scheduler:
     max_model_len: int  # tokens, prompt and output together
     eos_token_ids: Collection[int] = ()
     cost: StepCost | None = None  # what steps take; without it chunks are fixed and nobody is refused
+    depth: int = 1  # steps in flight at most: pipeline stages
     waiting: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)  # in order of admission
     held: list[Request] = field(default_factory=list)  # their pages are on the way in or out
@@ -279,6 +283,12 @@ class Scheduler:
     def schedule(self, now: float) -> Batch:
         """The next step, empty when there is nothing to do. `now`: seconds on the clock of the arrival times."""
         self._now = now
+        batch = self._next_batch()
+        for part in batch.scheduled:
+            part.request.num_in_flight_tokens += part.num_tokens
+        return batch
+
+    def _next_batch(self) -> Batch:
         decodes, skipped = self._schedule_decodes()
         prefills = self._ordered_prefills()
         if self.config.mixed_chunks or not decodes or not prefills:
@@ -294,6 +304,9 @@ class Scheduler:
         if self.cost is not None and self.config.chunk_policy == "adaptive":
             seen = [Stream(request.id, request.rank, request.due, request.num_tokens) for request in streams]
             skipped = skip_decodes(seen, self._now, self.cost)
+        if self.depth > 1:
+            share = -(-len(streams) // self.depth)
+            streams = sorted((it for it in streams if not it.num_in_flight_tokens), key=lambda it: it.due)[:share]
         grown = [request for request in streams if request.id not in skipped and self._grow(request)]
         return [self._part(request, 1) for request in grown if request.status is Status.RUNNING], skipped
 
@@ -355,7 +368,7 @@ class Scheduler:
                     blocked = -1 if self._is_starving(request) else min(blocked, request.rank)
                 if not started:
                     continue
-            is_long, start = self._leaves_the_lane(request), request.num_computed_tokens
+            is_long, start = self._leaves_the_lane(request), request.num_scheduled_tokens
             num_tokens = self._chunk(request, start, room)
             if num_tokens:
                 chunks.append(self._part(request, num_tokens, self._reason(request)))
@@ -420,7 +433,7 @@ class Scheduler:
         return self._is_long(request) and not self._is_starving(request)
 
     def _part(self, request: Request, num_tokens: int, reason: str = "decode") -> Scheduled:
-        start = request.num_computed_tokens
+        start = request.num_scheduled_tokens
         samples = start + num_tokens == request.num_tokens and request.sampling.max_tokens > 0
         return Scheduled(request, start, num_tokens, self.pages.pages_of(request.owner), samples, reason)
 
@@ -460,7 +473,7 @@ class Scheduler:
             other
             for other in self.running
             if other.rank > request.rank
-            and other.leg is not Leg.SEND  # its pages are being read
+            and not self._keeps_its_pages(other)
             and (other.is_decoding or not self._is_starving(other))
         ]
         if sum(len(self.pages.pages_of(other.owner)) for other in below) + self.pages.num_available < num_pages:
@@ -480,11 +493,16 @@ class Scheduler:
             if self.pages.num_available:
                 self.pages.allocate(request.owner, 1)
                 break
-            victim = _last_to_keep([other for other in self.running if other.leg is not Leg.SEND])
+            victim = _last_to_keep([other for other in self.running if not self._keeps_its_pages(other)])
             self._preempt(victim)
             if victim is request:
                 return False
         return True
+
+    @staticmethod
+    def _keeps_its_pages(request: Request) -> bool:
+        """They are being read to be sent, or written by a step in flight."""
+        return request.leg is Leg.SEND or request.num_in_flight_tokens > 0
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue, to be recomputed: its tokens stay, its pages go (their cached prefix may still be there
@@ -553,6 +571,7 @@ class Scheduler:
         deltas = []
         for part in batch.scheduled:
             request = part.request
+            request.num_in_flight_tokens -= part.num_tokens
             if request.status is not Status.RUNNING:  # aborted while the step ran
                 continue
             request.num_computed_tokens = part.start + part.num_tokens

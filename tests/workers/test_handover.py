@@ -15,8 +15,9 @@ import torch
 from pydantic import ByteSize
 
 from crossdock.kvtransfer.events import Figures
+from crossdock.workers.docks import TransferConfig
 from crossdock.workers.engine import Engine, EngineConfig
-from crossdock.workers.handover import CannotPair, TransferConfig, connect
+from crossdock.workers.handover import CannotPair, connect
 from crossdock.workers.loop import Channel, EngineLoop
 from crossdock.workers.model import wrap_module
 from crossdock.workers.request import FinishReason, Leg, SamplingParams, Submission, TokenDelta

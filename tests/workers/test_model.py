@@ -46,6 +46,8 @@ def through_pages(model: PagedModel, prompts: list[Tensor], steps: list[list[tup
         )
         ids = torch.cat([prompts[s][start:end] for s, start, end in parts])
         flat = model.forward(ids, positions, batch, torch.arange(len(ids)))
+        if not model.part.place.is_last_stage:
+            continue
         for (s, start, end), part in zip(parts, flat.split(lengths), strict=True):
             logits[s][start:end] = part
     return logits

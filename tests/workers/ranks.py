@@ -1,0 +1,92 @@
+"""Rank processes for tests: spawned once, and told what to run, together or one by one."""
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Ranks:
+    """So many processes that call what they are sent."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._num_worlds = 0
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for _ in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls `function` in the first `size` processes at once, with its rank in a world of them and `args`: what
+        each answers; raises what the first that fails has raised."""
+        self._num_worlds += 1
+        store = f"file://{self._folder.name}/{self._num_worlds}"
+        for rank in range(size):
+            self.start(rank, _in_world, store, size, rank, function, args)
+        return [self.answer(rank) for rank in range(size)]
+
+    def start(self, number: int, function: Callable[..., Any], *args: Any) -> None:
+        """Calls `function` in one process; `answer` waits for its end."""
+        self.pipes[number].send((function, args))
+
+    def answer(self, number: int) -> Any:
+        assert self.pipes[number].poll(120), "a rank does not answer"
+        answer = self.pipes[number].recv()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+
+def _rank(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = function(*args)
+        except Exception as error:
+            error.add_note(traceback.format_exc())
+            answer = error
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+def _in_world(store: str, size: int, rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    try:
+        return function(rank, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def saved(module: Any, folder: Path) -> Path:
+    """A Hugging Face directory of `module`."""
+    module.save_pretrained(folder)
+    return folder
