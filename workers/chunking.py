@@ -130,6 +130,19 @@ def skip_decodes(streams: Sequence[Stream], now: float, cost: StepCost) -> set[s
     return skipped
 
 
+def steps_without_skips(contexts: Sequence[int], tpot: float, cost: StepCost) -> int:
+    """For how many steps, all streams in each, `skip_decodes` leaves nobody out if it does not in the first. Whoever
+    made a token is due `tpot` later or more, so that is while a step takes less. `contexts`: tokens of each stream."""
+    slack = 0.99 * tpot - cost.base - cost.decode_seconds(len(contexts), sum(contexts))  # 0.99: of floats' rounding
+    per_step = cost.decode_seconds(0, len(contexts))
+    if slack < 0:
+        return 1
+    return 1 + int(slack / per_step) if per_step else _NO_END
+
+
+_NO_END = 1 << 40
+
+
 def next_due(due: float, now: float, tpot: float) -> float:
     """When the token after the one just made at `now` is promised. What a stream is ahead it banks, up to a quarter of
     its TPOT, so that a gap never exceeds 1.25 TPOT on purpose; what it is behind is forgiven: a stream that stalled

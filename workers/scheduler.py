@@ -20,6 +20,7 @@ from crossdock.workers.chunking import (
     prefill_reason,
     reserved_slots,
     skip_decodes,
+    steps_without_skips,
 )
 from crossdock.workers.pages import PagePool, hash_pages
 from crossdock.workers.profile import StepCost, StepWork
@@ -561,6 +562,45 @@ class Scheduler:
                 self._finish(request, FinishReason.LENGTH)
                 deltas.append(self._delta(request, []))
         return deltas
+
+    # -- many equal steps at once: for a clock that knows how long they take -------------------------------------------
+
+    def steady_steps(self, batch: Batch) -> int:
+        """How many steps, the scheduled `batch` the first of them, are the same decodes and nothing else while nobody
+        comes or goes: at most up to the one that makes somebody's last token. 1 where more are not certain."""
+        parts, requests = batch.scheduled, [part.request for part in batch.scheduled]
+        if self.waiting or not parts or not len(parts) == batch.num_decodes == len(self.running):
+            return 1
+        steps = min(
+            min(it.sampling.max_tokens - it.num_output_tokens, self.max_model_len - it.num_tokens) for it in requests
+        )
+        steps = min(steps, self.pages.num_available // len(parts) * self.pages.page_size + 1)  # preempting nobody
+        if self.cost is not None and self.config.chunk_policy == "adaptive" and len({it.rank for it in requests}) > 1:
+            tpot = min(self.config.slo_classes[it.rank].tpot_s for it in requests)
+            steps = min(steps, steps_without_skips([it.num_tokens for it in requests], tpot, self.cost))
+        return steps
+
+    def advance(self, batch: Batch, tokens: Mapping[str, Sequence[int]], ends: Sequence[float]) -> Batch:
+        """Takes in fewer than `steady_steps` steps, `batch` the first of them, that ended at `ends`; `tokens` are what
+        each stream sampled in them, none of which ends it. All is then as if `schedule` and `update` had been called
+        in turns. Returns the batch of the step that follows."""
+        if not ends:
+            return batch
+        parts = []
+        for part in batch.scheduled:
+            request, start = part.request, part.start
+            request.token_ids += tokens[request.id]
+            request.num_computed_tokens = request.num_tokens - 1
+            missing = -(-request.num_tokens // self.pages.page_size) - len(self.pages.pages_of(request.owner))
+            if missing > 0:
+                self.pages.allocate(request.owner, missing)
+            self._index_pages(request, start)
+            tpot = self.config.slo_classes[request.rank].tpot_s
+            for end in ends:
+                request.due = next_due(request.due, end, tpot)
+            parts.append(self._part(request, 1))
+        self._now = ends[-1]
+        return Batch(parts, len(parts))
 
     def _index_pages(self, request: Request, start: int) -> None:
         size = self.pages.page_size
