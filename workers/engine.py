@@ -213,6 +213,10 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         slo_classes=config.slo_classes,
+        chunk_policy=config.chunk_policy,
+        min_chunk_tokens=config.min_chunk_tokens or 2 * config.page_size,
+        admission=config.admission,
+        page_bytes=model.layout(config.page_size).page_bytes,
         cost=engine.cost_fit.cost,
     )
 

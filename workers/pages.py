@@ -59,6 +59,7 @@ class PagePool:
         self._index: dict[PageHash, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # indexed and unowned, least recently used first
         self._quarantine: dict[str, list[int]] = {}
+        self._changes: dict[PageHash, bool] = {}  # since last asked: now findable, or not any more
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -90,7 +91,17 @@ class PagePool:
         """Whether `num_pages` new pages remain after `shared` ones are taken (taking a cached page uses it up)."""
         return num_pages + sum(1 for page in shared if page in self._cached) <= self.num_available
 
+    def findable(self) -> list[PageHash]:
+        """What a prefix can be matched with, as it was indexed: the beginning of a prefix before its end."""
+        return list(self._index)
+
     # -- changing --------------------------------------------------------------------------------------------------
+
+    def take_changes(self) -> tuple[list[PageHash], list[PageHash]]:
+        """What has become findable since the last call, in that order, and what has ceased to be. What came and went
+        between two calls is in neither, so that nobody has to ask for the list to stay shorter than the pool."""
+        changes, self._changes = self._changes, {}
+        return [it for it, is_new in changes.items() if is_new], [it for it, is_new in changes.items() if not is_new]
 
     def share(self, owner: str, pages: Sequence[int]) -> None:
         """`owner` becomes one more owner of `pages`, which `match_prefix` has just returned."""
@@ -122,6 +133,7 @@ class PagePool:
             if hashes[number] not in self._index and page not in self._hash_of:
                 self._index[hashes[number]] = page
                 self._hash_of[page] = hashes[number]
+                self._note(hashes[number], True)
 
     def release(self, owner: str) -> int:
         """Ends all that `owner` holds, in whatever state it is; unknown owners hold nothing. Returns how many pages
@@ -178,3 +190,8 @@ class PagePool:
         page_hash = self._hash_of.pop(page, None)
         if page_hash is not None:
             del self._index[page_hash]
+            self._note(page_hash, False)
+
+    def _note(self, page_hash: PageHash, is_findable: bool) -> None:
+        if self._changes.pop(page_hash, is_findable) is is_findable:  # else it is again as it was when last asked
+            self._changes[page_hash] = is_findable

@@ -48,6 +48,16 @@ class StepCost(BaseModel):
     per_decode: float = Field(0.0, ge=0)
     per_decode_context: float = Field(0.0, ge=0)
 
+    @classmethod
+    def of(cls, coefficients: Sequence[float]) -> "StepCost":
+        """The opposite of `coefficients`."""
+        return cls(**dict(zip(cls.model_fields, coefficients, strict=True)))
+
+    @property
+    def coefficients(self) -> tuple[float, float, float, float, float]:
+        """In the order of `StepWork.features`."""
+        return self.base, self.per_prefill_token, self.per_attended, self.per_decode, self.per_decode_context
+
     def seconds(self, work: StepWork) -> float:
         return (
             self.base
@@ -208,6 +218,12 @@ class SchedulingProfile(BaseModel):
     max_num_batched_tokens: int  # per step
     max_num_seqs: int
     slo_classes: tuple[SloClass, ...]  # most urgent first
+    chunk_policy: Literal["adaptive", "fixed"] = "adaptive"
+    min_chunk_tokens: int = 32  # adaptive: what a step carries of a prompt however little time there is
+    admission: Literal["reject", "queue"] = "reject"
     role: Role = "mixed"
+    compatibility: str = ""  # replicas that may exchange pages have the same: model, data type, shape of a page
+    page_bytes: int = 0  # 0: unknown
+    bytes_per_second: float = 1e9  # at which its pages travel to another replica
     peer: bytes = b""  # where its KV transfers are reached; empty: it makes none
     cost: StepCost  # as measured at start

@@ -231,7 +231,7 @@ class Scheduler:
     def predict_ttft(self, request: Request) -> tuple[float, float]:
         """Seconds until the request's first token if it came now, and if it were alone; (0, 0) without a cost."""
         own = self.prefill_seconds(request)
-        backlog = [(other.rank, self.prefill_seconds(other)) for other in self._prefills()]
+        backlog = [(other.rank, self.prefill_seconds(other)) for other in self.prefills()]
         return predicted_ttft(own, request.rank, backlog, self._prefill_share()), own
 
     def _promise(self, request: Request) -> None:
@@ -249,7 +249,8 @@ class Scheduler:
                 retry_after=late,
             )
 
-    def _prefills(self) -> list[Request]:
+    def prefills(self) -> list[Request]:
+        """Whose prompts are to be computed here, or in part."""
         waiting = [request for request in self.waiting if request.leg is not Leg.RECEIVE]
         return [*waiting, *(request for request in self.running if not request.is_decoding)]
 
@@ -298,8 +299,8 @@ class Scheduler:
 
     def _ordered_prefills(self) -> list[Request]:
         if self.config.prefill_order == "response_ratio":
-            return order_prefills(self._prefills(), self._now, self.work_done, self.config.starvation_s)
-        prefills = self._prefills()
+            return order_prefills(self.prefills(), self._now, self.work_done, self.config.starvation_s)
+        prefills = self.prefills()
         return sorted(prefills, key=lambda request: request.status is Status.WAITING)  # stable: started ones first
 
     def _schedule_prefills(
@@ -392,11 +393,14 @@ class Scheduler:
         return self._admit(request, hits) or None
 
     def _has_place(self, request: Request) -> bool:
-        """Whether one more may hold pages: of the places, some are kept for more urgent classes."""
+        return self.num_places(request.rank) > 0
+
+    def num_places(self, rank: int) -> int:
+        """How many more of class `rank` may hold pages: of the places, some are kept for more urgent classes."""
         arriving = (other for other in self.held if other.leg is Leg.RECEIVE)  # one that is sent decodes elsewhere
         taken = [other.rank for other in (*self.running, *arriving)]
-        kept = reserved_slots(self.config.slo_classes, self.config.max_num_seqs, taken, request.rank)
-        return self.config.max_num_seqs - len(taken) > kept
+        kept = reserved_slots(self.config.slo_classes, self.config.max_num_seqs, taken, rank)
+        return self.config.max_num_seqs - len(taken) - kept
 
     def _may_be_partial(self, request: Request) -> bool:
         partial = [other for other in self.running if not other.is_decoding]

@@ -1,0 +1,400 @@
+"""Everything one router knows of the replicas: what they advertise, what they have last said of themselves, and what
+this router has given them since. No clock and no network: time and messages come in, placements go out.
+
+Several routers need no coordinator: each hears every replica, and counts its own bookings only until the replica has
+said something that includes them.
+"""
+
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdock.router import baselines
+from crossdock.router.placement import (
+    Booking,
+    Candidates,
+    Floats,
+    Loads,
+    Placement,
+    Prediction,
+    Query,
+    Slots,
+    choose,
+    num_columns,
+    predict,
+    row,
+    views,
+)
+from crossdock.router.prefixes import Prefixes
+from crossdock.workers.live import LiveProfile, PageChanges
+from crossdock.workers.profile import SchedulingProfile
+from crossdock.workers.slo import SloClass, rank_of
+
+Shipping: TypeAlias = Literal["auto", "always", "never"]
+PolicyName: TypeAlias = Literal[
+    "seconds", "round-robin", "least-requests", "power-of-two", "prefix-affinity", "block-cost"
+]
+
+
+@dataclass(slots=True)
+class _Replica:
+    """One replica, and what this router has given it. A booking is `unseen` until a live profile includes it."""
+
+    name: str
+    slot: int
+    profile: SchedulingProfile
+    live: LiveProfile | None = None
+    heard: float = 0.0  # when it last said anything
+    news: float = 0.0  # when it last said something new
+    is_stale: bool = True
+    unseen: dict[str, Booking] = field(default_factory=dict)  # by request
+    seen: dict[str, Booking] = field(default_factory=dict)
+    taken: dict[str, int] = field(default_factory=dict)  # of the unseen: the live profile after which they are in it
+
+    def change(self, request_id: str, booking: Booking) -> None:
+        """The booking of a request is now another."""
+        (self.unseen if request_id in self.unseen else self.seen)[request_id] = booking
+
+
+@dataclass(slots=True)
+class Fleet:
+    """The replicas as one router sees them. All times are seconds on one clock of the caller's.
+
+    A replica that has been silent for `ttl` is taken to be as busy as the busiest that is not, or as it last said it
+    was, whichever is more, and to have all that this router ever gave it: it draws no crowd, and is not shut out.
+    """
+
+    policy: PolicyName = "seconds"
+    shipping: Shipping = "auto"
+    ttl: float = 3.0
+    prefixes: Prefixes = field(default_factory=Prefixes)
+    classes: Sequence[SloClass] = ()
+    num_chosen: int = 0
+    _replicas: dict[str, _Replica] = field(default_factory=dict)
+    _slots: list[_Replica | None] = field(default_factory=list)
+    _table: Floats = field(init=False)
+    _loads: Loads = field(init=False)
+    _facts: NDArray[np.float64] = field(init=False)  # [fact, slot]: heard, news
+    _groups: NDArray[np.int64] = field(init=False)
+    _names: NDArray[np.uint32] = field(init=False)
+    _roles: dict[str, Slots] = field(default_factory=dict)
+    _group_of: dict[str, int] = field(default_factory=dict)  # by compatibility
+    _dirty: set[int] = field(default_factory=set)
+    _stale: set[int] = field(default_factory=set)
+    _placed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by request
+
+    def __post_init__(self) -> None:
+        self._allocate(8)
+
+    # -- replicas ----------------------------------------------------------------------------------------------------
+
+    def join(self, name: str, profile: SchedulingProfile, now: float) -> None:
+        """A replica is up. What it has to do it says itself; until then it counts as stale."""
+        if name in self._replicas:
+            self.leave(name)
+        if tuple(self.classes) != profile.slo_classes:
+            self.classes = profile.slo_classes
+            self._allocate(len(self._slots))
+        slot = self._slots.index(None) if None in self._slots else self._grow()
+        it = self._replicas[name] = self._slots[slot] = _Replica(name, slot, profile, None, now, now)
+        self._names[slot] = zlib.crc32(name.encode())
+        pairable = profile.compatibility if profile.peer else f"alone {name}"
+        self._groups[slot] = self._group_of.setdefault(pairable, len(self._group_of))
+        self._facts[:, slot] = now
+        self._dirty.add(slot)
+        self._stale.add(it.slot)
+        self._roles.clear()
+
+    def leave(self, name: str) -> None:
+        """A replica takes nothing new. Its bookings are over."""
+        it = self._replicas.pop(name, None)
+        if it is None:
+            return
+        self._slots[it.slot] = None
+        self._dirty.discard(it.slot)
+        self._stale.discard(it.slot)
+        self.prefixes.forget(it.slot)
+        self._roles.clear()
+
+    def hear(self, name: str, live: LiveProfile, now: float) -> None:
+        """What a replica says of itself. What it had said before, late or again, only shows that it lives."""
+        it = self._replicas.get(name)
+        if it is None:
+            return
+        it.heard = self._facts[0, it.slot] = now
+        if it.live is not None and it.live.incarnation == live.incarnation and it.live.sequence >= live.sequence:
+            return
+        it.live = live
+        it.news = self._facts[1, it.slot] = now
+        for request_id in [key for key, taken in it.taken.items() if taken < live.sequence]:
+            del it.taken[request_id]
+            it.seen[request_id] = it.unseen.pop(request_id)
+        self._dirty.add(it.slot)
+
+    def hear_pages(self, name: str, changes: PageChanges) -> None:
+        """Which prefixes a replica has, or has no longer."""
+        it = self._replicas.get(name)
+        if it is not None:
+            self.prefixes.hear(it.slot, changes)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def choose(self, query: Query, now: float, exclude: Collection[str] = ()) -> Placement:
+        """Where a request goes; books nothing.
+
+        Raises:
+            Overloaded: its promise cannot be kept anywhere, and all refuse what would be late.
+            LookupError: nobody is left to choose from.
+        """
+        candidates = self._candidates(query, exclude)
+        self._refresh(now)
+        rank = self._rank(query.slo_class)
+        cached = self._cached(query)
+        age = now - self._facts[1]
+        it = predict(self._loads, query, rank, cached, age, self.classes)
+        slo = self.classes[rank]
+        self.num_chosen += 1
+        if self.policy == "seconds":
+            best = choose(self._loads, query, cached, it, slo, candidates)
+            prefill, decode = best.prefill, best.decode
+        else:
+            prefill, decode = self._follow(baselines.POLICIES[self.policy], query, cached, candidates)
+        return self._placement(query, it, prefill, decode, cached)
+
+    def book(self, query: Query, placement: Placement, now: float) -> None:
+        """The request is on its way to the replicas of `placement`."""
+        rank = self._rank(query.slo_class)
+        pair = placement.prefill is not None
+        names = [placement.decode, *([placement.prefill] if placement.prefill is not None else [])]
+        self._placed[query.request_id] = tuple(names)
+        for name in names:
+            it = self._replicas.get(name)
+            if it is None:
+                continue
+            computes = not pair or name == placement.prefill
+            pages = ceil((query.num_tokens - placement.cached_tokens) / it.profile.page_size)
+            seconds = max(placement.prefill_seconds, 1e-9) if computes else 0.0
+            booking = Booking(rank, query.num_tokens, seconds, pages, decodes=name == placement.decode)
+            it.unseen[query.request_id] = booking
+            self._dirty.add(it.slot)
+
+    def taken(self, request_id: str, name: str, sequence: int) -> None:
+        """The replica has taken the request; live profiles after number `sequence` include it."""
+        it = self._replicas.get(name)
+        if it is None or request_id not in it.unseen:
+            return
+        if it.live is not None and it.live.sequence > sequence:
+            it.seen[request_id] = it.unseen.pop(request_id)
+            self._dirty.add(it.slot)
+        else:
+            it.taken[request_id] = sequence
+
+    def first_token(self, request_id: str, now: float) -> None:
+        """Its prompt is computed."""
+        for name in self._placed.get(request_id, ()):
+            it = self._replicas.get(name)
+            booking = it and (it.unseen.get(request_id) or it.seen.get(request_id))
+            if it and booking and not booking.has_first:
+                it.change(request_id, replace(booking, has_first=True))
+                self._dirty.add(it.slot)
+
+    def settle(self, request_id: str) -> None:
+        """It is over, or was never taken."""
+        for name in self._placed.pop(request_id, ()):
+            it = self._replicas.get(name)
+            if it is not None:
+                it.unseen.pop(request_id, None)
+                it.seen.pop(request_id, None)
+                it.taken.pop(request_id, None)
+                self._dirty.add(it.slot)
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page hash; replicas whose pages are of another size have no hits."""
+        return next((it.profile.page_size for it in self._replicas.values()), 1)
+
+    def num_booked(self, name: str) -> int:
+        """Requests that this router has at a replica."""
+        it = self._replicas[name]
+        return len(it.unseen) + len(it.seen)
+
+    # -- how it is kept ----------------------------------------------------------------------------------------------
+
+    def _rank(self, slo_class: str) -> int:
+        try:
+            return rank_of(self.classes, slo_class)
+        except ValueError:
+            return len(self.classes) - 1  # the replica will say so
+
+    def _grow(self) -> int:
+        self._allocate(2 * len(self._slots))
+        return self._slots.index(None)
+
+    def _allocate(self, capacity: int) -> None:
+        """Tables for so many replicas and as many classes as there are; all rows have to be made anew."""
+        ranks = max(len(self.classes), 1)
+        table = np.zeros((capacity, num_columns(ranks)), order="F")
+        groups, names = np.zeros(capacity, dtype=np.int64), np.zeros(capacity, dtype=np.uint32)
+        facts = np.zeros((2, capacity))
+        if self._slots:
+            had = len(self._slots)
+            groups[:had], names[:had], facts[:, :had] = self._groups, self._names, self._facts
+        self._slots += [None] * (capacity - len(self._slots))
+        self._table, self._groups, self._names, self._facts = table, groups, names, facts
+        self._loads = views(table, ranks)
+        for column in (self._loads.budget, self._loads.page_size, self._loads.stream_pages, self._loads.share):
+            column[:] = 1.0  # of slots without a replica: nothing is divided by zero
+        self._loads.bytes_per_second[:] = 1.0
+        self._dirty.update(it.slot for it in self._replicas.values())
+
+    def _refresh(self, now: float) -> None:
+        """Brings the rows of all replicas of which something has changed up to date."""
+        silent = np.flatnonzero(now - self._facts[0] > self.ttl)
+        stale = {it.slot for slot in silent if (it := self._slots[slot]) is not None}
+        stale |= {it.slot for slot in self._stale if (it := self._slots[slot]) is not None and it.live is None}
+        self._dirty |= stale ^ self._stale
+        self._stale = stale
+        for slot in self._dirty - stale:
+            it = self._slots[slot]
+            if it is not None:
+                self._table[slot] = row(it.profile, it.live, it.unseen.values(), self.classes)
+        if stale:
+            worst = self._busiest()
+            for slot in stale:
+                it = self._slots[slot]
+                assert it is not None
+                live = max((it.live, worst), key=_work)
+                booked = [*it.unseen.values(), *it.seen.values()]
+                self._table[slot] = row(it.profile, live and replace(live, cost=()), booked, self.classes)
+        self._dirty.clear()
+
+    def _busiest(self) -> LiveProfile | None:
+        """What the busiest of the replicas that are not silent has to do."""
+        fresh = (it.live for it in self._replicas.values() if it.slot not in self._stale)
+        return max(fresh, key=_work, default=None)
+
+    def _cached(self, query: Query) -> Floats:
+        """Tokens of the prompt that each replica has. At least one is left to compute: its logits are wanted."""
+        cached = np.zeros(len(self._slots))
+        size = self.page_size
+        for slots, num_pages in self.prefixes.match(query.page_hashes[: (query.num_tokens - 1) // size]):
+            while slots:
+                slot = slots.bit_length() - 1
+                cached[slot] = num_pages * size
+                slots &= ~(1 << slot)
+        return cached
+
+    def _slots_of(self, role: str) -> Slots:
+        if not self._roles:
+            for each in ("mixed", "prefill", "decode"):
+                its = [it.slot for it in self._replicas.values() if it.profile.role == each]
+                self._roles[each] = np.array(sorted(its), dtype=np.intp)
+        return self._roles[role]
+
+    def _candidates(self, query: Query, exclude: Collection[str]) -> Candidates:
+        mixed, prefills, decodes = (self._slots_of(role) for role in ("mixed", "prefill", "decode"))
+        if exclude:
+            out = [it.slot for name in exclude if (it := self._replicas.get(name)) is not None]
+            mixed, prefills, decodes = (slots[~np.isin(slots, out)] for slots in (mixed, prefills, decodes))
+        alone = np.concatenate([mixed, decodes]) if len(mixed) or len(decodes) else prefills
+        if not len(alone):
+            raise LookupError("no replica is left to choose from")
+        near, far = np.concatenate([prefills, mixed]), np.concatenate([decodes, mixed])
+        ships = self.shipping != "never" and query.may_ship and query.num_tokens >= self.page_size
+        if not ships or not len(prefills) + len(decodes):
+            near = far = near[:0]
+        elif self.shipping == "always" and len(prefills) and len(far):
+            alone, near = alone[:0], prefills
+        return Candidates(alone, near, far, self._groups, self._names)
+
+    def _follow(
+        self, policy: Callable[[baselines.View], int], query: Query, cached: Floats, candidates: Candidates
+    ) -> tuple[int, int]:
+        """What a policy that knows no seconds chooses: a pair, where there are replicas kept for prompts."""
+
+        def pick(slots: Slots) -> int:
+            requests = [self._num_requests(slot) for slot in slots]
+            tokens = [self._num_tokens(slot) for slot in slots]
+            view = baselines.View(
+                np.array(requests, dtype=float),
+                cached[slots],
+                np.array([it[0] for it in tokens], dtype=float),
+                np.array([it[1] for it in tokens], dtype=float),
+                self._loads.page_size[slots],
+                query.num_tokens,
+                zlib.crc32(query.request_id.encode()),
+                self.num_chosen,
+            )
+            return int(slots[policy(view)])
+
+        kept = np.intersect1d(candidates.prefills, self._slots_of("prefill"))
+        if not len(kept) or not len(candidates.decodes):
+            alone = candidates.alone if len(candidates.alone) else candidates.decodes
+            slot = pick(np.intersect1d(alone, self._slots_of("mixed")) if len(self._slots_of("mixed")) else alone)
+            return slot, slot
+        prefill = pick(kept)
+        far = candidates.decodes[self._groups[candidates.decodes] == self._groups[prefill]]
+        if not len(far):
+            return prefill, prefill
+        return prefill, pick(far)
+
+    def _num_requests(self, slot: int) -> int:
+        it = self._slots[slot]
+        assert it is not None
+        live = it.live
+        known = sum(live.streams) + sum(live.arriving) + sum(p.count for p in live.prompts) if live else 0
+        return known + len(it.unseen)
+
+    def _num_tokens(self, slot: int) -> tuple[int, int]:
+        """(uncached prompt tokens that wait, tokens of context that streams hold)"""
+        it = self._slots[slot]
+        assert it is not None
+        live = it.live
+        waiting = sum(p.tokens for p in live.prompts) if live else 0
+        context = live.context_tokens if live else 0
+        for booking in it.unseen.values():
+            if booking.has_first:
+                context += booking.tokens
+            elif booking.seconds:
+                waiting += booking.tokens
+        return waiting, context
+
+    def _placement(self, query: Query, it: Prediction, prefill: int, decode: int, cached: Floats) -> Placement:
+        first, last = self._slots[prefill], self._slots[decode]
+        assert first is not None
+        assert last is not None
+        ttft = float(it.ttft[prefill])
+        weight = self.classes[self._rank(query.slo_class)].weight
+        late = weight * max(ttft - float(it.deadline[prefill]), 0.0)
+        late += float(it.prompt_late[prefill] + it.stream_late[decode])
+        reason: str = self.policy
+        if self.policy == "seconds":
+            reason = "local" if prefill == decode else "shipped"
+            reason += " cached" * bool(2 * cached[prefill] >= query.num_tokens) + " late" * bool(late > 0)
+        return Placement(
+            last.name,
+            first.name if first is not last else None,
+            reason,
+            ttft,
+            float(it.gap[decode]),
+            late,
+            int(cached[prefill]),
+            float(it.prefill[prefill]),
+        )
+
+
+def _work(live: LiveProfile | None) -> float:
+    """How busy a replica is, to compare it with others: seconds of prompts, and each stream as one."""
+    if live is None:
+        return -1.0
+    return sum(prompts.seconds for prompts in live.prompts) + sum(live.streams) + sum(live.arriving)

@@ -1,0 +1,162 @@
+"""What a replica says of itself while it works: what it has to do now, and which prefixes it has. Its own publisher is
+the only source of either; the static part of its profile says what it can do."""
+
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from crossdock.workers.pages import PageHash
+from crossdock.workers.request import Leg, Request, TokenDelta
+from crossdock.workers.scheduler import Scheduler
+
+LENGTHS = tuple(4.0**power for power in range(-3, 4))
+"""Seconds that tell short prompts from long ones: how much longer one makes another wait depends on which is longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Prompts of one class and about one length that are not computed yet, all parts of them that are left."""
+
+    rank: int
+    length: int  # place among `LENGTHS`
+    count: int
+    tokens: int
+    seconds: float  # that they take alone, by the replica's own reckoning
+
+
+@dataclass(frozen=True, slots=True)
+class LiveProfile:
+    """What a replica has to do. Plain data: it crosses processes many times a second."""
+
+    incarnation: str  # of the process: a new one begins its sequence anew
+    sequence: int
+    cost: tuple[float, ...]  # `StepCost.coefficients`, as refined by now; empty: unknown
+    prompts: tuple[Prompts, ...] = ()
+    streams: tuple[int, ...] = ()  # decodes, by rank
+    context_tokens: int = 0  # of all streams together
+    remaining_tokens: int = 0  # that the streams may still make, all together
+    arriving: tuple[int, ...] = ()  # by rank: their prompts are computed elsewhere, their tokens will be here
+    leaving: tuple[int, ...] = ()  # by rank: their prompts are computed here, their tokens will be elsewhere
+    places: tuple[int, ...] = ()  # by rank: how many more could begin; below 0, so many that wait could not
+    free_pages: int = 0  # less those that who waits will take
+    step_seconds: float = 0.0  # of the last step; 0: nothing is running
+    bytes_per_second: float = 0.0  # of pages on their way to others, of late; 0: none were
+
+
+@dataclass(frozen=True, slots=True)
+class PageChanges:
+    """Which page hashes have become findable at a replica, and which are no longer."""
+
+    incarnation: str
+    number: int  # one more than that of the changes before; a reader that misses one knows nothing any more
+    added: Sequence[PageHash]  # beginnings of prefixes before their ends
+    evicted: Sequence[PageHash] = ()
+    is_all: bool = False  # `added` is all there is: a reader begins here, whatever it knew
+
+
+@dataclass(slots=True)
+class Message:
+    """What travels from a replica to one of its readers at once."""
+
+    deltas: list[TokenDelta] = field(default_factory=list)
+    live: LiveProfile | None = None  # where it was time to say something new; the last one again where all is quiet
+    pages: Sequence[PageChanges] = ()
+
+
+def observe(
+    scheduler: Scheduler, incarnation: str, sequence: int, step_seconds: float = 0.0, bytes_per_second: float = 0.0
+) -> LiveProfile:
+    """The live part of the profile of a replica with this scheduler."""
+    classes = scheduler.config.slo_classes
+    size = scheduler.pages.page_size
+    groups: dict[tuple[int, int], list[float]] = {}
+    leaving = [0] * len(classes)
+    for request in scheduler.prefills():
+        seconds = scheduler.prefill_seconds(request)
+        group = groups.setdefault((request.rank, bisect(LENGTHS, seconds)), [0, 0, 0.0])
+        group[0] += 1
+        group[1] += request.num_uncached_tokens
+        group[2] += seconds
+        if request.leg is Leg.SEND:
+            leaving[request.rank] += 1
+    streams, context, remaining = [0] * len(classes), 0, 0
+    for request in scheduler.running:
+        if request.is_decoding:
+            streams[request.rank] += 1
+            context += request.num_tokens
+            remaining += _num_remaining(request)
+    arriving = [0] * len(classes)
+    for request in (*scheduler.held, *scheduler.waiting):
+        if request.leg is Leg.RECEIVE:
+            arriving[request.rank] += 1
+    places = [scheduler.num_places(rank) for rank in range(len(classes))]
+    pages = scheduler.pages.num_available
+    for request in scheduler.waiting:
+        pages -= -(-(request.num_tokens - request.expected_cached_tokens) // size)
+        for rank in range(request.rank, len(classes)):
+            places[rank] -= 1
+    return LiveProfile(
+        incarnation,
+        sequence,
+        scheduler.cost.coefficients if scheduler.cost is not None else (),
+        tuple(Prompts(*key, int(count), int(tokens), seconds) for key, (count, tokens, seconds) in groups.items()),
+        tuple(streams),
+        context,
+        remaining,
+        tuple(arriving),
+        tuple(leaving),
+        tuple(places),
+        pages,
+        step_seconds if scheduler.has_work else 0.0,
+        bytes_per_second,
+    )
+
+
+def _num_remaining(request: Request) -> int:
+    return max(request.sampling.max_tokens - request.num_output_tokens, 1)
+
+
+@dataclass(slots=True)
+class Publisher:
+    """Numbers what a replica says of itself, and says it seldom: at most every `interval_s` while it works, at once
+    when it begins to and when it is done."""
+
+    scheduler: Scheduler
+    incarnation: str
+    interval_s: float = 0.05
+    sequence: int = 0  # of the last live profile: a request that is added now is in the next one
+    _number: int = 0  # of the last page changes
+    _next: float = 0.0
+    _was_busy: bool = False
+    _bytes_per_second: float = 0.0
+
+    def is_due(self, now: float) -> bool:
+        """Whether to say something new at `now`, in seconds."""
+        return self._is_busy != self._was_busy or (self._is_busy and now >= self._next)
+
+    def live(self, now: float, step_seconds: float = 0.0) -> LiveProfile:
+        """What is to be said at `now`, after a step that took `step_seconds`."""
+        self.sequence += 1
+        self._next, self._was_busy = now + self.interval_s, self._is_busy
+        return observe(self.scheduler, self.incarnation, self.sequence, step_seconds, self._bytes_per_second)
+
+    def transferred(self, num_bytes: int, seconds: float) -> None:
+        """Pages have gone to another replica."""
+        rate = num_bytes / max(seconds, 1e-6)
+        self._bytes_per_second += (rate - self._bytes_per_second) * (0.2 if self._bytes_per_second else 1.0)
+
+    def page_changes(self) -> PageChanges | None:
+        """What became of pages since the last call; None: nothing."""
+        added, evicted = self.scheduler.pages.take_changes()
+        if not added and not evicted:
+            return None
+        self._number += 1
+        return PageChanges(self.incarnation, self._number, added, evicted)
+
+    def all_pages(self) -> PageChanges:
+        """For a reader that begins now, after the others were given `page_changes`: it goes on with their next."""
+        return PageChanges(self.incarnation, self._number, self.scheduler.pages.findable(), is_all=True)
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting or self.scheduler.held)
