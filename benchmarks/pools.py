@@ -46,7 +46,7 @@ class Setting:
     def command(self, args: argparse.Namespace, port: int) -> list[str]:
         crossdock = str(Path(sys.executable).with_name("crossdock"))
         command = [crossdock, "serve", str(args.model), "--port", str(port), "--pools", self.name]
-        return [*command, "--admission", "queue", *args.crossdock_option]
+        return [*command, "--admission", "queue", "--set", "router.shipping=always", *args.crossdock_option]
 
 
 def ask(address: str, num_tokens: int, num_output: int) -> tuple[list[float], list[dict[str, Any]]]:

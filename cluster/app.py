@@ -30,9 +30,10 @@ from crossdock.cluster.pinning import PinningRouter
 from crossdock.cluster.text import Text
 from crossdock.cluster.tiers import Tiers
 from crossdock.workers.checkpoint import resolve_model
+from crossdock.workers.live import Message
 from crossdock.workers.profile import SchedulingProfile
 from crossdock.workers.replica import Replica
-from crossdock.workers.request import Overloaded, Submission, TokenDelta
+from crossdock.workers.request import Overloaded, Submission
 
 logger = logging.getLogger("ray.serve")
 
@@ -48,23 +49,28 @@ class ReplicaClient:
         self._handle = handle.options(session_id=replica_id)
         self._ingress = ingress
 
-    async def tokens(self) -> AsyncIterator[list[TokenDelta]]:
+    async def messages(self) -> AsyncIterator[Message]:
         try:
-            async for deltas in self._handle.options(stream=True).tokens.remote(self._ingress):
-                yield deltas
+            async for message in self._handle.options(stream=True).messages.remote(self._ingress):
+                yield message
         except ActorDiedError as error:
             raise ReplicaDead("its process has ended") from error
 
-    async def submit(self, submission: Submission) -> None:
-        refusal: ValueError | Overloaded | None = await self._handle.submit.remote(self._ingress, submission)
-        if refusal is not None:
-            raise refusal
+    async def submit(self, submission: Submission) -> int:
+        answer: int | ValueError | Overloaded = await self._handle.submit.remote(self._ingress, submission)
+        if isinstance(answer, int):
+            return answer
+        raise answer
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._handle.abort.remote(request_ids)
 
     async def close(self) -> None:
         await self._handle.close.remote(self._ingress)
+
+    async def progress(self, request_id: str) -> int | None:
+        num_steps: int | None = await self._handle.progress.remote(request_id)
+        return num_steps
 
     async def peer_dead(self, peer: bytes) -> None:
         await self._handle.peer_dead.remote(peer)
@@ -89,7 +95,7 @@ class Ingress:
         self, config: ClusterConfig, engines: dict[str, DeploymentHandle]
     ) -> None:
         path = resolve_model(config.model.path)
-        self.dispatcher = Dispatcher(config.model.name, self._all_ingress_metrics)
+        self.dispatcher = Dispatcher(config.model.name, config.router, self._all_ingress_metrics)
         self._name = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
         self._server: uvicorn.Server | None = None

@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from crossdock.cluster.api import HttpConfig
+from crossdock.router.fleet import RouterConfig
 from crossdock.workers.checkpoint import model_name
 from crossdock.workers.engine import EngineConfig
 from crossdock.workers.handover import TransferConfig
@@ -79,6 +80,7 @@ class ClusterConfig(BaseModel):
     model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
     engine: EngineConfig = Field(default_factory=lambda: EngineConfig.model_validate({}))
     pools: tuple[PoolConfig, ...] = (PoolConfig.model_validate({}),)
+    router: RouterConfig = Field(default_factory=lambda: RouterConfig.model_validate({}))
     transfer: TransferConfig = Field(default_factory=lambda: TransferConfig.model_validate({}))
     http: HttpConfig = Field(default_factory=lambda: HttpConfig.model_validate({}))
 

@@ -5,13 +5,16 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from crossdock.router.placement import Bookings, choose
+from crossdock.router.fleet import Fleet, RouterConfig
+from crossdock.router.placement import Placement, Query
+from crossdock.workers.live import Message
+from crossdock.workers.pages import PageHash, hash_pages
 from crossdock.workers.profile import SchedulingProfile
 from crossdock.workers.request import FinishReason, Leg, Overloaded, Submission, TokenDelta
 from crossdock.workers.timeline import prompt_length_bucket
@@ -43,8 +46,9 @@ class ModelCard:
 class EngineClient(Protocol):
     """One replica as a dispatcher sees it: behind a Serve handle, or in this process."""
 
-    def tokens(self) -> AsyncIterator[list[TokenDelta]]: ...
-    async def submit(self, submission: Submission) -> None: ...
+    def messages(self) -> AsyncIterator[Message]: ...
+    async def submit(self, submission: Submission) -> int: ...
+    async def progress(self, request_id: str) -> int | None: ...
     async def abort(self, request_ids: Sequence[str]) -> None: ...
     async def close(self) -> None: ...
     async def peer_dead(self, peer: bytes) -> None: ...
@@ -57,6 +61,8 @@ _MOST_PLACEMENTS = 4  # of one request; the last two on one replica alone, whate
 _SILENCE_S = 10.0  # without a message, even an empty one, after which a replica counts as lost
 _ANSWER_S = 5.0  # for what is only reported: a scrape must not wait for a hung replica
 _REJOIN_S = 1.0  # until a lost replica, which is still a member, is tried again
+_PATIENCE_S = 5.0  # without a token, at least, before a replica is asked whether it is still at it
+_STUCK_S = 120.0  # without a step after which a replica that says so is not believed; steps may take a minute
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +72,6 @@ class _Link:
     name: str
     client: EngineClient
     profile: SchedulingProfile
-    bookings: Bookings = field(default_factory=Bookings)
     arrivals: "dict[str, _Arrivals]" = field(default_factory=dict)  # by request
     is_open: bool = False
     is_leaving: bool = False
@@ -80,9 +85,13 @@ class _Flight:
     """One placement of a request: the replicas that work on it now, and what comes from them."""
 
     submission: Submission
+    placement: Placement
     decode: _Link
     prefill: _Link | None
     arrivals: _Arrivals = field(default_factory=asyncio.Queue)
+    patience: float = _PATIENCE_S  # seconds until the next token, before it is asked for
+    is_computed: bool = False  # its prompt
+    turns: tuple[int, float] | None = None  # what the replica answered when it was asked, and when first so
 
     @property
     def links(self) -> list[_Link]:
@@ -101,7 +110,10 @@ class Dispatcher:
     """Serves requests on the replicas it is told of. One per ingress; belongs to one event loop."""
 
     def __init__(
-        self, model_name: str, ingress_texts: Callable[[], Awaitable[Mapping[str, str]]] | None = None
+        self,
+        model_name: str,
+        router: RouterConfig | None = None,
+        ingress_texts: Callable[[], Awaitable[Mapping[str, str]]] | None = None,
     ) -> None:
         """`ingress_texts` fetches the metrics of all ingresses, by name; None: this is the only one."""
         self._model_name = model_name
@@ -109,6 +121,7 @@ class Dispatcher:
         self._card: ModelCard | None = None
         self._members: dict[str, tuple[EngineClient, SchedulingProfile]] = {}  # as Serve has it
         self._links: dict[str, _Link] = {}  # to those that take new requests
+        self.fleet = Fleet(router or RouterConfig.model_validate({}))  # those of them that are up
         self._background: set[asyncio.Task[Any]] = set()
         self.metrics = _IngressMetrics()
         self._ingress_texts = ingress_texts or self._own_text
@@ -129,9 +142,11 @@ class Dispatcher:
         """
         watch = self.metrics.start(submission)
         output: list[int] = []
+        lost: set[str] = set()
         try:
             for epoch in range(_MOST_PLACEMENTS):
-                flight = await self._place(replace(submission, epoch=epoch, output_token_ids=tuple(output)))
+                flight = await self._place(replace(submission, epoch=epoch, output_token_ids=tuple(output)), lost)
+                watch.placed(flight.placement)
                 ended_at: _Link | None = None
                 is_stopped = False
                 try:
@@ -152,9 +167,11 @@ class Dispatcher:
                         raise
                     self.metrics.placed_again.inc()
                     logger.warning("request %s goes on elsewhere: %s", submission.id, loss)
+                    lost.add(flight.decode.name)
                     await self._stop(flight.links, submission)
                     is_stopped = True
                 finally:
+                    self.fleet.settle(submission.id)
                     for link in flight.links:
                         self._part(link, submission, is_running=link is not ended_at and not is_stopped)
         except Overloaded:
@@ -167,7 +184,12 @@ class Dispatcher:
         """What comes next of a placement, from whom. That the replica of the prompt is done, or lost, is no end: the
         other has its pages, or goes on with those that had arrived."""
         while True:
-            link, item = await flight.arrivals.get()
+            try:
+                async with asyncio.timeout(flight.patience):
+                    link, item = await flight.arrivals.get()
+            except TimeoutError:
+                await self._ask(flight)
+                continue
             if isinstance(item, ReplicaLost):
                 if link is not flight.prefill:
                     raise item
@@ -178,57 +200,98 @@ class Dispatcher:
                 flight.prefill = None
                 self._part(link, flight.submission, is_running=False)
             else:
-                link.bookings.first_token(flight.submission.id)
+                if not flight.is_computed:
+                    flight.is_computed = True
+                    flight.patience = max(_PATIENCE_S, 20 * flight.placement.predicted_gap)
+                    self.fleet.first_token(flight.submission.id, time.monotonic())
                 return link, item
 
-    async def _place(self, submission: Submission) -> _Flight:
+    async def _ask(self, flight: _Flight) -> None:
+        """The deadline of a request has passed: its replica must say that it still has it. Raises ReplicaLost if it has
+        not, and if it has made no step for so long that it will not make another."""
+        request_id, link, now = flight.submission.id, flight.decode, time.monotonic()
+        try:
+            turns = await asyncio.wait_for(link.client.progress(request_id), _ANSWER_S)
+        except Exception as error:
+            raise ReplicaLost(f"replica {link.name} does not say what became of {request_id}") from error
+        if turns is None and flight.arrivals.empty():
+            raise ReplicaLost(f"replica {link.name} does not have {request_id} any more")
+        if turns is None or flight.turns is None or flight.turns[0] != turns:
+            flight.turns = (turns or 0), now
+        elif now - flight.turns[1] > _STUCK_S:
+            raise ReplicaLost(f"replica {link.name} has made no step for {now - flight.turns[1]:.0f} s")
+
+    async def _place(self, submission: Submission, lost: Collection[str]) -> _Flight:
         """Gives the request to the replicas that are best for it; where one is overloaded, or does not answer, to the
-        next best. If none takes it, raises the refusal that asks for the shortest wait."""
+        next best. If none takes it, raises the refusal that asks for the shortest wait. Those that it was `lost` at
+        before come last."""
         refusals: dict[str, Overloaded | ReplicaLost] = {}
+        query = self._query(submission)
         while True:
-            flight = self._choose(submission, refusals)
-            if flight is None:
-                overloaded = [refusal for refusal in refusals.values() if isinstance(refusal, Overloaded)]
-                if overloaded:
-                    raise min(overloaded, key=lambda refusal: refusal.retry_after)
-                raise next(iter(refusals.values()))
+            flight = self._choose(submission, query, refusals, lost)
             for link in flight.links:
                 link.arrivals[submission.id] = flight.arrivals
-                is_prompt_here = link is flight.prefill or flight.prefill is None
-                link.bookings.book(submission.id, len(submission.prompt_token_ids) if is_prompt_here else 0)
+            self.fleet.book(query, flight.placement, time.monotonic())
             submitting = [asyncio.ensure_future(self._submit(*leg)) for leg in flight.legs()]
             try:
-                refused = await asyncio.gather(*submitting)
+                answers = await asyncio.gather(*submitting)
             except BaseException as error:
                 for task in submitting:
                     task.cancel()
+                self.fleet.settle(submission.id)
                 for link in flight.links:  # for all that is known here it runs there
                     self._part(link, submission, is_running=not isinstance(error, ValueError) or len(submitting) > 1)
                 raise
-            refusing = {link.name: refusal for link, refusal in zip(flight.links, refused, strict=True) if refusal}
-            if not refusing:
+            for link, answer in zip(flight.links, answers, strict=True):
+                if isinstance(answer, int):
+                    self.fleet.taken(submission.id, link.name, answer)
+                else:
+                    refusals[link.name] = answer
+            if not any(link.name in refusals for link in flight.links):
                 return flight
-            refusals.update(refusing)
-            await self._stop([link for link in flight.links if link.name not in refusing], submission)
+            self.fleet.settle(submission.id)
+            await self._stop([link for link in flight.links if link.name not in refusals], submission)
             for link in flight.links:
                 self._part(link, submission, is_running=False)
 
-    def _choose(self, submission: Submission, refusals: Mapping[str, Exception]) -> _Flight | None:
-        """The best placement on replicas that have not refused; None if all have."""
-        candidates = {
-            name: (link.profile, link.bookings)
-            for name, link in self._links.items()
-            if link.is_open and name not in refusals
-        }
-        if not candidates:
+    def _query(self, submission: Submission) -> Query:
+        """What of a request decides where it goes."""
+        token_ids = [*submission.prompt_token_ids, *submission.output_token_ids]
+        hashes: Sequence[PageHash] = ()
+        if submission.sampling.prompt_logprobs is None:  # else nothing cached is of use: all logits are wanted
+            hashes = hash_pages(token_ids, self.fleet.page_size, submission.cache_salt)
+        return Query(
+            submission.id,
+            len(token_ids),
+            hashes,
+            submission.slo_class,
+            max(submission.sampling.max_tokens - len(submission.output_token_ids), 0),
+            may_ship=submission.epoch < _MOST_PLACEMENTS - 2,
+            may_refuse=not submission.output_token_ids,
+        )
+
+    def _choose(
+        self, submission: Submission, query: Query, refusals: Mapping[str, Exception], lost: Collection[str]
+    ) -> _Flight:
+        """The best placement on replicas that have not refused."""
+        overloaded = [refusal for refusal in refusals.values() if isinstance(refusal, Overloaded)]
+        try:
+            try:
+                placement = self.fleet.choose(query, time.monotonic(), {*refusals, *lost})
+            except LookupError:
+                placement = self.fleet.choose(query, time.monotonic(), refusals)
+        except Overloaded as refusal:
+            raise min([*overloaded, refusal], key=lambda it: it.retry_after) from None
+        except LookupError:
+            if overloaded:
+                raise min(overloaded, key=lambda it: it.retry_after) from None
             if refusals:
-                return None
-            raise ReplicaLost("no replica is up; the model may still be loading")
-        num_tokens = len(submission.prompt_token_ids) + len(submission.output_token_ids)
-        placement = choose(candidates, num_tokens, may_ship=submission.epoch < _MOST_PLACEMENTS - 2)
+                raise next(iter(refusals.values())) from None
+            raise ReplicaLost("no replica is up; the model may still be loading") from None
         self.metrics.placements.labels(placement.reason).inc()
         prefill = self._links[placement.prefill] if placement.prefill is not None else None
-        return _Flight(submission, self._links[placement.decode], prefill)
+        patience = max(_PATIENCE_S, 2 * placement.predicted_ttft)
+        return _Flight(submission, placement, self._links[placement.decode], prefill, patience=patience)
 
     async def _stop(self, links: Sequence[_Link], submission: Submission) -> None:
         """Ends a placement before the next begins: an abort that came late would end that one."""
@@ -237,17 +300,16 @@ class Dispatcher:
 
     def _part(self, link: _Link, submission: Submission, *, is_running: bool) -> None:
         """Request and replica have nothing more to do with each other."""
-        link.bookings.settle(submission.id)
         link.arrivals.pop(submission.id, None)
         if is_running and link.is_open:
             self._spawn(link.client.abort([submission.id]))
         self._close_if_done(link)
 
-    async def _submit(self, link: _Link, submission: Submission) -> Overloaded | ReplicaLost | None:
-        """Why the replica does not take it; None: it does. ValueError: none would."""
+    async def _submit(self, link: _Link, submission: Submission) -> int | Overloaded | ReplicaLost:
+        """Why the replica does not take it; or after which of its live profiles it has. ValueError: none would."""
         try:
             async with asyncio.timeout(_SILENCE_S):
-                await link.client.submit(submission)
+                return await link.client.submit(submission)
         except Overloaded as refusal:
             return refusal
         except (ValueError, asyncio.CancelledError):
@@ -256,7 +318,6 @@ class Dispatcher:
             loss = ReplicaLost(f"replica {link.name} did not take the request: {error}")
             loss.__cause__ = error
             return loss
-        return None
 
     # -- replicas come and go ----------------------------------------------------------------------------------------
 
@@ -273,6 +334,7 @@ class Dispatcher:
         self._members.pop(name, None)
         link = self._links.pop(name, None)
         if link is not None:
+            self.fleet.leave(name)
             link.is_leaving = True
             self._close_if_done(link)
 
@@ -294,13 +356,18 @@ class Dispatcher:
     async def _follow(self, link: _Link) -> None:
         """Hands every message of a replica's stream to the requests it is for, until the stream ends."""
         loss = ReplicaLost(f"replica {link.name} ended its stream")
-        stream = link.client.tokens()
+        stream = link.client.messages()
         try:
             while True:
                 async with asyncio.timeout(_SILENCE_S):
-                    deltas = await anext(stream)
-                link.is_open = True
-                for delta in deltas:
+                    message = await anext(stream)
+                if not link.is_open:
+                    self._opened(link)
+                if message.live is not None:
+                    self.fleet.hear(link.name, message.live, time.monotonic())
+                for changes in message.pages:
+                    self.fleet.hear_pages(link.name, changes)
+                for delta in message.deltas:
                     arrivals = link.arrivals.get(delta.request_id)
                     if arrivals is not None:
                         arrivals.put_nowait((link, delta))
@@ -316,12 +383,18 @@ class Dispatcher:
         finally:
             self._lost(link, loss)
 
+    def _opened(self, link: _Link) -> None:
+        link.is_open = True
+        if self._links.get(link.name) is link:  # it may have left already
+            self.fleet.join(link.name, link.profile, time.monotonic())
+
     def _lost(self, link: _Link, loss: ReplicaLost) -> None:
         link.is_open = False
         for arrivals in link.arrivals.values():
             arrivals.put_nowait((link, loss))
         if self._links.get(link.name) is link:
             del self._links[link.name]
+            self.fleet.leave(link.name)
         if link.name in self._members:
             logger.warning("%s", loss)
             self._spawn(self._rejoin(link.name))
@@ -430,6 +503,9 @@ _TTFT = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _GAP = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
 
 
+_ERROR = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0)
+
+
 class _IngressMetrics:
     """What clients of this ingress experience."""
 
@@ -442,6 +518,12 @@ class _IngressMetrics:
         )
         self.placements = Counter(
             "crossdock_router_decisions", "Placements, by what decided them.", ["reason"], registry=registry
+        )
+        self.ttft_error = Histogram(
+            "crossdock_router_ttft_relative_error",
+            "|predicted - actual| / actual time to the first token, of requests placed once.",
+            buckets=_ERROR,
+            registry=registry,
         )
         self.placed_again = Counter(
             "crossdock_ingress_placed_again", "Requests that went on elsewhere: a replica was lost.", registry=registry
@@ -479,9 +561,18 @@ class _Watch:
     gap: Histogram
     last: float
     has_first: bool = False
+    predicted: float | None = None  # seconds until its first token; None: it was placed more than once
+    num_placements: int = 0
+
+    def placed(self, placement: Placement) -> None:
+        self.num_placements += 1
+        self.predicted = placement.predicted_ttft if self.num_placements == 1 else None
 
     def tokens(self, count: int) -> None:
         now = time.monotonic()
+        if not self.has_first and self.predicted is not None:
+            actual = now - self.last
+            self.metrics.ttft_error.observe(abs(self.predicted - actual) / max(actual, 1e-6))
         if not self.has_first:
             bucket = prompt_length_bucket(len(self.submission.prompt_token_ids))
             self.metrics.ttft.labels(bucket, self.submission.slo_class).observe(now - self.last)

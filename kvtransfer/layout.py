@@ -7,6 +7,7 @@ tensor-parallel ratio) moves as a single descriptor. A layer's kernel sees a str
 shape, and which layers and heads each rank holds.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -167,6 +168,12 @@ class PoolSpec:
     @property
     def nbytes(self) -> int:
         return self.num_pages * self.layout.page_bytes
+
+    @property
+    def compatibility(self) -> str:
+        """Pools that may exchange pages have the same: a hash of what `check_compatible` compares."""
+        its = self.fields()
+        return hashlib.blake2b("\n".join(its[name] for name in _MUST_AGREE).encode(), digest_size=16).hexdigest()
 
     def fields(self) -> dict[str, str]:
         """Field by field, for people."""

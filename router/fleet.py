@@ -9,10 +9,11 @@ import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.router import baselines
 from crossdock.router.placement import (
@@ -32,13 +33,27 @@ from crossdock.router.placement import (
 )
 from crossdock.router.prefixes import Prefixes
 from crossdock.workers.live import LiveProfile, PageChanges
+from crossdock.workers.pages import PageHash
 from crossdock.workers.profile import SchedulingProfile
 from crossdock.workers.slo import SloClass, rank_of
 
-Shipping: TypeAlias = Literal["auto", "always", "never"]
-PolicyName: TypeAlias = Literal[
-    "seconds", "round-robin", "least-requests", "power-of-two", "prefix-affinity", "block-cost"
-]
+
+class RouterConfig(BaseModel):
+    """Which replica serves a request."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: Literal["seconds", "round-robin", "least-requests", "power-of-two", "prefix-affinity", "block-cost"] = (
+        Field("seconds", description="seconds: by what each replica is predicted to take; the others are to compare.")
+    )
+    shipping: Literal["auto", "always", "never"] = Field(
+        "auto", description="Prompts computed on one replica for another: where that is better, wherever it can, never."
+    )
+    ttl_s: float = Field(3.0, gt=0, description="Silence after which a replica counts as busy as the busiest.")
+    max_prefix_pages: int = Field(500_000, ge=0, description="Page hashes known at most, about 300 bytes each.")
+
+
+_NOWHERE: tuple[tuple[str, ...], Sequence[PageHash]] = ((), ())
 
 
 @dataclass(slots=True)
@@ -65,14 +80,12 @@ class _Replica:
 class Fleet:
     """The replicas as one router sees them. All times are seconds on one clock of the caller's.
 
-    A replica that has been silent for `ttl` is taken to be as busy as the busiest that is not, or as it last said it
+    A replica that has been silent for `ttl_s` is taken to be as busy as the busiest that is not, or as it last said it
     was, whichever is more, and to have all that this router ever gave it: it draws no crowd, and is not shut out.
     """
 
-    policy: PolicyName = "seconds"
-    shipping: Shipping = "auto"
-    ttl: float = 3.0
-    prefixes: Prefixes = field(default_factory=Prefixes)
+    config: RouterConfig = field(default_factory=lambda: RouterConfig.model_validate({}))
+    prefixes: Prefixes = field(init=False)
     classes: Sequence[SloClass] = ()
     num_chosen: int = 0
     _replicas: dict[str, _Replica] = field(default_factory=dict)
@@ -86,9 +99,10 @@ class Fleet:
     _group_of: dict[str, int] = field(default_factory=dict)  # by compatibility
     _dirty: set[int] = field(default_factory=set)
     _stale: set[int] = field(default_factory=set)
-    _placed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by request
+    _placed: dict[str, tuple[tuple[str, ...], Sequence[PageHash]]] = field(default_factory=dict)  # by request
 
     def __post_init__(self) -> None:
+        self.prefixes = Prefixes(self.config.max_prefix_pages)
         self._allocate(8)
 
     # -- replicas ----------------------------------------------------------------------------------------------------
@@ -159,19 +173,19 @@ class Fleet:
         it = predict(self._loads, query, rank, cached, age, self.classes)
         slo = self.classes[rank]
         self.num_chosen += 1
-        if self.policy == "seconds":
+        if self.config.policy == "seconds":
             best = choose(self._loads, query, cached, it, slo, candidates)
             prefill, decode = best.prefill, best.decode
         else:
-            prefill, decode = self._follow(baselines.POLICIES[self.policy], query, cached, candidates)
+            prefill, decode = self._follow(baselines.POLICIES[self.config.policy], query, cached, candidates)
         return self._placement(query, it, prefill, decode, cached)
 
     def book(self, query: Query, placement: Placement, now: float) -> None:
         """The request is on its way to the replicas of `placement`."""
         rank = self._rank(query.slo_class)
         pair = placement.prefill is not None
-        names = [placement.decode, *([placement.prefill] if placement.prefill is not None else [])]
-        self._placed[query.request_id] = tuple(names)
+        names = (placement.decode,) if placement.prefill is None else (placement.decode, placement.prefill)
+        self._placed[query.request_id] = names, query.page_hashes
         for name in names:
             it = self._replicas.get(name)
             if it is None:
@@ -182,6 +196,7 @@ class Fleet:
             booking = Booking(rank, query.num_tokens, seconds, pages, decodes=name == placement.decode)
             it.unseen[query.request_id] = booking
             self._dirty.add(it.slot)
+            self.prefixes.expect(it.slot, query.page_hashes)
 
     def taken(self, request_id: str, name: str, sequence: int) -> None:
         """The replica has taken the request; live profiles after number `sequence` include it."""
@@ -196,7 +211,7 @@ class Fleet:
 
     def first_token(self, request_id: str, now: float) -> None:
         """Its prompt is computed."""
-        for name in self._placed.get(request_id, ()):
+        for name in self._placed.get(request_id, _NOWHERE)[0]:
             it = self._replicas.get(name)
             booking = it and (it.unseen.get(request_id) or it.seen.get(request_id))
             if it and booking and not booking.has_first:
@@ -205,9 +220,11 @@ class Fleet:
 
     def settle(self, request_id: str) -> None:
         """It is over, or was never taken."""
-        for name in self._placed.pop(request_id, ()):
+        names, hashes = self._placed.pop(request_id, _NOWHERE)
+        for name in names:
             it = self._replicas.get(name)
             if it is not None:
+                self.prefixes.end_expected(it.slot, hashes)
                 it.unseen.pop(request_id, None)
                 it.seen.pop(request_id, None)
                 it.taken.pop(request_id, None)
@@ -259,7 +276,7 @@ class Fleet:
 
     def _refresh(self, now: float) -> None:
         """Brings the rows of all replicas of which something has changed up to date."""
-        silent = np.flatnonzero(now - self._facts[0] > self.ttl)
+        silent = np.flatnonzero(now - self._facts[0] > self.config.ttl_s)
         stale = {it.slot for slot in silent if (it := self._slots[slot]) is not None}
         stale |= {it.slot for slot in self._stale if (it := self._slots[slot]) is not None and it.live is None}
         self._dirty |= stale ^ self._stale
@@ -310,10 +327,10 @@ class Fleet:
         if not len(alone):
             raise LookupError("no replica is left to choose from")
         near, far = np.concatenate([prefills, mixed]), np.concatenate([decodes, mixed])
-        ships = self.shipping != "never" and query.may_ship and query.num_tokens >= self.page_size
+        ships = self.config.shipping != "never" and query.may_ship and query.num_tokens >= self.page_size
         if not ships or not len(prefills) + len(decodes):
             near = far = near[:0]
-        elif self.shipping == "always" and len(prefills) and len(far):
+        elif self.config.shipping == "always" and len(prefills) and len(far):
             alone, near = alone[:0], prefills
         return Candidates(alone, near, far, self._groups, self._names)
 
@@ -377,8 +394,8 @@ class Fleet:
         weight = self.classes[self._rank(query.slo_class)].weight
         late = weight * max(ttft - float(it.deadline[prefill]), 0.0)
         late += float(it.prompt_late[prefill] + it.stream_late[decode])
-        reason: str = self.policy
-        if self.policy == "seconds":
+        reason: str = self.config.policy
+        if self.config.policy == "seconds":
             reason = "local" if prefill == decode else "shipped"
             reason += " cached" * bool(2 * cached[prefill] >= query.num_tokens) + " late" * bool(late > 0)
         return Placement(

@@ -1,5 +1,5 @@
-"""Which replicas have the pages of a prompt's beginning, as far as they have said so. Bounded; what it does not know
-it takes for absent, so that it errs towards computing something again."""
+"""Which replicas have the pages of a prompt's beginning, as far as they have said so, or will have them, as far as they
+were given such prompts. Bounded; what it does not know it takes for absent, so that it errs towards computing again."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -14,50 +14,64 @@ Bits: TypeAlias = int
 
 
 @dataclass(slots=True)
-class _Reading:
-    """How far a replica's changes were read."""
+class _Shelf:
+    """What is known of one replica."""
 
-    incarnation: str
-    number: int
-    hashes: dict[PageHash, None] = field(default_factory=dict)
+    incarnation: str = ""
+    number: int = -1  # of the changes read last; -1: none were
+    known: set[PageHash] = field(default_factory=set)  # it said so
+    expected: dict[PageHash, int] = field(default_factory=dict)  # by how many requests that it has
 
 
 @dataclass(slots=True)
 class Prefixes:
     """The index of one router. Tenants are apart already: their salt is in the hashes."""
 
-    max_pages: int = 500_000  # hashes at most, about 300 bytes each; those longest unused are forgotten first
+    max_pages: int  # hashes at most; those longest unused are forgotten first
     _holders: OrderedDict[PageHash, Bits] = field(default_factory=OrderedDict)
-    _readings: dict[int, _Reading] = field(default_factory=dict)  # by slot
+    _shelves: dict[int, _Shelf] = field(default_factory=dict)  # by slot
 
     def __len__(self) -> int:
         return len(self._holders)
 
     def hear(self, slot: int, changes: PageChanges) -> None:
         """Takes in a replica's changes. Where some before them are missing, all that it had said is forgotten."""
-        reading = self._readings.get(slot)
-        is_known = reading is not None and reading.incarnation == changes.incarnation
-        if reading is None or not is_known or changes.is_all or reading.number + 1 < changes.number:
-            self.forget(slot)
-            reading = self._readings[slot] = _Reading(changes.incarnation, changes.number)
-        elif reading.number >= changes.number:
+        shelf = self._shelves.setdefault(slot, _Shelf())
+        is_next = shelf.incarnation == changes.incarnation and shelf.number >= 0
+        if is_next and not changes.is_all and changes.number <= shelf.number:
             return  # heard before
-        reading.number = changes.number
-        bit = 1 << slot
-        for page_hash in changes.evicted:
-            if reading.hashes.pop(page_hash, 0) is None:
-                self._drop(page_hash, bit)
-        for page_hash in changes.added:
-            reading.hashes[page_hash] = None
-            self._holders[page_hash] = self._holders.get(page_hash, 0) | bit
-        while len(self._holders) > self.max_pages:
-            self._forget_oldest()
+        if not is_next or changes.is_all or changes.number > shelf.number + 1:
+            self._evict(slot, shelf, list(shelf.known))
+        shelf.incarnation, shelf.number = changes.incarnation, changes.number
+        self._evict(slot, shelf, changes.evicted)
+        shelf.known.update(changes.added)
+        self._hold(slot, changes.added)
+
+    def expect(self, slot: int, hashes: Sequence[PageHash]) -> None:
+        """The replica in `slot` was given a prompt with these pages: the next one like it finds them there."""
+        expected = self._shelves.setdefault(slot, _Shelf()).expected
+        for page_hash in hashes:
+            expected[page_hash] = expected.get(page_hash, 0) + 1
+        self._hold(slot, hashes)
+
+    def end_expected(self, slot: int, hashes: Sequence[PageHash]) -> None:
+        """That prompt is done with: what the replica has of it, it has said by now."""
+        shelf = self._shelves.get(slot)
+        if shelf is None:
+            return
+        for page_hash in hashes:
+            count = shelf.expected.pop(page_hash, 0)
+            if count > 1:
+                shelf.expected[page_hash] = count - 1
+            elif count and page_hash not in shelf.known:
+                self._drop(slot, page_hash)
 
     def forget(self, slot: int) -> None:
-        """The replica in `slot` is gone, or what it had said holds no more."""
-        reading = self._readings.pop(slot, None)
-        for page_hash in reading.hashes if reading is not None else ():
-            self._drop(page_hash, 1 << slot)
+        """The replica in `slot` is gone."""
+        shelf = self._shelves.pop(slot, None)
+        if shelf is not None:
+            for page_hash in shelf.known | shelf.expected.keys():
+                self._drop(slot, page_hash)
 
     def match(self, hashes: Sequence[PageHash]) -> list[tuple[Bits, int]]:
         """(replicas, how many of the first pages all of them have), for prefixes of one page and more: the longest
@@ -81,16 +95,28 @@ class Prefixes:
         found.reverse()
         return found
 
-    def _drop(self, page_hash: PageHash, bit: Bits) -> None:
-        holders = self._holders[page_hash] & ~bit
+    def _hold(self, slot: int, hashes: Sequence[PageHash]) -> None:
+        bit = 1 << slot
+        for page_hash in hashes:
+            self._holders[page_hash] = self._holders.get(page_hash, 0) | bit
+        while len(self._holders) > self.max_pages:
+            page_hash, holders = self._holders.popitem(last=False)
+            while holders:
+                other = holders.bit_length() - 1
+                self._shelves[other].known.discard(page_hash)
+                self._shelves[other].expected.pop(page_hash, None)
+                holders &= ~(1 << other)
+
+    def _evict(self, slot: int, shelf: _Shelf, hashes: Sequence[PageHash]) -> None:
+        for page_hash in hashes:
+            if page_hash in shelf.known:
+                shelf.known.remove(page_hash)
+                if page_hash not in shelf.expected:
+                    self._drop(slot, page_hash)
+
+    def _drop(self, slot: int, page_hash: PageHash) -> None:
+        holders = self._holders[page_hash] & ~(1 << slot)
         if holders:
             self._holders[page_hash] = holders
         else:
             del self._holders[page_hash]
-
-    def _forget_oldest(self) -> None:
-        page_hash, holders = self._holders.popitem(last=False)
-        while holders:
-            slot = holders.bit_length() - 1
-            del self._readings[slot].hashes[page_hash]
-            holders &= ~(1 << slot)

@@ -173,10 +173,22 @@ def connect(
     pool = engine.model.pool
     assert pool is not None
     memory = Memory(pool.data_ptr(), pool.nbytes, pool.device.index if pool.is_cuda else None)
-    layout = engine.model.layout(engine.config.page_size)
-    spec = PoolSpec.whole(layout, model, str(engine.model.dtype).removeprefix("torch."), engine.pages.num_pages)
-    dock = Dock(_transport(config), memory, spec, role, on_event, grace_seconds=config.grace_s, clock=engine.clock)
+    dock = Dock(
+        _transport(config),
+        memory,
+        pool_spec(engine, model),
+        role,
+        on_event,
+        grace_seconds=config.grace_s,
+        clock=engine.clock,
+    )
     return Handover(engine, dock, config)
+
+
+def pool_spec(engine: Engine, model: str) -> PoolSpec:
+    """What others must know of an engine's KV pool. `model` names the weights."""
+    layout = engine.model.layout(engine.config.page_size)
+    return PoolSpec.whole(layout, model, str(engine.model.dtype).removeprefix("torch."), engine.pages.num_pages)
 
 
 def _transport(config: TransferConfig) -> Transport:

@@ -128,6 +128,7 @@ class Publisher:
     _number: int = 0  # of the last page changes
     _next: float = 0.0
     _was_busy: bool = False
+    _step_seconds: float = 0.0
     _bytes_per_second: float = 0.0
 
     def is_due(self, now: float) -> bool:
@@ -135,23 +136,24 @@ class Publisher:
         return self._is_busy != self._was_busy or (self._is_busy and now >= self._next)
 
     def live(self, now: float, step_seconds: float = 0.0) -> LiveProfile:
-        """What is to be said at `now`, after a step that took `step_seconds`."""
+        """What is to be said at `now`, after a step that took `step_seconds`; 0: none was since the last time."""
         self.sequence += 1
         self._next, self._was_busy = now + self.interval_s, self._is_busy
-        return observe(self.scheduler, self.incarnation, self.sequence, step_seconds, self._bytes_per_second)
+        self._step_seconds = step_seconds or self._step_seconds
+        return observe(self.scheduler, self.incarnation, self.sequence, self._step_seconds, self._bytes_per_second)
 
     def transferred(self, num_bytes: int, seconds: float) -> None:
         """Pages have gone to another replica."""
         rate = num_bytes / max(seconds, 1e-6)
         self._bytes_per_second += (rate - self._bytes_per_second) * (0.2 if self._bytes_per_second else 1.0)
 
-    def page_changes(self) -> PageChanges | None:
-        """What became of pages since the last call; None: nothing."""
+    def page_changes(self) -> Sequence[PageChanges]:
+        """What became of pages since the last call."""
         added, evicted = self.scheduler.pages.take_changes()
         if not added and not evicted:
-            return None
+            return ()
         self._number += 1
-        return PageChanges(self.incarnation, self._number, added, evicted)
+        return (PageChanges(self.incarnation, self._number, added, evicted),)
 
     def all_pages(self) -> PageChanges:
         """For a reader that begins now, after the others were given `page_changes`: it goes on with their next."""

@@ -5,49 +5,66 @@ import json
 import logging
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from crossdock.kvtransfer.events import Event, Figures
 from crossdock.workers.engine import Engine, Step
 from crossdock.workers.handover import Handover
+from crossdock.workers.live import LiveProfile, Message, PageChanges, Publisher
 from crossdock.workers.metrics import EngineMetrics
 from crossdock.workers.request import Overloaded, Submission, TokenDelta
 from crossdock.workers.timeline import Progress, Timeline, Timelines
 
 logger = logging.getLogger(__name__)
+_MOST_PAGES = 100_000  # hashes kept for a reader that is behind
 request_logger = logging.getLogger("crossdock.requests")
 """One line of JSON for each request that ended, at INFO: `Timeline.summary`, which has nothing of its text."""
 
 
 @dataclass(slots=True)
 class Channel:
-    """What one reader has not fetched yet. All deltas of a step arrive together."""
+    """What one reader has not fetched yet. All deltas of a step arrive together, with what else there is to say."""
 
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
-    _deltas: list[TokenDelta] = field(default_factory=list)
+    _message: Message = field(default_factory=Message)
+    _live: LiveProfile | None = None  # the last one
     _closed: bool = False
 
-    def put(self, deltas: Sequence[TokenDelta]) -> None:
-        self._deltas.extend(deltas)
+    def put(
+        self, deltas: Sequence[TokenDelta] = (), live: LiveProfile | None = None, pages: Sequence[PageChanges] = ()
+    ) -> None:
+        self._message.deltas.extend(deltas)
+        if live is not None:
+            self._live = self._message.live = live
+        if pages:
+            behind = [*self._message.pages, *pages]
+            while sum(len(it.added) + len(it.evicted) for it in behind) > _MOST_PAGES:
+                del behind[0]  # the reader sees that one is missing
+            self._message.pages = behind
         self._ready.set()
 
     def close(self) -> None:
         self._closed = True
         self._ready.set()
 
-    async def messages(self, heartbeat_s: float | None = None) -> AsyncIterator[list[TokenDelta]]:
-        """One list per step, or per several where the reader is slower than the engine; an empty one where there was
-        nothing for `heartbeat_s`, so that the reader knows that we live."""
+    async def messages(self, heartbeat_s: float | None = None) -> AsyncIterator[Message]:
+        """One per step, or per several where the reader is slower than the engine. Where there was nothing for
+        `heartbeat_s`, one that says what was last said, so that the reader knows that we live."""
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ready.wait(), heartbeat_s)
+            is_quiet = not self._ready.is_set()
             self._ready.clear()
-            deltas, self._deltas = self._deltas, []
-            if deltas or (heartbeat_s is not None and not self._closed):
-                yield deltas
+            message, self._message = self._message, Message()
+            if is_quiet:
+                message.live = self._live
+            if not self._closed or message.deltas:
+                yield message
             if self._closed:
                 return
 
@@ -61,6 +78,8 @@ class EngineLoop:
         self.metrics = EngineMetrics(engine)
         self.timelines = Timelines(engine.config.slo_classes, time.time() - engine.clock())
         self.channels: dict[str, Channel] = {}
+        self._num_turns = 0
+        self._publisher = Publisher(engine.scheduler, uuid.uuid4().hex)
         self._page_bytes = engine.model.layout(engine.config.page_size).page_bytes
         self._channel_of: dict[str, Channel] = {}  # by request
         self._loop = asyncio.get_running_loop()
@@ -80,6 +99,7 @@ class EngineLoop:
         if name in self.channels:
             self.channels[name].close()
         self.channels[name] = channel = Channel()
+        self._post(lambda: self._introduce(channel))
         return channel
 
     async def close_channel(self, name: str, channel: Channel) -> None:
@@ -89,12 +109,13 @@ class EngineLoop:
         orphans = [request for request, its in self._channel_of.items() if its is channel]
         await self.abort(orphans)
 
-    async def submit(self, name: str, submission: Submission) -> None:
-        """Queues a request whose deltas go to channel `name`; raises what `Engine.add` raises."""
+    async def submit(self, name: str, submission: Submission) -> int:
+        """Queues a request whose deltas go to channel `name`; raises what `Engine.add` raises. Returns the number of
+        the last live profile that does not include it."""
         channel = self.channels.get(name)
         if channel is None:
             raise RuntimeError(f"no channel {name!r} is open")
-        done: asyncio.Future[None] = self._loop.create_future()
+        done: asyncio.Future[int] = self._loop.create_future()
         self._channel_of[submission.id] = channel
         arrived = self.engine.clock()  # here, not between two steps: the step that runs now is time it waits
 
@@ -104,11 +125,11 @@ class EngineLoop:
             except Exception as error:
                 self._loop.call_soon_threadsafe(_settle, done, error)
             else:
-                self._loop.call_soon_threadsafe(_settle, done, None)
+                self._loop.call_soon_threadsafe(_settle, done, self._publisher.sequence)
 
         self._post(add)
         try:
-            await done
+            return await done
         except asyncio.CancelledError:
             await self.abort([submission.id])
             raise
@@ -123,6 +144,10 @@ class EngineLoop:
 
         if request_ids:
             self._post(lambda: self._abort(request_ids))
+
+    def progress(self, request_id: str) -> int | None:
+        """How often the engine's thread has looked for work, if it has the request; None: it has not."""
+        return self._num_turns if self.engine.scheduler.get(request_id) is not None else None
 
     async def peer_dead(self, peer: bytes) -> None:
         """The process of another replica, by its blob, has ended: who waits for its pages goes on without."""
@@ -169,6 +194,8 @@ class EngineLoop:
                     return
             while self._inbox:
                 self._inbox.popleft()()
+            self._num_turns += 1
+            self._publish()
             step = self._step() if self.engine.has_work else None
             self._is_blocked = step is not None and not step.batch
             if self.handover is not None:
@@ -195,17 +222,31 @@ class EngineLoop:
         progress = self.timelines.stepped(step.batch, step.deltas, step.started, step.seconds, step.predicted)
         if step.batch:
             self.metrics.stepped(step)
-        self._progressed(progress, step.deltas)
+        self._progressed(progress, step.deltas, step.seconds)
         return step
 
-    def _progressed(self, progress: Progress, deltas: Sequence[TokenDelta]) -> None:
+    def _progressed(self, progress: Progress, deltas: Sequence[TokenDelta], seconds: float = 0.0) -> None:
         self.metrics.progressed(progress)
-        self._send(deltas)
+        self._publish(deltas, seconds)
         self._log(progress.finished)
 
-    def _send(self, deltas: Sequence[TokenDelta]) -> None:
-        if deltas:
-            self._loop.call_soon_threadsafe(self._deliver, deltas)
+    def _publish(self, deltas: Sequence[TokenDelta] = (), seconds: float = 0.0) -> None:
+        """Sends what a step of so many `seconds` made, and where it is time, what there is to say of this replica."""
+        now = self.engine.clock()
+        live: LiveProfile | None = None
+        pages: Sequence[PageChanges] = ()
+        if self._publisher.is_due(now):
+            live = self._publisher.live(now, seconds)
+            pages = self._publisher.page_changes()
+        if deltas or live is not None:
+            self._loop.call_soon_threadsafe(self._deliver, deltas, live, pages)
+
+    def _introduce(self, channel: Channel) -> None:
+        """Tells a new reader all, and the others what they have not been told of it."""
+        live, pages = self._publisher.live(self.engine.clock()), self._publisher.page_changes()
+        everything = self._publisher.all_pages()
+        self._loop.call_soon_threadsafe(self._deliver, (), live, pages)
+        self._loop.call_soon_threadsafe(channel.put, (), live, (everything,))
 
     # -- between two steps, in the engine's thread ---------------------------------------------------------------------
 
@@ -221,6 +262,8 @@ class EngineLoop:
 
     def _transferred(self, request_id: str, is_sent: bool, figures: Figures, outcome: str) -> None:
         self.metrics.transferred(is_sent, figures, outcome)
+        if is_sent and figures.write_seconds:
+            self._publisher.transferred(figures.num_bytes, figures.write_seconds)
         self.timelines.transferred(request_id, is_sent, figures, outcome, self.engine.clock())
 
     def _add(self, submission: Submission, arrived: float) -> None:
@@ -255,17 +298,21 @@ class EngineLoop:
 
     # -- in the event loop ---------------------------------------------------------------------------------------------
 
-    def _deliver(self, deltas: Sequence[TokenDelta]) -> None:
-        by_channel: dict[int, tuple[Channel, list[TokenDelta]]] = {}
+    def _deliver(
+        self, deltas: Sequence[TokenDelta], live: LiveProfile | None = None, pages: Sequence[PageChanges] = ()
+    ) -> None:
+        by_channel: dict[int, list[TokenDelta]] = {}
         for delta in deltas:
             channel = self._channel_of.get(delta.request_id)
             if channel is None:
                 continue  # aborted while its last step ran
-            by_channel.setdefault(id(channel), (channel, []))[1].append(delta)
+            by_channel.setdefault(id(channel), []).append(delta)
             if delta.finish_reason is not None:
                 del self._channel_of[delta.request_id]
-        for channel, its in by_channel.values():
-            channel.put(its)
+        for channel in self.channels.values():
+            its = by_channel.get(id(channel), ())
+            if its or live is not None:
+                channel.put(its, live, pages)
 
 
 def _log(ended: Sequence[Timeline]) -> None:
@@ -273,10 +320,10 @@ def _log(ended: Sequence[Timeline]) -> None:
         request_logger.info(json.dumps(timeline.summary(timeline.ended)))
 
 
-def _settle(future: "asyncio.Future[None]", error: Exception | None) -> None:
+def _settle(future: "asyncio.Future[Any]", outcome: object) -> None:
     if future.done():
         return
-    if error is None:
-        future.set_result(None)
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
     else:
-        future.set_exception(error)
+        future.set_result(outcome)

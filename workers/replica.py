@@ -12,11 +12,12 @@ import torch
 
 from crossdock.workers.checkpoint import fingerprint, resolve_model
 from crossdock.workers.engine import Engine, EngineConfig, warm_up
-from crossdock.workers.handover import TransferConfig, connect
+from crossdock.workers.handover import TransferConfig, connect, pool_spec
+from crossdock.workers.live import Message
 from crossdock.workers.loop import EngineLoop, request_logger
 from crossdock.workers.model import load_model
 from crossdock.workers.profile import Role
-from crossdock.workers.request import Overloaded, Submission, TokenDelta
+from crossdock.workers.request import Overloaded, Submission
 
 logger = logging.getLogger("ray.serve")
 
@@ -40,42 +41,42 @@ class Replica:
         path = await asyncio.to_thread(resolve_model, model)
         loaded = await asyncio.to_thread(load_engine, path, dtype, max_model_len, engine, num_threads)
         profile = await asyncio.to_thread(warm_up, loaded)
+        name = await asyncio.to_thread(fingerprint, path)
         peer = b""
         if transfer is None:
             self.loop = EngineLoop(loaded)
         else:
-            name = await asyncio.to_thread(fingerprint, path)
             self.loop = EngineLoop(loaded, partial(connect, loaded, name, role, transfer))
             assert self.loop.handover is not None
             peer = self.loop.handover.dock.blob
-        self.profile = profile.model_copy(update={"role": role, "peer": peer})
+        compatibility = pool_spec(loaded, name).compatibility
+        self.profile = profile.model_copy(update={"role": role, "peer": peer, "compatibility": compatibility})
         for handler in logger.handlers:  # its lines go where Serve writes this replica's log, in the form it is set to
             request_logger.addHandler(handler)
         request_logger.setLevel(logging.INFO)
         request_logger.propagate = False
 
-    async def tokens(self, ingress: str) -> AsyncIterator[list[TokenDelta]]:
-        """All tokens this replica produces for `ingress`, one message per step, and an empty one where a second brings
-        none. The first is empty: from then on `submit` may name `ingress`. When the reader goes away its requests are
-        aborted."""
+    async def messages(self, ingress: str) -> AsyncIterator[Message]:
+        """All tokens this replica produces for `ingress`, one message per step, with what it says of itself meanwhile;
+        one without tokens where a second brings none. The first is empty: from then on `submit` may name `ingress`.
+        When the reader goes away its requests are aborted."""
         channel = self.loop.channel(ingress)
         try:
-            yield []
-            async for deltas in channel.messages(HEARTBEAT_S):
-                yield deltas
+            yield Message()
+            async for message in channel.messages(HEARTBEAT_S):
+                yield message
         finally:
             await self.loop.close_channel(ingress, channel)
 
-    async def submit(self, ingress: str, submission: Submission) -> ValueError | Overloaded | None:
-        """None, or why the request is refused. Returned, not raised: Serve would write each with its traceback to the
-        log, and most refusals come when there is the least time for it."""
+    async def submit(self, ingress: str, submission: Submission) -> int | ValueError | Overloaded:
+        """See `EngineLoop.submit`; or why the request is refused. Returned, not raised: Serve would write each with its
+        traceback to the log, and most refusals come when there is the least time for it."""
         try:
-            await self.loop.submit(ingress, submission)
+            return await self.loop.submit(ingress, submission)
         except Overloaded as refusal:
             return refusal
         except ValueError as refusal:
             return ValueError(str(refusal))  # plain: a library's own subclass may not survive the journey
-        return None
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Frees everything these requests hold before the next step begins."""
@@ -86,6 +87,10 @@ class Replica:
         channel = self.loop.channels.get(ingress)
         if channel is not None:
             channel.close()
+
+    async def progress(self, request_id: str) -> int | None:
+        """See `EngineLoop.progress`."""
+        return self.loop.progress(request_id)
 
     async def peer_dead(self, peer: bytes) -> None:
         """The process of another replica, named by what it advertised, has ended."""

@@ -8,11 +8,15 @@ import pytest
 from pydantic import ByteSize
 
 from crossdock.cluster.dispatch import Dispatcher, ReplicaLost, merge_metrics
+from crossdock.router.fleet import RouterConfig
 from crossdock.workers.engine import Engine, EngineConfig, warm_up
+from crossdock.workers.live import Message
 from crossdock.workers.loop import EngineLoop
 from crossdock.workers.model import wrap_module
-from crossdock.workers.request import Overloaded, SamplingParams, Submission, TokenDelta
+from crossdock.workers.request import Overloaded, SamplingParams, Submission
 from tests.workers.architectures import build
+
+IN_TURN = RouterConfig(policy="round-robin")
 
 
 class InProcess:
@@ -25,19 +29,22 @@ class InProcess:
         self.loop = EngineLoop(engine)
         self.is_killed = False
 
-    async def tokens(self) -> AsyncIterator[list[TokenDelta]]:
+    async def messages(self) -> AsyncIterator[Message]:
         channel = self.loop.channel("test")
         try:
-            yield []
-            async for deltas in channel.messages(1.0):
+            yield Message()
+            async for message in channel.messages(1.0):
                 if self.is_killed:
                     raise ConnectionError("killed")
-                yield deltas
+                yield message
         finally:
             await self.loop.close_channel("test", channel)
 
-    async def submit(self, submission: Submission) -> None:
-        await self.loop.submit("test", submission)
+    async def submit(self, submission: Submission) -> int:
+        return await self.loop.submit("test", submission)
+
+    async def progress(self, request_id: str) -> int | None:
+        return self.loop.progress(request_id)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self.loop.abort(request_ids)
@@ -105,22 +112,24 @@ class Refusing(InProcess):
         self.retry_after = retry_after
         self.num_refused = 0
 
-    async def submit(self, submission: Submission) -> None:
+    async def submit(self, submission: Submission) -> int:
         self.num_refused += 1
         raise Overloaded(f"retry in {self.retry_after} s", self.retry_after)
 
 
 def test_an_overloaded_replica_leaves_the_request_to_the_next_best() -> None:
     async def story() -> None:
-        first, second, dispatcher = Refusing(5.0), InProcess(), Dispatcher("tiny")
-        first.profile = second.profile  # equally fast: the smaller name is asked first
+        first, second, dispatcher = Refusing(5.0), InProcess(), Dispatcher("tiny", IN_TURN)
         dispatcher.join("a", first, first.profile)
         dispatcher.join("b", second, second.profile)
         while not all(link.is_open for link in dispatcher._links.values()):
             await asyncio.sleep(0.001)
-        assert len(await tokens(dispatcher, "it")) == 20
+        for name in ("it", "another"):
+            assert len(await tokens(dispatcher, name)) == 20
         assert first.num_refused == 1
-        assert all(not link.arrivals and not link.bookings.prompt_tokens for link in dispatcher._links.values())
+        assert all(
+            not link.arrivals and not dispatcher.fleet.num_booked(name) for name, link in dispatcher._links.items()
+        )
         await first.loop.close()
         await second.loop.close()
 
@@ -225,17 +234,17 @@ def test_a_replica_that_dies_is_replaced_in_mid_stream() -> None:
 
 def test_a_replica_that_does_not_take_a_request_leaves_it_to_another() -> None:
     class Broken(InProcess):
-        async def submit(self, submission: Submission) -> None:
+        async def submit(self, submission: Submission) -> int:
             raise ConnectionError("it has just died")
 
     async def story() -> None:
-        first, second, dispatcher = Broken(), InProcess(), Dispatcher("tiny")
-        first.profile = second.profile  # equally fast: the smaller name is asked first
+        first, second, dispatcher = Broken(), InProcess(), Dispatcher("tiny", IN_TURN)
         dispatcher.join("a", first, first.profile)
         dispatcher.join("b", second, second.profile)
         while not all(link.is_open for link in dispatcher._links.values()):
             await asyncio.sleep(0.001)
-        assert len(await tokens(dispatcher, "it")) == 20
+        for name in ("it", "another"):
+            assert len(await tokens(dispatcher, name)) == 20
         dispatcher.leave("b")
         with pytest.raises(ReplicaLost, match="a did not take the request"):
             await tokens(dispatcher, "nobody else")

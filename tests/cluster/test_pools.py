@@ -47,6 +47,7 @@ def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
             "engine.kv_cache_memory": "300MiB",
             "engine.max_num_batched_tokens": 256,
             "engine.admission": "queue",
+            "router.shipping": "always",  # else what is better here and now: what is tested is that it is invisible
             "transfer.deadline_s": 4,
             "transfer.grace_s": 0.2,
             "pools": [{"name": "prefill"}, {"name": "decode", "replicas": DECODES}],

@@ -68,8 +68,8 @@ class Side:
         return self.loop.handover.dock.blob
 
     async def _pump(self) -> None:
-        async for deltas in self.channel.messages():
-            for delta in deltas:
+        async for message in self.channel.messages():
+            for delta in message.deltas:
                 self.deltas.setdefault(delta.request_id, asyncio.Queue()).put_nowait(delta)
 
     async def next(self, name: str) -> TokenDelta:

@@ -45,8 +45,8 @@ class Driven:
         self.reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        async for deltas in self.reader.messages():
-            for delta in deltas:
+        async for message in self.reader.messages():
+            for delta in message.deltas:
                 if delta.finish_reason is not None:
                     self.ended[delta.request_id].set()
 
@@ -356,8 +356,8 @@ def test_deltas_are_what_they_were() -> None:
         await it.loop.submit("other", Submission("x", [5] * 50, sampling))
         deltas: list[TokenDelta] = []
         async for message in channel.messages():
-            deltas += message
-            if deltas[-1].finish_reason is not None:
+            deltas += message.deltas
+            if deltas and deltas[-1].finish_reason is not None:
                 break
         assert [len(delta.token_ids) for delta in deltas] == [1, 1, 1, 1]
         assert it.of("")["id"] == "x"  # a submission need not name an HTTP request
