@@ -97,18 +97,8 @@ def adaptive_room(
     return Room(tokens, max(seconds, 0.0), min(floor, tokens), floor_rank, cost, reason)
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """A running decode as the choice of who may skip a step sees it."""
-
-    request_id: str
-    rank: int  # of its class, 0 the most urgent
-    due: float  # when its next token is promised, on the scheduler's clock
-    context: int  # tokens
-
-
-def skip_decodes(streams: Sequence[Stream], now: float, cost: StepCost) -> set[str]:
-    """The streams to leave out of this step, so that those of more urgent classes keep their promise.
+def skip_decodes(streams: Sequence[Request], now: float, cost: StepCost) -> set[str]:
+    """Of the decoding `streams`, those to leave out of this step, so that those of more urgent classes keep their promise.
 
     Only a stream of a less urgent class than the tightest one may be left out, the least urgent class and the latest
     due first, and only while its own promise can wait for one more such step. So decodes are reserved for the urgent;
@@ -120,13 +110,15 @@ def skip_decodes(streams: Sequence[Stream], now: float, cost: StepCost) -> set[s
         earliest[stream.rank] = min(stream.due, earliest.get(stream.rank, inf))
     if len(earliest) < 2:  # nobody is more urgent than another
         return skipped
-    seconds = cost.base + cost.decode_seconds(len(streams), sum(stream.context for stream in streams))
-    for stream in sorted(streams, key=lambda it: (-it.rank, -it.due, it.request_id)):
+    seconds = cost.base + cost.decode_seconds(len(streams), sum([stream.num_tokens for stream in streams]))
+    if now + seconds <= min(earliest.values()):  # nobody would be late
+        return skipped
+    for stream in sorted(streams, key=lambda it: (-it.rank, -it.due, it.id)):
         above = min((due for rank, due in earliest.items() if rank < stream.rank), default=inf)
         if now + seconds <= above or stream.due <= now + 2 * seconds:
             continue
-        skipped.add(stream.request_id)
-        seconds -= cost.decode_seconds(1, stream.context)
+        skipped.add(stream.id)
+        seconds -= cost.decode_seconds(1, stream.num_tokens)
     return skipped
 
 

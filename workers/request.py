@@ -206,4 +206,5 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """All but the newest token computed, and that one was sampled: one more token continues the stream."""
-        return self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
+        num_tokens = len(self.token_ids)  # not by the properties above: asked of every request in every step
+        return num_tokens - self.num_computed_tokens == 1 and num_tokens > len(self.prompt_token_ids)

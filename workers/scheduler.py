@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from crossdock.workers.chunking import (
     Room,
-    Stream,
     adaptive_room,
     fixed_room,
     is_starving,
@@ -292,10 +291,9 @@ class Scheduler:
         streams = [request for request in self.running if request.is_decoding]
         skipped: set[str] = set()
         if self.cost is not None and self.config.chunk_policy == "adaptive":
-            seen = [Stream(request.id, request.rank, request.due, request.num_tokens) for request in streams]
-            skipped = skip_decodes(seen, self._now, self.cost)
+            skipped = skip_decodes(streams, self._now, self.cost)
         grown = [request for request in streams if request.id not in skipped and self._grow(request)]
-        return [self._part(request, 1) for request in grown if request.status is Status.RUNNING], skipped
+        return [self._decode(request) for request in grown if request.status is Status.RUNNING], skipped
 
     def _ordered_prefills(self) -> list[Request]:
         if self.config.prefill_order == "response_ratio":
@@ -307,6 +305,8 @@ class Scheduler:
         self, decodes: list[Scheduled], skipped: Collection[str], prefills: Sequence[Request]
     ) -> Batch:
         """The step of `decodes` and of chunks for as many prompts as there is room for."""
+        if not prefills:
+            return Batch(decodes, len(decodes), "", len(skipped))
         room = self._room(decodes, skipped)
         reason = room.reason
         if self.config.prefill_order == "response_ratio" and self.config.enable_chunked_prefill:
@@ -332,10 +332,10 @@ class Scheduler:
                 config.max_num_batched_tokens,
                 config.min_chunk_tokens or 2 * config.page_size,
                 [part.start for part in decodes],
-                min((it.due for it in streams), default=inf) - self._now,
+                min([it.due for it in streams], default=inf) - self._now,
                 min(slo.ttft_s for slo in config.slo_classes) / 2,
                 self.cost,
-                min((it.rank for it in streams), default=len(config.slo_classes)),
+                min([it.rank for it in streams], default=len(config.slo_classes)),
             )
         if config.max_prefill_tokens and config.max_prefill_tokens < room.tokens:
             room.tokens, room.reason = config.max_prefill_tokens, "max_prefill_tokens"
@@ -417,7 +417,10 @@ class Scheduler:
         """Whether the room that is kept for short prompts is not for this one: it is long, and does not starve."""
         return self._is_long(request) and not self._is_starving(request)
 
-    def _part(self, request: Request, num_tokens: int, reason: str = "decode") -> Scheduled:
+    def _decode(self, request: Request) -> Scheduled:
+        return Scheduled(request, request.num_computed_tokens, 1, self.pages.pages_of(request.owner), True)
+
+    def _part(self, request: Request, num_tokens: int, reason: str) -> Scheduled:
         start = request.num_computed_tokens
         samples = start + num_tokens == request.num_tokens and request.sampling.max_tokens > 0
         return Scheduled(request, start, num_tokens, self.pages.pages_of(request.owner), samples, reason)
@@ -548,13 +551,14 @@ class Scheduler:
 
     def update(self, batch: Batch, sampled: Mapping[str, Sampled], now: float) -> list[TokenDelta]:
         """Takes in a computed step that ended at `now`. `sampled` has an entry for every part that `samples`."""
-        deltas = []
+        deltas, size = [], self.pages.page_size
         for part in batch.scheduled:
             request = part.request
             if request.status is not Status.RUNNING:  # aborted while the step ran
                 continue
-            request.num_computed_tokens = part.start + part.num_tokens
-            self._index_pages(request, part.start)
+            end = request.num_computed_tokens = part.start + part.num_tokens
+            if end // size > part.start // size:
+                self._index_pages(request, part.start)
             if part.samples:
                 deltas.append(self._append_token(request, sampled[request.id]))
                 request.due = next_due(request.due, now, self.config.slo_classes[request.rank].tpot_s)
@@ -602,7 +606,7 @@ class Scheduler:
             tpot = self.config.slo_classes[request.rank].tpot_s
             for end in ends:
                 request.due = next_due(request.due, end, tpot)
-            parts.append(self._part(request, 1))
+            parts.append(self._decode(request))
         self._now = ends[-1]
         return Batch(parts, len(parts))
 
@@ -614,21 +618,22 @@ class Scheduler:
             self.pages.index(request.owner, request.page_hashes[:num_full], first=start // size)
 
     def _append_token(self, request: Request, sampled: Sampled) -> TokenDelta:
-        request.token_ids.append(sampled.token_id)
-        params = request.sampling
-        may_stop = request.num_output_tokens > params.min_tokens
-        is_eos = sampled.token_id in self.eos_token_ids and not params.ignore_eos
-        is_stop = may_stop and (is_eos or sampled.token_id in params.stop_token_ids)
+        token_id, params = sampled.token_id, request.sampling
+        request.token_ids.append(token_id)
+        num_tokens = len(request.token_ids)
+        num_output = num_tokens - len(request.prompt_token_ids)
+        is_eos = token_id in self.eos_token_ids and not params.ignore_eos
+        is_stop = (is_eos or token_id in params.stop_token_ids) and num_output > params.min_tokens
         if sampled.error is not None:
             self._finish(request, FinishReason.ERROR)
         elif is_stop or sampled.ends:
             self._finish(request, FinishReason.STOP)
-        elif request.num_output_tokens >= params.max_tokens or request.num_tokens >= self.max_model_len:
+        elif num_output >= params.max_tokens or num_tokens >= self.max_model_len:
             self._finish(request, FinishReason.LENGTH)
-        delta = self._delta(request, [sampled.token_id])
+        delta = self._delta(request, [token_id])
         delta.logprobs = [sampled.logprobs] if sampled.logprobs else None
         delta.error = sampled.error
-        delta.stop_token_id = sampled.token_id if is_stop else None
+        delta.stop_token_id = token_id if is_stop else None
         return delta
 
     def _delta(self, request: Request, token_ids: list[int]) -> TokenDelta:

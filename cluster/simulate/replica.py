@@ -111,7 +111,7 @@ class Replica:
         """Nothing follows, not even the end of the running step."""
         if self._batch is not None:
             self._pass(bisect_right(self._ends, now))
-            self.busy_s += now
+            self.busy_s += now - self._started
         self.until = now
 
     def _go_round(self, now: float) -> None:
@@ -140,7 +140,6 @@ class Replica:
                 more, step, context = more - 1, step + 1, context + num_streams
                 seconds = (cost.base + cost.decode_seconds(num_streams, context)) * self.noise.factor(step)
                 ends.append(ends[-1] + seconds)
-        self.busy_s -= now
         self._started = now
         self._plan(ends)
 
@@ -155,7 +154,9 @@ class Replica:
             return
         assert self._batch is not None
         ends, self._ends = self._ends[:done], self._ends[done:]
-        self._started = ends[-1]
+        for end in ends:  # one by one, as if they had been taken one by one: floats
+            self.busy_s += end - self._started
+            self._started = end
         requests = [part.request for part in self._batch.scheduled]
         self.observer.streamed(requests, ends)
         self.num_steps += done
@@ -169,8 +170,8 @@ class Replica:
         self._pass(len(self._ends) - 1)
         batch, self._batch, self._is_between = self._batch, None, True
         assert batch is not None
-        self.busy_s += now
         self.step_s = now - self._started
+        self.busy_s += self.step_s
         self.num_steps += 1
         self.num_decoded += batch.num_decodes
         self.num_prefilled += sum(part.num_tokens for part in batch.scheduled[batch.num_decodes :])

@@ -239,10 +239,10 @@ class Simulation:
             call.transfer.grant(request, now)
 
     def published(self, replica: Replica, now: float) -> None:
-        live, changes = replica.publisher.live(now, replica.step_s), replica.publisher.page_changes()
+        live, pages = replica.publisher.live(now, replica.step_s), replica.publisher.page_changes()
         for router in self.routers:
             router.hear(replica.name, live, now)
-            if changes is not None:
+            for changes in pages:
                 router.hear_pages(replica.name, changes)
 
     # -- replicas come and go ----------------------------------------------------------------------------------------
