@@ -169,7 +169,8 @@ class Fleet:
         self._refresh(now)
         rank = self._rank(query.slo_class)
         cached = self._cached(query)
-        age = now - self._facts[1]
+        age = np.minimum(now - self._facts[1], self.config.ttl_s)
+        age[list(self._stale)] = 0.0  # nobody knows whether it has gone on
         it = predict(self._loads, query, rank, cached, age, self.classes)
         slo = self.classes[rank]
         self.num_chosen += 1
@@ -330,8 +331,10 @@ class Fleet:
         ships = self.config.shipping != "never" and query.may_ship and query.num_tokens >= self.page_size
         if not ships or not len(prefills) + len(decodes):
             near = far = near[:0]
-        elif self.config.shipping == "always" and len(prefills) and len(far):
-            alone, near = alone[:0], prefills
+        elif self.config.shipping == "always":
+            paired = prefills[np.isin(self._groups[prefills], self._groups[far])]
+            if len(paired):
+                alone, near = alone[:0], paired
         return Candidates(alone, near, far, self._groups, self._names)
 
     def _follow(
@@ -357,7 +360,8 @@ class Fleet:
         kept = np.intersect1d(candidates.prefills, self._slots_of("prefill"))
         if not len(kept) or not len(candidates.decodes):
             alone = candidates.alone if len(candidates.alone) else candidates.decodes
-            slot = pick(np.intersect1d(alone, self._slots_of("mixed")) if len(self._slots_of("mixed")) else alone)
+            mixed = np.intersect1d(alone, self._slots_of("mixed"))
+            slot = pick(mixed if len(mixed) else alone)
             return slot, slot
         prefill = pick(kept)
         far = candidates.decodes[self._groups[candidates.decodes] == self._groups[prefill]]

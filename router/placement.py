@@ -103,18 +103,20 @@ class Loads:
     stream_pages: Floats  # that each gives back
     pages: Floats
     places: Floats  # [replica, rank]
-    urgent: Floats  # [replica, rank]: seconds of prompts of more urgent classes
-    drains: Floats  # [replica, rank]: seconds of prompts as urgent and more, as known when it last said something
+    urgent: Floats  # [replica, rank]: seconds of prompts of more urgent classes, as it last said
+    booked_urgent: Floats  # [replica, rank]: and of those given to it since
     streams: Floats  # [replica, rank]
     all_streams: Floats  # [replica, rank]: those included that are on the way
     lateness: Floats  # weighted seconds that a step of all streams is late for those that run
     future_lateness: Floats  # and for those that are on the way
-    counts: Floats  # [replica, rank, length]: prompts
+    counts: Floats  # [replica, rank, length]: prompts, as it last said
     seconds: Floats  # [replica, rank, length]: of these prompts together
+    booked_counts: Floats  # [replica, rank, length]: prompts given to it since
+    booked_seconds: Floats  # [replica, rank, length]
 
 
-_SHARED = ("places", "urgent", "drains", "streams", "all_streams")  # one column per rank
-_BINNED = ("counts", "seconds")
+_SHARED = ("places", "urgent", "booked_urgent", "streams", "all_streams")  # one column per rank
+_BINNED = ("counts", "seconds", "booked_counts", "booked_seconds")
 NUM_LENGTHS = len(LENGTHS) + 1
 
 
@@ -153,10 +155,9 @@ def row(
     ranks = range(len(classes))
     cost = live.cost if live is not None and live.cost else profile.cost.coefficients
     base, per_token, per_attended, per_decode, per_context = cost
-    counts, seconds = [0.0] * (len(classes) * NUM_LENGTHS), [0.0] * (len(classes) * NUM_LENGTHS)
+    counts, seconds, booked_counts, booked_seconds = ([0.0] * (len(classes) * NUM_LENGTHS) for _ in _BINNED)
     streams, arriving = [0.0] * len(classes), [0.0] * len(classes)
     places, pages = [float(profile.max_num_seqs)] * len(classes), float(profile.num_pages)
-    drains = [0.0] * len(classes)
     context = future_context = remaining = step = 0.0
     rate = profile.bytes_per_second
     if live is not None:
@@ -167,14 +168,14 @@ def row(
             seconds[at] += prompts.seconds
             arriving[min(prompts.rank, last)] += prompts.count
             future_context += prompts.tokens
-            for rank in range(min(prompts.rank, last), len(classes)):
-                drains[rank] += prompts.seconds
         for rank, count in enumerate(live.streams):
             streams[min(rank, last)] += count
         for rank, count in enumerate(live.arriving):
             arriving[min(rank, last)] += count
         for rank, count in enumerate(live.leaving):
             arriving[min(rank, last)] -= count
+        num_prompts = sum(prompts.count for prompts in live.prompts)
+        future_context *= 1 - min(sum(live.leaving) / max(num_prompts, 1), 1)  # whose tokens are whose, it does not say
         places[: len(live.places)] = map(float, live.places[: len(classes)])
         pages, context, remaining = float(live.free_pages), live.context_tokens, live.remaining_tokens
         step, rate = live.step_seconds, live.bytes_per_second or rate
@@ -182,8 +183,8 @@ def row(
         here = min(it.rank, len(classes) - 1)
         if it.seconds and not it.has_first:
             at = here * NUM_LENGTHS + bisect(LENGTHS, it.seconds)
-            counts[at] += 1
-            seconds[at] += it.seconds
+            booked_counts[at] += 1
+            booked_seconds[at] += it.seconds
         if it.decodes and it.has_first:
             streams[here] += 1
             context += it.tokens
@@ -207,7 +208,6 @@ def row(
             period = decodes + room * (per_token + per_attended * room / 2)
         share = max(1 - min(decodes / period, 1.0), 0.05)
     future_gap = decodes + per_decode * num_arriving + per_context * future_context
-    urgent = [sum(seconds[: rank * NUM_LENGTHS]) for rank in ranks]
     mean_context = (context + future_context) / max(num_streams + num_arriving, 1.0)
     turnover = 2 * remaining / num_streams**2 * max(decodes, base) if num_streams else 0.0
     return [
@@ -224,7 +224,7 @@ def row(
         profile.page_bytes,
         rate,
         profile.max_model_len,
-        bool(num_streams or num_arriving or any(counts)),
+        bool(num_streams or num_arriving or any(counts) or any(booked_counts)),
         step,
         share,
         decodes,
@@ -234,14 +234,16 @@ def row(
         max(mean_context / profile.page_size, 1.0),
         pages,
         *places,
-        *urgent,
-        *drains,
+        *(sum(seconds[: rank * NUM_LENGTHS]) for rank in ranks),
+        *(sum(booked_seconds[: rank * NUM_LENGTHS]) for rank in ranks),
         *streams,
         *everyone,
         lateness(decodes, streams, classes),
         lateness(future_gap, everyone, classes),
         *counts,
         *seconds,
+        *booked_counts,
+        *booked_seconds,
     ]
 
 
@@ -278,15 +280,20 @@ def predict(
     rest = total - cached
     per_token = loads.per_token + loads.per_attended * (cached + rest / 2)
     own = np.ceil(rest / loads.budget) * loads.base + rest * per_token
-    # chunking.predicted_ttft, whose prompts come here by class and length
-    among = np.minimum(loads.seconds[:, rank], loads.counts[:, rank] * own[:, None]).sum(axis=1)
-    refused = (loads.urgent[:, rank] + among + own) / loads.share
-    done = np.minimum(age, loads.drains[:, rank] / loads.share)  # meanwhile it has gone on with what it had
+    # chunking.predicted_ttft, whose prompts come here by class and length. Since it last spoke, it has gone on.
+    done = age * loads.share
+    urgent = np.maximum(loads.urgent[:, rank] - done, 0.0) + loads.booked_urgent[:, rank]
+    peers = loads.seconds[:, rank]
+    left = peers.sum(axis=1)
+    left = np.clip(1 - (done - loads.urgent[:, rank]) / np.maximum(left, 1e-9), 0.0, 1.0)
+    among = np.minimum(peers * left[:, None], loads.counts[:, rank] * own[:, None]).sum(axis=1)
+    among += np.minimum(loads.booked_seconds[:, rank], loads.booked_counts[:, rank] * own[:, None]).sum(axis=1)
+    refused = (urgent + among + own) / loads.share
     missing = np.maximum(1 - loads.places[:, rank], 0.0)
     pages = np.ceil((total - cached) / loads.page_size) + 1
     missing = np.maximum(missing, np.maximum(pages - loads.pages, 0.0) / loads.stream_pages)
     room = missing * loads.turnover
-    ttft = np.maximum(refused - done, own) + loads.step / 2 + room
+    ttft = refused + loads.step / 2 + room
 
     chunk = np.where(loads.adaptive > 0, loads.floor, np.maximum(loads.budget - loads.streams.sum(axis=1), 1.0))
     chunk = np.minimum(chunk, rest)

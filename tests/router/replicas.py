@@ -1,0 +1,108 @@
+"""Replicas to route over: real schedulers, whose steps take what their cost says, without a model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from crossdock.router.fleet import Fleet, RouterConfig
+from crossdock.router.placement import Placement, Query
+from crossdock.workers.live import LiveProfile, Publisher
+from crossdock.workers.pages import PagePool, hash_pages
+from crossdock.workers.profile import Role, SchedulingProfile, StepCost
+from crossdock.workers.request import Leg, Request, SamplingParams
+from crossdock.workers.scheduler import Sampled, Scheduler, SchedulerConfig
+from crossdock.workers.slo import DEFAULT_CLASSES
+
+COST = StepCost(base=2e-3, per_prefill_token=1e-4, per_attended=1e-8, per_decode=2e-4, per_decode_context=1e-7)
+SIZE = 16
+
+
+def profile(slowness: float = 1.0, role: Role = "mixed", **fields: Any) -> SchedulingProfile:
+    """Of a replica that takes `slowness` times as long for everything."""
+    cost = StepCost.of([slowness * coefficient for coefficient in COST.coefficients])
+    defaults: dict[str, Any] = {
+        "max_model_len": 8192,
+        "vocab_size": 100,
+        "page_size": SIZE,
+        "num_pages": 4000,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 64,
+        "slo_classes": DEFAULT_CLASSES,
+        "role": role,
+        "compatibility": "model A",
+        "peer": b"somewhere",
+        "page_bytes": 100_000,
+        "cost": cost,
+    }
+    return SchedulingProfile(**defaults | fields)
+
+
+def quiet(sequence: int = 1, incarnation: str = "quiet", **fields: Any) -> LiveProfile:
+    """What an idle replica says, unless `fields` say otherwise."""
+    return LiveProfile(incarnation, sequence, (), places=(64, 64, 64), free_pages=4000, **fields)
+
+
+def query(name: str, num_tokens: int = 100, prompt: Sequence[int] = (), **fields: Any) -> Query:
+    """Of a prompt of so many tokens, or of these tokens."""
+    hashes = hash_pages(prompt, SIZE) if prompt else ()
+    return Query(name, len(prompt) or num_tokens, hashes, **fields)
+
+
+def fleet_of(profiles: dict[str, SchedulingProfile], now: float = 0.0, **config: Any) -> Fleet:
+    """A router that has just heard that all of them are idle."""
+    fleet = Fleet(RouterConfig.model_validate(config))
+    for name, its in profiles.items():
+        fleet.join(name, its, now)
+        fleet.hear(name, quiet(), now)
+    return fleet
+
+
+@dataclass(slots=True)
+class Replica:
+    """A scheduler on a clock of its own, and what it says of itself."""
+
+    profile: SchedulingProfile
+    scheduler: Scheduler = field(init=False)
+    publisher: Publisher = field(init=False)
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        config = SchedulerConfig(
+            max_num_batched_tokens=self.profile.max_num_batched_tokens,
+            max_num_seqs=self.profile.max_num_seqs,
+            chunk_policy=self.profile.chunk_policy,
+            min_chunk_tokens=self.profile.min_chunk_tokens,
+            admission=self.profile.admission,
+            page_size=self.profile.page_size,
+        )
+        pool = PagePool(self.profile.num_pages, self.profile.page_size)
+        self.scheduler = Scheduler(config, pool, self.profile.max_model_len)
+        self.scheduler.cost = self.profile.cost
+        self.publisher = Publisher(self.scheduler, "first")
+
+    def add(
+        self, name: str, prompt: Sequence[int], slo_class: str = "standard", max_tokens: int = 20, leg: Leg = Leg.LOCAL
+    ) -> int:
+        """Takes a request; returns the number of the last live profile that does not include it."""
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        self.scheduler.add(Request(name, list(prompt), sampling, slo_class=slo_class, leg=leg, arrival_time=self.now))
+        return self.publisher.sequence
+
+    def step(self) -> list[str]:
+        """One step; the requests that got a token."""
+        batch = self.scheduler.schedule(self.now)
+        self.now += self.profile.cost.seconds(batch.work)
+        sampled = {part.request.id: Sampled(7) for part in batch.scheduled if part.samples}
+        return [delta.request_id for delta in self.scheduler.update(batch, sampled, self.now)]
+
+    def say(self, fleet: Fleet, name: str, now: float) -> None:
+        fleet.hear(name, self.publisher.live(self.now), now)
+        for changes in self.publisher.page_changes():
+            fleet.hear_pages(name, changes)
+
+
+def place(fleet: Fleet, asked: Query, now: float = 0.0) -> Placement:
+    """Chooses and books."""
+    placement = fleet.choose(asked, now)
+    fleet.book(asked, placement, now)
+    return placement
