@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from crossdock.cluster.bench.command import bench
 from crossdock.cluster.chat import chat
+from crossdock.cluster.simulate.command import simulate
 from crossdock.cluster.top import top
 from crossdock.cluster.tune.command import tune
 
@@ -300,6 +301,7 @@ def version() -> None:
 
 app.command(epilog="In an answer Ctrl-C stops it. [cyan]crossdock chat 'Why is the sky blue?'[/cyan] asks once.")(chat)
 app.command()(bench)
+app.command()(simulate)
 app.command()(top)
 app.command()(tune)
 

@@ -98,7 +98,7 @@ def adaptive_room(
 
 
 def skip_decodes(streams: Sequence[Request], now: float, cost: StepCost) -> set[str]:
-    """Of the decoding `streams`, those to leave out of this step, so that those of more urgent classes keep their promise.
+    """The decoding streams to leave out of this step, so that those of more urgent classes keep their promise.
 
     Only a stream of a less urgent class than the tightest one may be left out, the least urgent class and the latest
     due first, and only while its own promise can wait for one more such step. So decodes are reserved for the urgent;

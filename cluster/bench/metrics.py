@@ -106,9 +106,9 @@ Targets = dict[str, dict[str, float]]  # limits in seconds, by SLO class
 DEFAULT_TARGETS: Targets = {slo.name: {"ttft": slo.ttft_s, "tpot": slo.tpot_s} for slo in DEFAULT_CLASSES}
 
 
-def parse_targets(specs: Sequence[str]) -> Targets:
-    """The server's default classes, and what `interactive=ttft:500,tpot:50` (milliseconds) changes or adds."""
-    targets = {name: dict(limits) for name, limits in DEFAULT_TARGETS.items()}
+def parse_targets(specs: Sequence[str], known: Targets = DEFAULT_TARGETS) -> Targets:
+    """The `known` classes, and what `interactive=ttft:500,tpot:50` (milliseconds) changes or adds."""
+    targets = {name: dict(limits) for name, limits in known.items()}
     for spec in specs:
         name, equals, limits = spec.partition("=")
         if not name or not equals:

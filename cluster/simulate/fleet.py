@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from crossdock.cluster.simulate.presets import preset
-from crossdock.router.fleet import PolicyName, Shipping
+from crossdock.router.fleet import RouterConfig
 from crossdock.workers.profile import Role, SchedulingProfile
 from crossdock.workers.scheduler import SchedulerConfig
 from crossdock.workers.slo import SloClass
@@ -75,8 +75,9 @@ class SimulatedFleet(BaseModel):
 
     pools: tuple[SimulatedPool, ...]
     slo_classes: tuple[SloClass, ...] | None = Field(None, description="What is promised; null is as profiles say.")
-    policy: PolicyName = Field("seconds", description="How routers place requests.")
-    shipping: Shipping = Field("auto", description="Whether prompts computed by one replica are decoded by another.")
+    router: RouterConfig = Field(
+        default_factory=lambda: RouterConfig.model_validate({}), description="How requests are placed."
+    )
     routers: int = Field(1, ge=1, description="Ingresses, each with a router of its own.")
     publish_s: float = Field(0.05, ge=0, description="Seconds at least between two reports of a replica to routers.")
     latency_s: float = Field(0.001, ge=0, description="Seconds from an ingress to a replica and back.")

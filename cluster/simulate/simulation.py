@@ -71,7 +71,7 @@ class Simulation:
         """`at_once` False takes every step by itself: much slower, and the same."""
         self.fleet = fleet
         self.clock = Clock()
-        self.routers = [Fleet(policy=fleet.policy, shipping=fleet.shipping) for _ in range(fleet.routers)]
+        self.routers = [Fleet(fleet.router) for _ in range(fleet.routers)]
         self.replicas: dict[str, Replica] = {}
         self.calls: dict[str, Call] = {}  # by request, those that have not ended
         self._outcome = Outcome(fleet, seed, [], [], [], 0.0)
