@@ -139,7 +139,8 @@ def next_due(due: float, now: float, tpot: float) -> float:
     """When the token after the one just made at `now` is promised. What a stream is ahead it banks, up to a quarter of
     its TPOT, so that a gap never exceeds 1.25 TPOT on purpose; what it is behind is forgiven: a stream that stalled
     once must not hold everyone at the floor until it has caught up."""
-    return min(max(due, now) + tpot, now + 1.25 * tpot)
+    banked, most = (due if due > now else now) + tpot, now + 1.25 * tpot
+    return banked if banked < most else most
 
 
 # -- whose -----------------------------------------------------------------------------------------------------------

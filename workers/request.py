@@ -176,7 +176,7 @@ class Request:
     @property
     def owner(self) -> str:
         """Under what name it owns pages: a placement that failed may still hold some when the next one begins."""
-        return self.owner_name(self.id, self.epoch)
+        return f"{self.id}#{self.epoch}" if self.epoch else self.id
 
     @staticmethod
     def owner_name(request_id: str, epoch: int) -> str:

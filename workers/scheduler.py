@@ -4,7 +4,7 @@ out some, running decodes first, then prefills in the order chunking.py gives. N
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -97,9 +97,9 @@ class SchedulerConfig(BaseModel):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """One request's part of a step: compute its tokens `[start, start + num_tokens)`."""
+class Scheduled(NamedTuple):
+    """One request's part of a step: compute its tokens `[start, start + num_tokens)`. A tuple, since every stream needs
+    one for each of its tokens."""
 
     request: Request
     start: int
@@ -477,7 +477,7 @@ class Scheduler:
         in it the last admitted. False when the request itself had to go."""
         if request.status is not Status.RUNNING:
             return False
-        while request.num_tokens > len(self.pages.pages_of(request.owner)) * self.pages.page_size:
+        while len(request.token_ids) > len(self.pages.pages_of(request.owner)) * self.pages.page_size:
             if self.pages.num_available:
                 self.pages.allocate(request.owner, 1)
                 break
@@ -594,19 +594,20 @@ class Scheduler:
         in turns. Returns the batch of the step that follows."""
         if not ends:
             return batch
-        parts = []
+        parts, size = [], self.pages.page_size
         for part in batch.scheduled:
             request, start = part.request, part.start
             request.token_ids += tokens[request.id]
             request.num_computed_tokens = request.num_tokens - 1
-            missing = -(-request.num_tokens // self.pages.page_size) - len(self.pages.pages_of(request.owner))
+            missing = -(-request.num_tokens // size) - len(part.pages)
             if missing > 0:
                 self.pages.allocate(request.owner, missing)
-            self._index_pages(request, start)
+            if request.num_computed_tokens // size > start // size:
+                self._index_pages(request, start)
             tpot = self.config.slo_classes[request.rank].tpot_s
             for end in ends:
                 request.due = next_due(request.due, end, tpot)
-            parts.append(self._decode(request))
+            parts.append(part._replace(start=request.num_computed_tokens))
         self._now = ends[-1]
         return Batch(parts, len(parts))
 
@@ -631,19 +632,18 @@ class Scheduler:
         elif num_output >= params.max_tokens or num_tokens >= self.max_model_len:
             self._finish(request, FinishReason.LENGTH)
         delta = self._delta(request, [token_id])
-        delta.logprobs = [sampled.logprobs] if sampled.logprobs else None
+        if sampled.logprobs is not None:
+            delta.logprobs = [sampled.logprobs]
+        if is_stop:
+            delta.stop_token_id = token_id
         delta.error = sampled.error
-        delta.stop_token_id = token_id if is_stop else None
         return delta
 
     def _delta(self, request: Request, token_ids: list[int]) -> TokenDelta:
-        return TokenDelta(
-            request.id,
-            token_ids,
-            first=request.num_output_tokens - len(token_ids),
-            finish_reason=request.finish_reason,
-            num_cached_tokens=request.num_cached_tokens,
-        )
+        first = len(request.token_ids) - len(request.prompt_token_ids) - len(token_ids)
+        delta = TokenDelta(request.id, token_ids, first)
+        delta.finish_reason, delta.num_cached_tokens = request.finish_reason, request.num_cached_tokens
+        return delta
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """Ends a request. Pages that are being written from afar are quarantined; those that are being read to be sent
