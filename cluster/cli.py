@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from crossdock.cluster.bench.command import bench
 from crossdock.cluster.chat import chat
 from crossdock.cluster.deploy.command import deploy
+from crossdock.cluster.simulate.command import simulate
 from crossdock.cluster.top import top
 from crossdock.cluster.tune.command import tune
 
@@ -325,6 +326,7 @@ def version() -> None:
 
 app.command(epilog="In an answer Ctrl-C stops it. [cyan]crossdock chat 'Why is the sky blue?'[/cyan] asks once.")(chat)
 app.command()(bench)
+app.command()(simulate)
 app.command()(top)
 app.command()(tune)
 app.add_typer(deploy, name="deploy")

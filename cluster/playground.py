@@ -32,7 +32,7 @@ class Scenario(BaseModel):
     per_prefill_token: float = Field(2e-5, ge=0, le=1)
     per_attended: float = Field(2e-9, ge=0, le=1)
     per_decode: float = Field(5e-5, ge=0, le=1)
-    per_decode_context: float = Field(2e-8, ge=0, le=1)
+    per_context: float = Field(2e-8, ge=0, le=1)
 
     @model_validator(mode="after")
     def _streams_fit_into_a_step(self) -> "Scenario":

@@ -97,18 +97,8 @@ def adaptive_room(
     return Room(tokens, max(seconds, 0.0), min(floor, tokens), floor_rank, cost, reason)
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """A running decode as the choice of who may skip a step sees it."""
-
-    request_id: str
-    rank: int  # of its class, 0 the most urgent
-    due: float  # when its next token is promised, on the scheduler's clock
-    context: int  # tokens
-
-
-def skip_decodes(streams: Sequence[Stream], now: float, cost: StepCost) -> set[str]:
-    """The streams to leave out of this step, so that those of more urgent classes keep their promise.
+def skip_decodes(streams: Sequence[Request], now: float, cost: StepCost) -> set[str]:
+    """The decoding streams to leave out of this step, so that those of more urgent classes keep their promise.
 
     Only a stream of a less urgent class than the tightest one may be left out, the least urgent class and the latest
     due first, and only while its own promise can wait for one more such step. So decodes are reserved for the urgent;
@@ -120,21 +110,37 @@ def skip_decodes(streams: Sequence[Stream], now: float, cost: StepCost) -> set[s
         earliest[stream.rank] = min(stream.due, earliest.get(stream.rank, inf))
     if len(earliest) < 2:  # nobody is more urgent than another
         return skipped
-    seconds = cost.base + cost.decode_seconds(len(streams), sum(stream.context for stream in streams))
-    for stream in sorted(streams, key=lambda it: (-it.rank, -it.due, it.request_id)):
+    seconds = cost.base + cost.decode_seconds(len(streams), sum([stream.num_tokens for stream in streams]))
+    if now + seconds <= min(earliest.values()):  # nobody would be late
+        return skipped
+    for stream in sorted(streams, key=lambda it: (-it.rank, -it.due, it.id)):
         above = min((due for rank, due in earliest.items() if rank < stream.rank), default=inf)
         if now + seconds <= above or stream.due <= now + 2 * seconds:
             continue
-        skipped.add(stream.request_id)
-        seconds -= cost.decode_seconds(1, stream.context)
+        skipped.add(stream.id)
+        seconds -= cost.decode_seconds(1, stream.num_tokens)
     return skipped
+
+
+def steps_without_skips(contexts: Sequence[int], tpot: float, cost: StepCost) -> int:
+    """For how many steps, all streams in each, `skip_decodes` leaves nobody out if it does not in the first. Whoever
+    made a token is due `tpot` later or more, so that is while a step takes less. `contexts`: tokens of each stream."""
+    slack = 0.99 * tpot - cost.base - cost.decode_seconds(len(contexts), sum(contexts))  # 0.99: of floats' rounding
+    per_step = cost.decode_seconds(0, len(contexts))
+    if slack < 0:
+        return 1
+    return 1 + int(slack / per_step) if per_step else _NO_END
+
+
+_NO_END = 1 << 40
 
 
 def next_due(due: float, now: float, tpot: float) -> float:
     """When the token after the one just made at `now` is promised. What a stream is ahead it banks, up to a quarter of
     its TPOT, so that a gap never exceeds 1.25 TPOT on purpose; what it is behind is forgiven: a stream that stalled
     once must not hold everyone at the floor until it has caught up."""
-    return min(max(due, now) + tpot, now + 1.25 * tpot)
+    banked, most = (due if due > now else now) + tpot, now + 1.25 * tpot
+    return banked if banked < most else most
 
 
 # -- whose -----------------------------------------------------------------------------------------------------------

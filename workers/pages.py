@@ -25,9 +25,10 @@ def hash_pages(
     """
     hashes = list(known)
     parent = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=16).digest()
-    for start in range(len(hashes) * page_size, len(token_ids) - page_size + 1, page_size):
-        content = array("I", token_ids[start : start + page_size]).tobytes()
-        parent = hashlib.blake2b(parent + content, digest_size=16).digest()
+    content = array("I", token_ids[len(hashes) * page_size : len(token_ids) - len(token_ids) % page_size]).tobytes()
+    page_bytes = page_size * array("I").itemsize
+    for start in range(0, len(content), page_bytes):
+        parent = hashlib.blake2b(parent + content[start : start + page_bytes], digest_size=16).digest()
         hashes.append(parent)
     return hashes
 

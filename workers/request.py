@@ -178,7 +178,7 @@ class Request:
     @property
     def owner(self) -> str:
         """Under what name it owns pages: a placement that failed may still hold some when the next one begins."""
-        return self.owner_name(self.id, self.epoch)
+        return f"{self.id}#{self.epoch}" if self.epoch else self.id
 
     @staticmethod
     def owner_name(request_id: str, epoch: int) -> str:
@@ -213,4 +213,5 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """All but the newest token computed, and that one was sampled: one more token continues the stream."""
-        return self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
+        num_tokens = len(self.token_ids)  # not by the properties above: asked of every request in every step
+        return num_tokens - self.num_computed_tokens == 1 and num_tokens > len(self.prompt_token_ids)

@@ -4,13 +4,12 @@ out some, running decodes first, then prefills in the order chunking.py gives. N
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from crossdock.workers.chunking import (
     Room,
-    Stream,
     adaptive_room,
     fixed_room,
     is_starving,
@@ -20,6 +19,7 @@ from crossdock.workers.chunking import (
     prefill_reason,
     reserved_slots,
     skip_decodes,
+    steps_without_skips,
 )
 from crossdock.workers.pages import PagePool, hash_pages
 from crossdock.workers.profile import StepCost, StepWork
@@ -97,9 +97,9 @@ class SchedulerConfig(BaseModel):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """One request's part of a step: compute its tokens `[start, start + num_tokens)`."""
+class Scheduled(NamedTuple):
+    """One request's part of a step: compute its tokens `[start, start + num_tokens)`. A tuple, since every stream needs
+    one for each of its tokens."""
 
     request: Request
     start: int
@@ -302,13 +302,12 @@ class Scheduler:
         streams = [request for request in self.running if request.is_decoding]
         skipped: set[str] = set()
         if self.cost is not None and self.config.chunk_policy == "adaptive":
-            seen = [Stream(request.id, request.rank, request.due, request.num_tokens) for request in streams]
-            skipped = skip_decodes(seen, self._now, self.cost)
+            skipped = skip_decodes(streams, self._now, self.cost)
         if self.depth > 1:
             share = -(-len(streams) // self.depth)
             streams = sorted((it for it in streams if not it.num_in_flight_tokens), key=lambda it: it.due)[:share]
         grown = [request for request in streams if request.id not in skipped and self._grow(request)]
-        return [self._part(request, 1) for request in grown if request.status is Status.RUNNING], skipped
+        return [self._decode(request) for request in grown if request.status is Status.RUNNING], skipped
 
     def _ordered_prefills(self) -> list[Request]:
         if self.config.prefill_order == "response_ratio":
@@ -320,6 +319,8 @@ class Scheduler:
         self, decodes: list[Scheduled], skipped: Collection[str], prefills: Sequence[Request]
     ) -> Batch:
         """The step of `decodes` and of chunks for as many prompts as there is room for."""
+        if not prefills:
+            return Batch(decodes, len(decodes), "", len(skipped))
         room = self._room(decodes, skipped)
         reason = room.reason
         if self.config.prefill_order == "response_ratio" and self.config.enable_chunked_prefill:
@@ -345,10 +346,10 @@ class Scheduler:
                 config.max_num_batched_tokens,
                 config.min_chunk_tokens or 2 * config.page_size,
                 [part.start for part in decodes],
-                min((it.due for it in streams), default=inf) - self._now,
+                min([it.due for it in streams], default=inf) - self._now,
                 min(slo.ttft_s for slo in config.slo_classes) / 2,
                 self.cost,
-                min((it.rank for it in streams), default=len(config.slo_classes)),
+                min([it.rank for it in streams], default=len(config.slo_classes)),
             )
         if config.max_prefill_tokens and config.max_prefill_tokens < room.tokens:
             room.tokens, room.reason = config.max_prefill_tokens, "max_prefill_tokens"
@@ -432,7 +433,10 @@ class Scheduler:
         """Whether the room that is kept for short prompts is not for this one: it is long, and does not starve."""
         return self._is_long(request) and not self._is_starving(request)
 
-    def _part(self, request: Request, num_tokens: int, reason: str = "decode") -> Scheduled:
+    def _decode(self, request: Request) -> Scheduled:
+        return Scheduled(request, request.num_computed_tokens, 1, self.pages.pages_of(request.owner), True)
+
+    def _part(self, request: Request, num_tokens: int, reason: str) -> Scheduled:
         start = request.num_scheduled_tokens
         samples = start + num_tokens == request.num_tokens and request.sampling.max_tokens > 0
         return Scheduled(request, start, num_tokens, self.pages.pages_of(request.owner), samples, reason)
@@ -489,7 +493,7 @@ class Scheduler:
         in it the last admitted. False when the request itself had to go."""
         if request.status is not Status.RUNNING:
             return False
-        while request.num_tokens > len(self.pages.pages_of(request.owner)) * self.pages.page_size:
+        while len(request.token_ids) > len(self.pages.pages_of(request.owner)) * self.pages.page_size:
             if self.pages.num_available:
                 self.pages.allocate(request.owner, 1)
                 break
@@ -568,14 +572,15 @@ class Scheduler:
 
     def update(self, batch: Batch, sampled: Mapping[str, Sampled], now: float) -> list[TokenDelta]:
         """Takes in a computed step that ended at `now`. `sampled` has an entry for every part that `samples`."""
-        deltas = []
+        deltas, size = [], self.pages.page_size
         for part in batch.scheduled:
             request = part.request
             request.num_in_flight_tokens -= part.num_tokens
             if request.status is not Status.RUNNING:  # aborted while the step ran
                 continue
-            request.num_computed_tokens = part.start + part.num_tokens
-            self._index_pages(request, part.start)
+            end = request.num_computed_tokens = part.start + part.num_tokens
+            if end // size > part.start // size:
+                self._index_pages(request, part.start)
             if part.samples:
                 deltas.append(self._append_token(request, sampled[request.id]))
                 request.due = next_due(request.due, now, self.config.slo_classes[request.rank].tpot_s)
@@ -588,6 +593,46 @@ class Scheduler:
                 deltas.append(self._delta(request, []))
         return deltas
 
+    # -- many equal steps at once: for a clock that knows how long they take -------------------------------------------
+
+    def steady_steps(self, batch: Batch) -> int:
+        """How many steps, the scheduled `batch` the first of them, are the same decodes and nothing else while nobody
+        comes or goes: at most up to the one that makes somebody's last token. 1 where more are not certain."""
+        parts, requests = batch.scheduled, [part.request for part in batch.scheduled]
+        if self.waiting or not parts or not len(parts) == batch.num_decodes == len(self.running):
+            return 1
+        steps = min(
+            min(it.sampling.max_tokens - it.num_output_tokens, self.max_model_len - it.num_tokens) for it in requests
+        )
+        steps = min(steps, self.pages.num_available // len(parts) * self.pages.page_size + 1)  # preempting nobody
+        if self.cost is not None and self.config.chunk_policy == "adaptive" and len({it.rank for it in requests}) > 1:
+            tpot = min(self.config.slo_classes[it.rank].tpot_s for it in requests)
+            steps = min(steps, steps_without_skips([it.num_tokens for it in requests], tpot, self.cost))
+        return steps
+
+    def advance(self, batch: Batch, tokens: Mapping[str, Sequence[int]], ends: Sequence[float]) -> Batch:
+        """Takes in fewer than `steady_steps` steps, `batch` the first of them, that ended at `ends`; `tokens` are what
+        each stream sampled in them, none of which ends it. All is then as if `schedule` and `update` had been called
+        in turns. Returns the batch of the step that follows."""
+        if not ends:
+            return batch
+        parts, size = [], self.pages.page_size
+        for part in batch.scheduled:
+            request, start = part.request, part.start
+            request.token_ids += tokens[request.id]
+            request.num_computed_tokens = request.num_tokens - 1
+            missing = -(-request.num_tokens // size) - len(part.pages)
+            if missing > 0:
+                self.pages.allocate(request.owner, missing)
+            if request.num_computed_tokens // size > start // size:
+                self._index_pages(request, start)
+            tpot = self.config.slo_classes[request.rank].tpot_s
+            for end in ends:
+                request.due = next_due(request.due, end, tpot)
+            parts.append(part._replace(start=request.num_computed_tokens))
+        self._now = ends[-1]
+        return Batch(parts, len(parts))
+
     def _index_pages(self, request: Request, start: int) -> None:
         size = self.pages.page_size
         num_full = request.num_computed_tokens // size
@@ -596,32 +641,31 @@ class Scheduler:
             self.pages.index(request.owner, request.page_hashes[:num_full], first=start // size)
 
     def _append_token(self, request: Request, sampled: Sampled) -> TokenDelta:
-        request.token_ids.append(sampled.token_id)
-        params = request.sampling
-        may_stop = request.num_output_tokens > params.min_tokens
-        is_eos = sampled.token_id in self.eos_token_ids and not params.ignore_eos
-        is_stop = may_stop and (is_eos or sampled.token_id in params.stop_token_ids)
+        token_id, params = sampled.token_id, request.sampling
+        request.token_ids.append(token_id)
+        num_tokens = len(request.token_ids)
+        num_output = num_tokens - len(request.prompt_token_ids)
+        is_eos = token_id in self.eos_token_ids and not params.ignore_eos
+        is_stop = (is_eos or token_id in params.stop_token_ids) and num_output > params.min_tokens
         if sampled.error is not None:
             self._finish(request, FinishReason.ERROR)
         elif is_stop or sampled.ends:
             self._finish(request, FinishReason.STOP)
-        elif request.num_output_tokens >= params.max_tokens or request.num_tokens >= self.max_model_len:
+        elif num_output >= params.max_tokens or num_tokens >= self.max_model_len:
             self._finish(request, FinishReason.LENGTH)
-        delta = self._delta(request, [sampled.token_id])
-        delta.logprobs = [sampled.logprobs] if sampled.logprobs else None
+        delta = self._delta(request, [token_id])
+        if sampled.logprobs is not None:
+            delta.logprobs = [sampled.logprobs]
+        if is_stop:
+            delta.stop_token_id = token_id
         delta.error = sampled.error
-        delta.stop_token_id = sampled.token_id if is_stop else None
         return delta
 
     def _delta(self, request: Request, token_ids: list[int]) -> TokenDelta:
-        return TokenDelta(
-            request.id,
-            token_ids,
-            first=request.num_output_tokens - len(token_ids),
-            epoch=request.epoch,
-            finish_reason=request.finish_reason,
-            num_cached_tokens=request.num_cached_tokens,
-        )
+        first = len(request.token_ids) - len(request.prompt_token_ids) - len(token_ids)
+        delta = TokenDelta(request.id, token_ids, first, request.epoch)
+        delta.finish_reason, delta.num_cached_tokens = request.finish_reason, request.num_cached_tokens
+        return delta
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """Ends a request. Pages that are being written from afar are quarantined; those that are being read to be sent

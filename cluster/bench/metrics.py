@@ -6,7 +6,7 @@ that delivers in bunches shows long gaps, not many zeros. *TPOT*: time from firs
 the first moment. *E2E*: from sending to the end of the response.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +27,8 @@ class Sample:
     asked_tokens: int
     prompt_tokens: int  # asked for; replaced by what the server counted, where it says
     sent: float = 0.0
-    times: list[float] = field(default_factory=list)  # moments at which tokens arrived
-    counts: list[int] = field(default_factory=list)  # how many, at each
+    times: MutableSequence[float] = field(default_factory=list)  # moments at which tokens arrived
+    counts: MutableSequence[int] = field(default_factory=list)  # how many, at each
     ended: float = 0.0
     usage_tokens: int | None = None  # the server's own count of output tokens
     error: str | None = None
@@ -106,9 +106,9 @@ Targets = dict[str, dict[str, float]]  # limits in seconds, by SLO class
 DEFAULT_TARGETS: Targets = {slo.name: {"ttft": slo.ttft_s, "tpot": slo.tpot_s} for slo in DEFAULT_CLASSES}
 
 
-def parse_targets(specs: Sequence[str]) -> Targets:
-    """The server's default classes, and what `interactive=ttft:500,tpot:50` (milliseconds) changes or adds."""
-    targets = {name: dict(limits) for name, limits in DEFAULT_TARGETS.items()}
+def parse_targets(specs: Sequence[str], known: Targets = DEFAULT_TARGETS) -> Targets:
+    """The `known` classes, and what `interactive=ttft:500,tpot:50` (milliseconds) changes or adds."""
+    targets = {name: dict(limits) for name, limits in known.items()}
     for spec in specs:
         name, equals, limits = spec.partition("=")
         if not name or not equals:

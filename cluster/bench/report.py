@@ -59,7 +59,7 @@ def table(result: BenchResult) -> Table:
         out.add_section()
         out.add_row(*_goodput("goodput", summary["goodput"]))
     if "slo" in summary:
-        _add_classes(out, summary["slo"])
+        add_classes(out, summary["slo"])
     if "server" in summary:
         _add_server(out, summary["server"])
     out.add_section()
@@ -69,7 +69,8 @@ def table(result: BenchResult) -> Table:
     return out
 
 
-def _add_classes(out: Table, slo: dict[str, Any]) -> None:
+def add_classes(out: Table, slo: dict[str, Any]) -> None:
+    """Rows for what `metrics.by_class` found."""
     for name, figures in slo["classes"].items():
         out.add_section()
         answers = (figures[f"requests_{how}"] for how in ("ok", "refused", "failed"))

@@ -18,7 +18,7 @@ const VALUES = {
   tpot_s: [0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2],
 };
 const START = { prompt_tokens: 16384, num_prompts: 1, num_decodes: 16, decode_context: 1024, max_num_batched_tokens: 2048, tpot_s: 0.05 };
-const LARGE_GPU = { base: 0.004, per_prefill_token: 2e-5, per_attended: 2e-9, per_decode: 5e-5, per_decode_context: 2e-8 };
+const LARGE_GPU = { base: 0.004, per_prefill_token: 2e-5, per_attended: 2e-9, per_decode: 5e-5, per_context: 2e-8 };
 
 const form = document.getElementById("scenario");
 const state = document.getElementById("state");

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from crossdock.workers.chunking import (
     MARGIN,
     Room,
-    Stream,
     adaptive_room,
     chunk_tokens,
     next_due,
@@ -114,8 +113,8 @@ def test_the_floor_is_for_prompts_as_urgent_as_the_streams() -> None:
 # -- who skips -------------------------------------------------------------------------------------------------------
 
 
-def stream(name: str, rank: int, due: float, context: int = 100) -> Stream:
-    return Stream(name, rank, due, context)
+def stream(name: str, rank: int, due: float, context: int = 100) -> Request:
+    return Request(name, [7] * context, SamplingParams(), rank=rank, due=due)
 
 
 def test_nobody_skips_while_there_is_time() -> None:
@@ -126,7 +125,7 @@ def test_nobody_skips_while_there_is_time() -> None:
 def test_batch_streams_skip_for_an_interactive_one() -> None:
     streams = [stream("a", 0, 0.03), *(stream(f"b{n}", 2, 2.0 - n / 100) for n in range(60))]
     skipped = skip_decodes(streams, 0.0, COST)
-    left = [it for it in streams if it.request_id not in skipped]
+    left = [it for it in streams if it.id not in skipped]
     assert "a" not in skipped
     assert COST.base + COST.decode_seconds(len(left), 100 * len(left)) <= 0.03
     assert "b0" in skipped, "the latest due goes first"
@@ -140,10 +139,10 @@ def test_a_stream_whose_own_promise_is_near_does_not_skip() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(-1, 3), st.integers(1, 5000)), max_size=40))
 def test_the_most_urgent_class_never_skips(streams: list[tuple[int, float, int]]) -> None:
-    all_of_them = [Stream(f"{n}", *it) for n, it in enumerate(streams)]
+    all_of_them = [stream(f"{n}", *it) for n, it in enumerate(streams)]
     skipped = skip_decodes(all_of_them, 0.0, COST)
     top = min((it.rank for it in all_of_them), default=0)
-    assert all(it.rank > top for it in all_of_them if it.request_id in skipped)
+    assert all(it.rank > top for it in all_of_them if it.id in skipped)
     assert skipped == skip_decodes(list(reversed(all_of_them)), 0.0, COST), "whatever order they come in"
 
 

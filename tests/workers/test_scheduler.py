@@ -2,11 +2,12 @@
 
 import hashlib
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -463,6 +464,90 @@ def test_max_prefill_tokens_bounds_a_step() -> None:
 def test_settings_that_cannot_be(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         scheduler(**config)
+
+
+# -- many equal steps at once ----------------------------------------------------------------------------------------
+
+
+def decoding(*outputs: int, slo_classes: tuple[str, ...] = ("standard",), **config: Any) -> Simulation:
+    """Streams that have just made their first token of so many."""
+    sim = Simulation(**config)
+    for number, max_tokens in enumerate(outputs):
+        sim.add(f"r{number}", 8, slo_classes[number % len(slo_classes)], max_tokens)
+    while any(not it.is_decoding for it in sim.it.requests()):
+        sim.step()
+    return sim
+
+
+def test_steps_are_steady_up_to_the_first_end() -> None:
+    sim = decoding(9, 5)
+    assert sim.it.steady_steps(sim.it.schedule(sim.now)) == 4
+    sim.add("late", 8)
+    assert sim.it.steady_steps(sim.it.schedule(sim.now)) == 1, "a prompt is waiting"
+    assert Simulation().it.steady_steps(Batch([], 0)) == 1
+
+
+def test_steps_are_steady_while_there_are_pages() -> None:
+    sim = decoding(900, 900, num_pages=12, max_model_len=48)  # 3 pages each, 6 left
+    assert sim.it.steady_steps(sim.it.schedule(sim.now)) == 3 * 4 + 1
+
+
+def test_steps_are_steady_while_nobody_is_skipped() -> None:
+    """A step of two takes 1 ms + 2 x 0.5 ms + 1 us per token of context, of which there are two more in each; the most
+    urgent promise is 4 ms."""
+    sim = decoding(1500, 1500, slo_classes=("interactive", "batch"))
+    context = sum(it.num_tokens for it in sim.it.running)
+    steps = sim.it.steady_steps(sim.it.schedule(sim.now))
+    assert steps == 1 + int((0.99 * 4e-3 - 2e-3 - context * 1e-6) / 2e-6) < 1400
+    same = decoding(1500, 1500, slo_classes=("interactive",))
+    assert same.it.steady_steps(same.it.schedule(same.now)) > 1400, "nobody is less urgent than another"
+
+
+arrivals = st.tuples(
+    st.floats(0, 0.3), st.integers(1, 60), st.integers(1, 50), st.sampled_from(["interactive", "standard", "batch"])
+)
+
+
+@given(
+    st.lists(arrivals, min_size=1, max_size=12),
+    st.integers(16, 60),
+    st.sampled_from([{}, {"chunk_policy": "fixed"}, {"mixed_chunks": False}, {"prefill_order": "fcfs"}]),
+)
+def test_steps_taken_in_at_once_are_as_steps_in_turn(
+    plan: list[tuple[float, int, int, str]], num_pages: int, config: dict[str, Any]
+) -> None:
+    """Whenever somebody comes, in the middle of a stretch too; in pools where streams are preempted."""
+
+    def play(at_once: bool) -> tuple[list[object], list[float]]:
+        sim = Simulation(num_pages=num_pages, max_model_len=64, max_num_seqs=6, max_num_batched_tokens=24, **config)
+        coming, seen, ends = sorted(plan, reverse=True), [], []
+        while coming or sim.it.has_work:
+            if not sim.it.has_work:
+                sim.now = max(sim.now, coming[-1][0])
+            while coming and coming[-1][0] <= sim.now:
+                _, prompt, output, slo_class = coming.pop()
+                sim.add(f"r{len(coming)}", min(prompt, 60), slo_class, output)
+            batch = sim.it.schedule(sim.now)
+            steps = sim.it.steady_steps(batch) if at_once else 1
+            stretch = [sim.now + COST.seconds(batch.work)]
+            work = batch.work
+            while len(stretch) < steps and not (coming and coming[-1][0] <= stretch[-1]):
+                work = replace(work, decode_context=work.decode_context + work.decodes)
+                stretch.append(stretch[-1] + COST.seconds(work))
+            tokens = {part.request.id: [9] * (len(stretch) - 1) for part in batch.scheduled}
+            batch = sim.it.advance(batch, tokens, stretch[:-1])
+            sim.now = stretch[-1]
+            ends += stretch
+            sim.it.update(batch, dict.fromkeys((it.id for it in sim.it.requests()), Sampled(9)), sim.now)
+            if not at_once or len(ends) % 7 == 0 or steps > 1:
+                state = [(it.id, it.num_tokens, it.num_computed_tokens, it.due, it.status) for it in sim.it.requests()]
+                seen.append((sim.now, state, sim.it.pages.counts(), set(sim.it.pages._index)))
+        return seen, ends
+
+    in_turn, ends = play(at_once=False)
+    at_once, same_ends = play(at_once=True)
+    assert same_ends == ends
+    assert all(state in in_turn for state in at_once)
 
 
 # -- legs ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,246 @@
+"""The command line of `crossdock simulate`. fleet.py says what is simulated, simulation.py plays it, study.py compares,
+report.py shows."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from crossdock.cluster.bench.mix import MIXES
+from crossdock.cluster.bench.workloads import SHAPES, Job
+
+if TYPE_CHECKING:
+    from crossdock.cluster.bench.metrics import Targets
+    from crossdock.cluster.simulate.fleet import SimulatedFleet
+    from crossdock.cluster.simulate.study import Score
+
+_LOAD, _STUDY, _OUTPUT = "Load (as in `crossdock bench`)", "Comparisons", "Output"
+_POLICIES = "seconds,round-robin,least-requests,power-of-two,prefix-affinity,block-cost"
+
+
+def simulate(
+    fleet: Annotated[Path | None, typer.Argument(help="YAML file that describes the fleet.")] = None,
+    pools: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=COUNTxPROFILE,…",
+            help="Pools, in place of the file's: prefill=2xh100-8b,decode=6xh100-8b. PROFILE is a preset, "
+            "{a100,h100,h200,b200,l4}-{8b,70b}[-tpN], or a JSON file of `crossdock tune --profile`.",
+        ),
+    ] = None,
+    noise: Annotated[float | None, typer.Option(help="Relative spread of step times.")] = None,
+    kill: Annotated[
+        list[str] | None, typer.Option(metavar="REPLICA@SECONDS", help="A replica dies: mixed/0@30. Repeatable.")
+    ] = None,
+    mix: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(MIXES)}.", show_default="chat-heavy", rich_help_panel=_LOAD)
+    ] = None,
+    workload: Annotated[
+        str | None, typer.Option("--workload", "-w", help=f"Instead: {', '.join(SHAPES)}.", rich_help_panel=_LOAD)
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Instead: Mooncake JSONL or Azure LLM CSV file.", rich_help_panel=_LOAD)
+    ] = None,
+    request_rate: Annotated[
+        float | None, typer.Option(help="Arrivals per second; a trace has its own.", rich_help_panel=_LOAD)
+    ] = None,
+    burstiness: Annotated[
+        float | None, typer.Option(help="1 is Poisson, less comes in bursts.", rich_help_panel=_LOAD)
+    ] = None,
+    num_requests: Annotated[
+        int | None, typer.Option("--num-requests", "-n", help="How many at most.", rich_help_panel=_LOAD)
+    ] = None,
+    duration: Annotated[
+        float | None, typer.Option(help="Seconds of arrivals.", show_default="60", rich_help_panel=_LOAD)
+    ] = None,
+    long_share: Annotated[
+        float | None, typer.Option(help="mix: share of long prompts among arrivals.", rich_help_panel=_LOAD)
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="workload: length of a prompt.", rich_help_panel=_LOAD)
+    ] = None,
+    output_tokens: Annotated[
+        int | None, typer.Option(help="workload: length of an output.", rich_help_panel=_LOAD)
+    ] = None,
+    trace_speed: Annotated[
+        float, typer.Option(help="2 plays the trace in half the time.", rich_help_panel=_LOAD)
+    ] = 1.0,
+    length_scale: Annotated[float, typer.Option(help="Multiplies all lengths.", rich_help_panel=_LOAD)] = 1.0,
+    service_tier: Annotated[
+        str | None, typer.Option(help="SLO class of the requests; a mix has its own.", rich_help_panel=_LOAD)
+    ] = None,
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CLASS=LIMITS",
+            help="What counts as good, in ms, e.g. interactive=ttft:500,tpot:50. Default: what the class promises.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Decides all that chance decides.")] = 0,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="So many, from --seed on: means with 95 % intervals.", rich_help_panel=_STUDY)
+    ] = 1,
+    policy: Annotated[
+        str | None,
+        typer.Option(help=f"How requests are placed; several are compared: {_POLICIES}.", rich_help_panel=_STUDY),
+    ] = None,
+    sweep: Annotated[
+        bool,
+        typer.Option("--sweep", help="Find the best ratio of prefill to decode replicas.", rich_help_panel=_STUDY),
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures here.", rich_help_panel=_OUTPUT)
+    ] = None,
+    plot_file: Annotated[
+        Path | None,
+        typer.Option("--plot", help="Draw times to first token here (png, svg, pdf).", rich_help_panel=_OUTPUT),
+    ] = None,
+) -> None:
+    """Simulate a cluster: the real scheduler and router, on a clock driven by measured or estimated step costs."""
+    from crossdock.cluster.bench.report import require_plotting
+    from crossdock.cluster.simulate.fleet import load_fleet
+    from crossdock.cluster.simulate.study import policies, ratios
+
+    stderr = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        if fleet is None and pools is None:
+            raise ValueError("fleet: name a YAML file or give --pools, e.g. --pools mixed=4xh100-8b")
+        if plot_file is not None:
+            require_plotting()
+        failures = [_parse_kill(text) for text in kill] if kill else None
+        simulated = load_fleet(fleet, pools, noise=noise, failures=failures)
+        jobs = _jobs(
+            simulated,
+            mix=mix,
+            workload=workload,
+            trace=trace,
+            request_rate=request_rate,
+            burstiness=burstiness,
+            num_requests=num_requests,
+            duration=duration,
+            long_share=long_share,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            trace_speed=trace_speed,
+            length_scale=length_scale,
+            service_tier=service_tier,
+        )
+        targets = _targets(simulated, slo or [])
+        fleets = list(policies(simulated, policy.split(","))) if policy is not None else [("", simulated)]
+        if sweep:
+            fleets = [(" ".join((name, ratio)).strip(), it) for name, one in fleets for ratio, it in ratios(one)]
+        if len(fleets) > 1 or seeds > 1:
+            _compare(fleets, range(seed, seed + seeds), jobs, targets, json_file, stderr)
+        else:
+            _run(fleets[0][1], seed, jobs, targets, json_file, plot_file)
+    except ValueError as error:
+        for line in str(error).splitlines():
+            stderr.print(f"[red]simulate:[/red] {escape(line)}")
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _jobs(fleet: "SimulatedFleet", **given: Any) -> Callable[[int], Iterator[Job]]:
+    """The jobs of a seed, as `crossdock bench` would send them."""
+    from crossdock.cluster.bench.run import BenchOptions, bench_jobs
+
+    mix, workload, trace, long_share = (given.pop(name) for name in ("mix", "workload", "trace", "long_share"))
+    rate, burstiness = given["request_rate"], given["burstiness"]
+    if sum(it is not None for it in (mix, workload, trace)) > 1:
+        raise ValueError("mix, workload, trace: give one of them")
+    if trace is None and rate is None:
+        raise ValueError("request_rate: how many arrive per second must be given, with --request-rate")
+    name = "trace" if trace is not None else workload or "mix"
+    if name in ("interference", "short-vs-long") or name not in (*SHAPES, "mix", "trace"):
+        known = ", ".join(it for it in SHAPES if it not in ("interference", "short-vs-long"))
+        raise ValueError(f"workload: {name!r} cannot be simulated; choose from {known}, or a --mix or --trace")
+    options = {key: value for key, value in given.items() if value is not None}
+    if name == "mix":
+        if (mix or "chat-heavy") not in MIXES:
+            raise ValueError(f"mix: there is no {mix!r}; choose from {', '.join(MIXES)}")
+        changes = {"rate": rate, "burstiness": burstiness, "long_share": long_share}
+        chosen = replace(MIXES[mix or "chat-heavy"], **{key: it for key, it in changes.items() if it is not None})
+        options["mix"] = chosen.within(min(pool.profile.max_model_len for pool in fleet.pools))
+        options = {key: value for key, value in options.items() if key not in ("request_rate", "burstiness")}
+    if name != "trace" and given["duration"] is None and given["num_requests"] is None:
+        options["duration"] = 60.0
+
+    def jobs(seed: int) -> Iterator[Job]:
+        it = BenchOptions("", name, trace=trace, seed=seed, **options)
+        until = it.duration if it.duration is not None else float("inf")
+        return takewhile(lambda job: job.due is not None and job.due < until, bench_jobs(it))
+
+    jobs(0)  # what is wrong is told before anything runs
+    return jobs
+
+
+def _targets(fleet: "SimulatedFleet", specs: list[str]) -> "Targets":
+    from crossdock.cluster.bench.metrics import parse_targets
+
+    own = {slo.name: {"ttft": slo.ttft_s, "tpot": slo.tpot_s} for slo in fleet.classes}
+    return parse_targets(specs, own)
+
+
+def _parse_kill(text: str) -> dict[str, Any]:
+    name, _, seconds = text.rpartition("@")
+    try:
+        at = float(seconds)
+    except ValueError:
+        at = -1.0
+    if not name or at < 0:
+        raise ValueError(f"kill: {text!r} is not REPLICA@SECONDS, e.g. mixed/0@30")
+    return {"kill": name, "at": at}
+
+
+def _run(
+    fleet: "SimulatedFleet",
+    seed: int,
+    jobs: Callable[[int], Iterator[Job]],
+    targets: "Targets",
+    json_file: Path | None,
+    plot_file: Path | None,
+) -> None:
+    from crossdock.cluster.simulate import report
+    from crossdock.cluster.simulate.simulation import Simulation
+
+    started = time.perf_counter()
+    outcome = Simulation(fleet, seed).run(jobs(seed))
+    if not outcome.samples:
+        raise ValueError("duration: no request arrives in that time")
+    found = report.figures(outcome, targets)
+    Console().print(report.table(found, time.perf_counter() - started))
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=1) + "\n")
+    if plot_file is not None:
+        report.plot(outcome.samples, plot_file)
+
+
+def _compare(
+    fleets: "list[tuple[str, SimulatedFleet]]",
+    seeds: range,
+    jobs: Callable[[int], Iterator[Job]],
+    targets: "Targets",
+    json_file: Path | None,
+    stderr: Console,
+) -> None:
+    from crossdock.cluster.simulate import report
+    from crossdock.cluster.simulate.study import scores
+
+    def done(name: str, seed: int, score: "Score") -> None:
+        if stderr.is_terminal:
+            stderr.print(f"[dim]{escape(name)}, seed {seed}: {score.good:.1%} good[/dim]")
+
+    found = scores(fleets, seeds, jobs, targets, done)
+    Console().print(report.comparison(found, len(seeds)))
+    if json_file is not None:
+        data = {name: [asdict(score) for score in its] for name, its in found.items()}
+        json_file.write_text(json.dumps({"seeds": list(seeds), "scores": data}, indent=1) + "\n")

@@ -1,0 +1,195 @@
+"""What is simulated: pools of replicas, each with a profile, the network between them, and what goes wrong when."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from crossdock.cluster.simulate.presets import preset
+from crossdock.router.fleet import RouterConfig
+from crossdock.workers.profile import Role, SchedulingProfile
+from crossdock.workers.scheduler import SchedulerConfig
+from crossdock.workers.slo import SloClass
+
+
+class SimulatedPool(BaseModel):
+    """Replicas of one kind, named NAME/0, NAME/1, …"""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9-]*$", description="Of the pool.")
+    role: Role = Field("mixed", description="mixed, prefill or decode; a pool named prefill or decode has that role.")
+    replicas: int = Field(1, ge=0, description="How many run from the start.")
+    profile: SchedulingProfile = Field(description="A preset, such as h100-8b, or a JSON file of `crossdock tune`.")
+    engine: SchedulerConfig = Field(description="What differs from the profile, or is not in it, e.g. prefill_order.")
+    enable_prefix_caching: bool = Field(True, description="Share pages between requests with equal beginnings.")
+    price: float = Field(0.0, ge=0, description="Of a replica for an hour, in whatever currency.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _profile_and_engine_agree(cls, data: Any) -> Any:
+        """The engine has what the profile says, but for what is set here; the profile then says that too."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("profile"), SchedulingProfile):
+            return data
+        profile: SchedulingProfile = data["profile"]
+        shared = profile.model_dump(include=set(SchedulerConfig.model_fields) & set(SchedulingProfile.model_fields))
+        given = data.get("engine") or {}
+        if given.get("page_size", profile.page_size) != profile.page_size:
+            raise ValueError(f"engine.page_size is the profile's, {profile.page_size}; leave it out")
+        engine = SchedulerConfig.model_validate({**_default_class(profile), **shared, **given})
+        role = data.get("role", data.get("name") if data.get("name") in ("prefill", "decode") else profile.role)
+        told = {name: getattr(engine, name) for name in shared} | {"role": role}
+        told["min_chunk_tokens"] = engine.min_chunk_tokens or 2 * engine.page_size
+        return {**data, "role": role, "engine": engine, "profile": profile.model_copy(update=told)}
+
+
+def _default_class(profile: SchedulingProfile) -> dict[str, str]:
+    names = [slo.name for slo in profile.slo_classes]
+    default = SchedulerConfig.model_fields["default_slo_class"].default
+    return {} if default in names else {"default_slo_class": names[0]}
+
+
+class Failure(BaseModel):
+    """A replica dies, or one more comes up."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    at: float = Field(ge=0, description="Seconds after the first arrival.")
+    kill: str | None = Field(None, description="The replica, e.g. mixed/0.")
+    add: str | None = Field(None, description="The pool.")
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> Self:
+        if (self.kill is None) == (self.add is None):
+            raise ValueError("give kill (a replica, e.g. mixed/0) or add (a pool), one of them")
+        return self
+
+
+class SimulatedFleet(BaseModel):
+    """All of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pools: tuple[SimulatedPool, ...]
+    slo_classes: tuple[SloClass, ...] | None = Field(None, description="What is promised; null is as profiles say.")
+    router: RouterConfig = Field(
+        default_factory=lambda: RouterConfig.model_validate({}), description="How requests are placed."
+    )
+    routers: int = Field(1, ge=1, description="Ingresses, each with a router of its own.")
+    publish_s: float = Field(0.05, ge=0, description="Seconds at least between two reports of a replica to routers.")
+    latency_s: float = Field(0.001, ge=0, description="Seconds from an ingress to a replica and back.")
+    noise: float = Field(0.0, ge=0, lt=1, description="How far steps differ from their prediction: a relative spread.")
+    failures: tuple[Failure, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pools_share_the_classes(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or not data.get("slo_classes") or not isinstance(data.get("pools"), list):
+            return data
+        classes = data["slo_classes"]
+        return {
+            **data,
+            "pools": [{**pool, "engine": {**pool.get("engine", {}), "slo_classes": classes}} for pool in data["pools"]],
+        }
+
+    @model_validator(mode="after")
+    def _pools_fit_together(self) -> Self:
+        names = [pool.name for pool in self.pools]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"pools must have different names, one at least; they are {', '.join(names) or 'none'}")
+        if {pool.role for pool in self.pools if pool.replicas} == {"prefill"}:
+            raise ValueError("pools: all have the role 'prefill'; give one of them the role decode or mixed")
+        for field in ("page_size", "slo_classes"):
+            if len({getattr(pool.engine, field) for pool in self.pools}) > 1:
+                raise ValueError(f"pools: {field} must be the same in all")
+        for failure in self.failures:
+            pool = (failure.add or failure.kill or "").partition("/")[0]
+            if pool not in names:
+                raise ValueError(f"failures: there is no pool {pool!r}; there are {', '.join(names)}")
+        return self
+
+    @property
+    def classes(self) -> tuple[SloClass, ...]:
+        return self.pools[0].engine.slo_classes
+
+
+def load_fleet(path: Path | None, pools: str | None = None, **settings: Any) -> SimulatedFleet:
+    """The fleet that a YAML file describes; `pools`, `NAME=COUNTxPROFILE,…`, and `settings` that are not None win.
+
+    Raises:
+        ValueError: names what is wrong and what would be accepted.
+    """
+    data = _read(path) if path is not None else {}
+    folder = path.parent if path is not None else Path()
+    if pools is not None:
+        data["pools"] = [_parse_pool(part) for part in pools.split(",")]
+    data |= {name: value for name, value in settings.items() if value is not None}
+    return describe(data, folder)
+
+
+def describe(data: Mapping[str, Any], folder: Path = Path()) -> SimulatedFleet:
+    """The fleet that `data` describes, in the terms of the YAML file; files of profiles are looked for in `folder`."""
+    try:
+        if isinstance(data.get("pools"), list):
+            data = {**data, "pools": [_with_profile(pool, folder) for pool in data["pools"]]}
+        return SimulatedFleet.model_validate(data)
+    except ValidationError as error:
+        raise ValueError("\n".join(_explain(detail) for detail in error.errors(include_url=False))) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: a mapping is expected ({', '.join(SimulatedFleet.model_fields)}), not {data!r}")
+    return data
+
+
+def _parse_pool(text: str) -> dict[str, Any]:
+    name, equals, rest = text.strip().partition("=")
+    count, times, profile = rest.partition("x")
+    if not equals or not times or not count.isdecimal() or not profile:
+        raise ValueError(f"pools: {text!r} is not of the form NAME=COUNTxPROFILE, e.g. mixed=4xh100-8b")
+    return {"name": name, "replicas": int(count), "profile": profile}
+
+
+def _with_profile(pool: Any, folder: Path) -> Any:
+    """The pool with its profile in place of the profile's name."""
+    if not isinstance(pool, Mapping) or not isinstance(pool.get("profile"), str):
+        return pool
+    return {**pool, "profile": read_profile(pool["profile"], folder)}
+
+
+def read_profile(name: str, folder: Path = Path()) -> SchedulingProfile:
+    """A profile as `crossdock tune --profile` or a server writes it, or a preset."""
+    path = folder / name
+    if not name.endswith(".json"):
+        return preset(name)
+    try:
+        return SchedulingProfile.model_validate(json.loads(path.read_text()))
+    except OSError as error:
+        raise ValueError(f"profile: {path}: cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        problem = _explain(error.errors(include_url=False)[0])
+        raise ValueError(f"profile: {path}: {problem}") from None
+    except ValueError as error:
+        raise ValueError(f"profile: {path}: not JSON: {error}") from None
+
+
+def _explain(detail: Any) -> str:
+    where = ".".join(str(part) for part in detail["loc"])
+    message = detail["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
+    if detail["type"] == "value_error":
+        return f"{where}: {message}" if where else message
+    if detail["type"] == "extra_forbidden":
+        return f"{where}: no such setting"
+    return f"{where}: {message[:1].lower() + message[1:]}" + (
+        "" if detail["type"] == "missing" else f", not {detail['input']!r}"
+    )

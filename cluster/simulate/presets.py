@@ -1,0 +1,137 @@
+"""Profiles of GPUs that nobody has measured here, computed from published specifications: estimates, and named so.
+
+With W the bytes of the weights, P their number, t the GPUs of a replica (tensor parallel), BW and FLOPS a GPU's
+published memory bandwidth and dense bf16 rate, and the achieved shares below:
+
+    base                = W / (t · BW · bandwidth share) + LAUNCH_S + 2 · layers · ALL_REDUCE_S where t > 1
+    per_prefill_token   = 2 · P / (t · FLOPS · GEMM share) + all-reduced bytes / (link · bandwidth share)
+    per_attended        = 4 · layers · heads · head_dim / (t · FLOPS · attention share)
+    per_decode          = per_prefill_token + SAMPLE_S
+    per_context  = KV bytes of a token / (t · BW · bandwidth share)
+
+An all-reduce moves 2 · (t - 1) / t of a token's hidden state over each GPU's link, twice per layer. `StepCost` adds
+reading weights and multiplying by them, where a real step hides the shorter of the two: estimates are a little high for
+steps that are about balanced. KV pages get what weights and a tenth of the memory leave.
+"""
+
+from dataclasses import dataclass
+
+from crossdock.workers.profile import SchedulingProfile, StepCost
+from crossdock.workers.slo import DEFAULT_CLASSES
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Published figures of one GPU: dense bf16 FLOP/s, bytes/s of memory and of its link (one direction), bytes."""
+
+    flops: float
+    bandwidth: float
+    memory: float
+    link: float
+
+
+# NVIDIA's data sheets. Where these give FLOP/s with sparsity, half of it.
+GPUS = {
+    "a100": Gpu(312e12, 2.039e12, 80e9, 300e9),  # 80 GB SXM; NVLink 600 GB/s, both directions
+    "h100": Gpu(989e12, 3.35e12, 80e9, 450e9),  # SXM5
+    "h200": Gpu(989e12, 4.8e12, 141e9, 450e9),  # SXM
+    "b200": Gpu(2250e12, 8.0e12, 180e9, 900e9),  # HGX
+    "l4": Gpu(121e12, 0.3e12, 24e9, 32e9),  # PCIe 4.0 x16
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A dense transformer in bf16."""
+
+    parameters: float
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_model_len: int  # tokens
+
+    @property
+    def weight_bytes(self) -> float:
+        return 2 * self.parameters
+
+    @property
+    def token_bytes(self) -> int:
+        """Of keys and values, all layers."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+MODELS = {  # the configurations of Llama 3.1
+    "8b": Model(8.03e9, 32, 32, 8, 128, 131_072),
+    "70b": Model(70.6e9, 80, 64, 8, 128, 131_072),
+}
+
+# Assumptions, not measurements: about what well-tuned servers reach of the published peaks.
+_BANDWIDTH_SHARE = 0.8
+_GEMM_SHARE = 0.6
+_ATTENTION_SHARE = 0.4
+_LAUNCH_S = 1e-3  # of a step beside its kernels
+_ALL_REDUCE_S = 10e-6  # each, beside its bytes
+_SAMPLE_S = 5e-6  # per stream
+_KEPT_FREE = 0.1  # of the memory, for activations and graphs
+_NETWORK = 25e9  # bytes per second at which a GPU's KV pages travel: 200 Gbit/s of RDMA
+
+_PAGE_SIZE = 16
+_MAX_NUM_SEQS = 256
+_MAX_NUM_BATCHED_TOKENS = 8192
+
+
+def preset(name: str) -> SchedulingProfile:
+    """The estimated profile of a replica, e.g. `h100-8b` or `a100-70b-tp4`. Without `-tpN` it has as few GPUs, a power
+    of two, as leave a third of their memory to KV pages.
+
+    Raises:
+        ValueError: there is no such GPU or model, or it does not fit.
+    """
+    gpu_name, _, rest = name.partition("-")
+    model_name, _, tp_text = rest.partition("-tp")
+    if gpu_name not in GPUS or model_name not in MODELS or (tp_text and tp_text not in ("1", "2", "4", "8")):
+        raise ValueError(
+            f"profile: {name!r} is neither a file nor GPU-MODEL[-tpN] with a GPU of {', '.join(GPUS)}, a model of "
+            f"{', '.join(MODELS)} and N of 1, 2, 4, 8"
+        )
+    gpu, model = GPUS[gpu_name], MODELS[model_name]
+    sizes = [int(tp_text)] if tp_text else [1, 2, 4, 8]
+    wanted = _KEPT_FREE if tp_text else _KEPT_FREE + 1 / 3
+    tp = next((tp for tp in sizes if tp * gpu.memory * (1 - wanted) >= model.weight_bytes), None)
+    if tp is None:
+        raise ValueError(
+            f"profile: {name}: weights of {model.weight_bytes / 1e9:.0f} GB do not fit {sizes[-1]} x "
+            f"{gpu.memory / 1e9:.0f} GB; give it more GPUs with -tpN"
+        )
+    return SchedulingProfile(
+        max_model_len=min(model.max_model_len, _kv_tokens(gpu, model, tp)),
+        vocab_size=128_256,
+        page_size=_PAGE_SIZE,
+        num_pages=_kv_tokens(gpu, model, tp) // _PAGE_SIZE,
+        max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
+        max_num_seqs=_MAX_NUM_SEQS,
+        slo_classes=DEFAULT_CLASSES,
+        compatibility=model_name,
+        page_bytes=model.token_bytes * _PAGE_SIZE,
+        bytes_per_second=_NETWORK * tp,
+        cost=_cost(gpu, model, tp),
+    )
+
+
+def _kv_tokens(gpu: Gpu, model: Model, tp: int) -> int:
+    tokens = int((tp * gpu.memory * (1 - _KEPT_FREE) - model.weight_bytes) / model.token_bytes)
+    return tokens - tokens % _PAGE_SIZE
+
+
+def _cost(gpu: Gpu, model: Model, tp: int) -> StepCost:
+    bandwidth, flops = tp * gpu.bandwidth * _BANDWIDTH_SHARE, tp * gpu.flops
+    reduced = 2 * model.layers * 2 * (tp - 1) / tp * 2 * model.heads * model.head_dim  # bytes over each GPU's link
+    per_token = 2 * model.parameters / (flops * _GEMM_SHARE) + reduced / (gpu.link * _BANDWIDTH_SHARE)
+    return StepCost(
+        base=model.weight_bytes / bandwidth + _LAUNCH_S + (2 * model.layers * _ALL_REDUCE_S if tp > 1 else 0),
+        per_prefill_token=per_token,
+        per_attended=4 * model.layers * model.heads * model.head_dim / (flops * _ATTENTION_SHARE),
+        per_decode=per_token + _SAMPLE_S,
+        per_context=model.token_bytes / bandwidth,
+    )

@@ -1,0 +1,188 @@
+"""One simulated replica: the real scheduler and pages, and a clock where the model would be.
+
+It goes round as `EngineLoop` does: what was posted, then a step, then its transfers. While nobody comes or goes, steps
+that are alike are taken in at once (`Scheduler.advance`), which changes nothing but the time it takes to simulate.
+"""
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from crossdock.cluster.simulate.clock import Clock
+from crossdock.cluster.simulate.fleet import SimulatedPool
+from crossdock.workers.live import Publisher
+from crossdock.workers.pages import PagePool
+from crossdock.workers.request import Request, TokenDelta
+from crossdock.workers.scheduler import Batch, Sampled, Scheduler
+
+TOKEN = 2**32 - 1  # what every simulated model says
+_SAMPLED = Sampled(TOKEN)
+
+Action: TypeAlias = Callable[[float], None]
+"""Something done at a time."""
+
+
+class Observer(Protocol):
+    """Who is told what a replica did."""
+
+    def streamed(self, requests: Sequence[Request], times: Sequence[float]) -> None:
+        """Each of the requests made a token at each of the times."""
+
+    def stepped(self, replica: "Replica", batch: Batch, deltas: Sequence[TokenDelta], now: float) -> None:
+        """A step has ended."""
+
+    def granted(self, replica: "Replica", request: Request, now: float) -> None:
+        """There are pages for what another replica computes."""
+
+    def published(self, replica: "Replica", now: float) -> None:
+        """It is time for the routers to hear of it."""
+
+
+@dataclass(slots=True)
+class Noise:
+    """By which factor each step's seconds differ from what was predicted: log-normal, 1 on average."""
+
+    spread: float
+    seed: tuple[int, int]  # of the simulation, and the replica's number
+    _block: int = -1
+    _factors: list[float] = field(default_factory=list)
+
+    def factor(self, step: int) -> float:
+        """Of the step of that number, whenever it is asked for."""
+        if not self.spread:
+            return 1.0
+        block, place = divmod(step, 1024)
+        if block != self._block:
+            rng = np.random.default_rng([*self.seed, block])
+            self._block, self._factors = block, rng.lognormal(-(self.spread**2) / 2, self.spread, 1024).tolist()
+        return self._factors[place]
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """`post` is the only way in."""
+
+    name: str
+    pool: SimulatedPool
+    clock: Clock
+    observer: Observer
+    noise: Noise
+    at_once: bool = True  # False: one step after the other, to compare with
+    since: float = 0.0  # when it came up
+    until: float | None = None  # when it died
+    busy_s: float = 0.0
+    num_steps: int = 0
+    num_prefilled: int = 0  # prompt tokens computed
+    num_decoded: int = 0
+    step_s: float = 0.0  # of the last step
+    scheduler: Scheduler = field(init=False)
+    publisher: Publisher = field(init=False)
+    _inbox: deque[Action] = field(default_factory=deque)
+    _is_between: bool = False  # two steps
+    _batch: Batch | None = None  # of the running step
+    _ends: list[float] = field(default_factory=list)  # of the running step and those after it that are alike
+    _started: float = 0.0  # when the running step did
+    _version: int = 0  # of the plan that is in the clock
+
+    def __post_init__(self) -> None:
+        profile = self.pool.profile
+        pages = PagePool(profile.num_pages, profile.page_size, self.pool.enable_prefix_caching)
+        self.scheduler = Scheduler(self.pool.engine, pages, profile.max_model_len, cost=profile.cost)
+        self.publisher = Publisher(self.scheduler, self.name)
+
+    def post(self, action: Action, now: float) -> None:
+        """Does `action` between two steps."""
+        if self.until is not None:
+            return
+        self._inbox.append(action)
+        if self._batch is not None:
+            if len(self._ends) > 1:  # a stretch ends with the step that runs now
+                self._pass(bisect_right(self._ends, now))
+                self._plan(self._ends[:1])
+        elif not self._is_between:
+            self._go_round(now)
+
+    def die(self, now: float) -> None:
+        """Nothing follows, not even the end of the running step."""
+        if self._batch is not None:
+            self._pass(bisect_right(self._ends, now))
+            self.busy_s += now - self._started
+        self.until = now
+
+    def _go_round(self, now: float) -> None:
+        self._is_between = True
+        while True:
+            while self._inbox:
+                self._inbox.popleft()(now)
+            batch = self.scheduler.schedule(now) if self.scheduler.has_work else None
+            if not batch:
+                self._after(now)
+            if batch or not self._inbox:
+                break
+        self._is_between = False
+        if batch:
+            self._begin(batch, now)
+
+    def _begin(self, batch: Batch, now: float) -> None:
+        self._batch = batch
+        cost, step = self.pool.profile.cost, self.num_steps
+        ends = [now + cost.seconds(batch.work) * self.noise.factor(step)]
+        more = self.scheduler.steady_steps(batch) - 1 if self.at_once else 0
+        if more:
+            num_streams = len(batch.scheduled)
+            context = sum(part.start for part in batch.scheduled)
+            while more and not self.publisher.is_due(ends[-1]):
+                more, step, context = more - 1, step + 1, context + num_streams
+                seconds = (cost.base + cost.decode_seconds(num_streams, context)) * self.noise.factor(step)
+                ends.append(ends[-1] + seconds)
+        self._started = now
+        self._plan(ends)
+
+    def _plan(self, ends: list[float]) -> None:
+        self._ends = ends
+        self._version += 1
+        self.clock.at(ends[-1], partial(self._end, self._version), is_step=True)
+
+    def _pass(self, done: int) -> None:
+        """So many of the steps are over, and the next one runs."""
+        if not done:
+            return
+        assert self._batch is not None
+        ends, self._ends = self._ends[:done], self._ends[done:]
+        for end in ends:  # one by one, as if they had been taken one by one: floats
+            self.busy_s += end - self._started
+            self._started = end
+        requests = [part.request for part in self._batch.scheduled]
+        self.observer.streamed(requests, ends)
+        self.num_steps += done
+        self.num_decoded += done * len(requests)
+        tokens = dict.fromkeys([it.id for it in requests], [TOKEN] * done)
+        self._batch = self.scheduler.advance(self._batch, tokens, ends)
+
+    def _end(self, version: int, now: float) -> None:
+        if version != self._version or self.until is not None:
+            return
+        self._pass(len(self._ends) - 1)
+        batch, self._batch, self._is_between = self._batch, None, True
+        assert batch is not None
+        self.step_s = now - self._started
+        self.busy_s += self.step_s
+        self.num_steps += 1
+        self.num_decoded += batch.num_decodes
+        self.num_prefilled += sum(part.num_tokens for part in batch.scheduled[batch.num_decodes :])
+        sampled = dict.fromkeys([part.request.id for part in batch.scheduled if part.samples], _SAMPLED)
+        deltas = self.scheduler.update(batch, sampled, now)
+        self.observer.stepped(self, batch, deltas, now)
+        self._after(now)
+        self._go_round(now)
+
+    def _after(self, now: float) -> None:
+        for request in self.scheduler.grant(now):
+            self.observer.granted(self, request, now)
+        if self.publisher.is_due(now):
+            self.observer.published(self, now)

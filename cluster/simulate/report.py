@@ -1,0 +1,150 @@
+"""Shows what came of a simulation: a table for the eye, JSON for programs, a plot."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from rich.markup import escape
+from rich.table import Table
+
+from crossdock.cluster.bench import metrics
+from crossdock.cluster.bench.metrics import Sample, Targets
+from crossdock.cluster.bench.report import add_classes
+from crossdock.cluster.simulate.replica import Replica
+from crossdock.cluster.simulate.simulation import Outcome
+from crossdock.cluster.simulate.study import Estimate, Score
+
+
+def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
+    """All of it, ready for JSON. The same simulation gives the same figures."""
+    errors = [abs(it.predicted_ttft - it.ttft) / it.ttft for it in outcome.placed if it.ttft > 0]
+    found: dict[str, Any] = {
+        "seed": outcome.seed,
+        "router": outcome.fleet.router.model_dump(),
+        "requests": len(outcome.samples),
+        "duration_s": outcome.duration,
+        **metrics.by_class(outcome.samples, outcome.duration, targets),
+        "pools": {pool.name: _pool(outcome, pool.name) for pool in outcome.fleet.pools},
+        "placements": dict(sorted(Counter(it.reason for it in outcome.placed).items())),
+        "cost": _cost(outcome),
+    }
+    if errors:
+        found["ttft_prediction_error"] = {f"p{q}": float(np.percentile(errors, q)) for q in (50, 90)}
+    return found
+
+
+def _pool(outcome: Outcome, name: str) -> dict[str, Any]:
+    its = [replica for replica in outcome.replicas if replica.pool.name == name]
+    busy = [_utilisation(replica, outcome.duration) for replica in its]
+    seconds = max(outcome.duration, 1e-9)
+    return {
+        "role": its[0].pool.role if its else None,
+        "replicas": {replica.name: share for replica, share in zip(its, busy, strict=True)},
+        "utilisation": float(np.mean(busy)) if busy else 0.0,
+        "steps": sum(replica.num_steps for replica in its),
+        "prefill_tokens_per_s": sum(replica.num_prefilled for replica in its) / seconds,
+        "decode_tokens_per_s": sum(replica.num_decoded for replica in its) / seconds,
+        "preemptions": sum(replica.scheduler.num_preemptions for replica in its),
+    }
+
+
+def _utilisation(replica: Replica, duration: float) -> float:
+    """The share of its life in which it computed."""
+    return replica.busy_s / max(_alive_s(replica, duration), 1e-9)
+
+
+def _alive_s(replica: Replica, duration: float) -> float:
+    return (duration if replica.until is None else min(replica.until, duration)) - min(replica.since, duration)
+
+
+def _cost(outcome: Outcome) -> dict[str, float] | None:
+    """None where no pool has a price."""
+    total = sum(it.pool.price * _alive_s(it, outcome.duration) / 3600 for it in outcome.replicas)
+    if not total:
+        return None
+    ok = [sample for sample in outcome.samples if sample.ok]
+    output = sum(sample.output_tokens for sample in ok)
+    tokens = output + sum(sample.prompt_tokens for sample in ok)
+    return {
+        "total": total,
+        "per_million_output_tokens": total / max(output, 1) * 1e6,
+        "per_million_tokens": total / max(tokens, 1) * 1e6,
+    }
+
+
+def table(found: dict[str, Any], wall_s: float) -> Table:
+    """A two-column table; times in milliseconds."""
+    replicas = sum(len(pool["replicas"]) for pool in found["pools"].values())
+    router = found["router"]["policy"]
+    title = f"{found['requests']:,} requests on {replicas:,} replicas, placed by {router}"
+    out = Table(title=title, show_header=False, title_justify="left")
+    out.add_column(style="bold")
+    out.add_column(justify="right")
+    out.add_row("simulated", f"{found['duration_s']:.1f} s in {wall_s:.1f} s")
+    add_classes(out, found)
+    out.add_section()
+    for name, pool in found["pools"].items():
+        if not pool["replicas"]:
+            continue
+        shares = pool["replicas"].values()
+        out.add_row(
+            f"{escape(name)}: {len(shares)} x busy (least to most)",
+            f"{pool['utilisation']:.0%} ({min(shares):.0%} to {max(shares):.0%})",
+        )
+        rates = f"{pool['prefill_tokens_per_s']:.0f} / {pool['decode_tokens_per_s']:.0f} tok/s"
+        out.add_row("  prompts / outputs", rates)
+        if pool["preemptions"]:
+            out.add_row("  preemptions", str(pool["preemptions"]), style="yellow")
+    out.add_row("placed", ", ".join(f"{escape(reason)} {count}" for reason, count in found["placements"].items()))
+    if "ttft_prediction_error" in found:
+        error = found["ttft_prediction_error"]
+        out.add_row("TTFT prediction error p50 / p90", f"{error['p50']:.0%} / {error['p90']:.0%}")
+    if found["cost"] is not None:
+        cost = found["cost"]
+        out.add_section()
+        out.add_row("cost of a million output tokens", f"{cost['per_million_output_tokens']:.3f}")
+        out.add_row("cost of a million tokens, prompts too", f"{cost['per_million_tokens']:.3f}")
+    return out
+
+
+def comparison(found: Mapping[str, Sequence[Score]], num_seeds: int) -> Table:
+    """One row for each of what was compared, the best first by goodput."""
+    seeds = f"{num_seeds} seeds, 95 % confidence" if num_seeds > 1 else "one seed"
+    out = Table(title=f"Share of requests that kept their promises ({seeds})", title_justify="left")
+    for name in ("", "good, %", "weighted, %", "refused, %", "urgent TTFT p99, ms", "urgent TPOT p99, ms"):
+        out.add_column(name, justify="right" if name else "left", style=None if name else "bold")
+    for name, its in sorted(found.items(), key=lambda item: -fmean(score.good for score in item[1])):
+        out.add_row(
+            escape(name) or "as given",
+            *(str(Estimate.of([getattr(it, field) * 100 for it in its])) for field in ("good", "weighted", "refused")),
+            *(str(Estimate.of([getattr(it, field) for it in its])) for field in ("ttft_p99", "tpot_p99")),
+        )
+    return out
+
+
+def plot(samples: Sequence[Sample], path: Path) -> None:
+    """Above, each request's time to first token at its arrival; below, the share of requests that waited longer."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (timeline, tail) = plt.subplots(2, 1, figsize=(10, 7), layout="constrained")
+    for name in sorted({sample.service_tier or "" for sample in samples}):
+        its = [sample for sample in samples if sample.ok and sample.service_tier == name]
+        if not its:
+            continue
+        ttft = np.array([sample.ttft for sample in its]) * 1000
+        timeline.plot([sample.sent for sample in its], ttft, ".", markersize=2, alpha=0.5, label=name)
+        tail.plot(np.sort(ttft), 1 - np.arange(ttft.size) / ttft.size, label=name)
+    refused = [sample.sent for sample in samples if sample.refused]
+    if refused:
+        timeline.plot(refused, np.full(len(refused), 1.0), "x", color="tab:red", markersize=3, label="refused")
+    timeline.set(xlabel="arrival, seconds", ylabel="time to first token, ms", yscale="log")
+    tail.set(xlabel="time to first token, ms", ylabel="share that waited longer", xscale="log", yscale="log")
+    timeline.legend(frameon=False, markerscale=4)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

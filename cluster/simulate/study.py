@@ -1,0 +1,106 @@
+"""Several simulations side by side: policies over seeds, with confidence intervals; and pools of every ratio."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import fmean, stdev
+
+from crossdock.cluster.bench.metrics import Targets, by_class
+from crossdock.cluster.bench.workloads import Job
+from crossdock.cluster.simulate.fleet import SimulatedFleet, SimulatedPool
+from crossdock.cluster.simulate.simulation import Outcome, Simulation
+
+# Student's t at 97.5 %, by degrees of freedom from 1 on.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over seeds, and half of its 95 % confidence interval (Student's t); None with one seed."""
+
+    mean: float
+    margin: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Estimate":
+        if len(values) < 2:
+            return cls(fmean(values), None)
+        t = _T[min(len(values) - 1, len(_T)) - 1]  # beyond the table a little too wide
+        return cls(fmean(values), t * stdev(values) / sqrt(len(values)))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4g}" + ("" if self.margin is None else f" ± {self.margin:.2g}")
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a run is judged by."""
+
+    good: float  # share of requests that kept their promises
+    weighted: float  # the same, each request by the weight of its class
+    refused: float  # share
+    ttft_p99: float  # ms, of the most urgent class that was asked for
+    tpot_p99: float
+
+    @classmethod
+    def of(cls, outcome: Outcome, targets: Targets) -> "Score":
+        found = by_class(outcome.samples, outcome.duration, targets)
+        classes = found["classes"]
+        weights = {slo.name: slo.weight for slo in outcome.fleet.classes}
+        counts = {name: _answered(its) * weights.get(name, 1.0) for name, its in classes.items()}
+        good = sum(classes[name]["goodput"]["share"] * count for name, count in counts.items() if name in targets)
+        urgent = next(slo.name for slo in outcome.fleet.classes if slo.name in classes)
+        return cls(
+            good=found["goodput"]["share"],
+            weighted=good / max(sum(counts.values()), 1e-9),
+            refused=sum(its["requests_refused"] for its in classes.values()) / max(len(outcome.samples), 1),
+            ttft_p99=classes[urgent]["ttft_ms"].get("p99", float("inf")),
+            tpot_p99=classes[urgent]["tpot_ms"].get("p99", float("inf")),
+        )
+
+
+def _answered(its: dict[str, int]) -> int:
+    return its["requests_ok"] + its["requests_refused"] + its["requests_failed"]
+
+
+def scores(
+    fleets: Iterable[tuple[str, SimulatedFleet]],
+    seeds: Sequence[int],
+    jobs: Callable[[int], Iterable[Job]],
+    targets: Targets,
+    on_done: Callable[[str, int, Score], None] = lambda *_: None,
+) -> dict[str, list[Score]]:
+    """Each fleet on the same jobs, those of each seed."""
+    found: dict[str, list[Score]] = {}
+    for name, fleet in fleets:
+        for seed in seeds:
+            score = Score.of(Simulation(fleet, seed).run(jobs(seed)), targets)
+            found.setdefault(name, []).append(score)
+            on_done(name, seed, score)
+    return found
+
+
+def policies(fleet: SimulatedFleet, names: Sequence[str]) -> Iterator[tuple[str, SimulatedFleet]]:
+    """The fleet under each of these policies."""
+    for name in names:
+        router = type(fleet.router).model_validate({**fleet.router.model_dump(), "policy": name})
+        yield name, fleet.model_copy(update={"router": router})
+
+
+def ratios(fleet: SimulatedFleet, most: int = 16) -> Iterator[tuple[str, SimulatedFleet]]:
+    """As many replicas as the fleet has, of the kind of its first pool: all mixed, and split between prefill and decode
+    in up to `most` ways."""
+    total = sum(pool.replicas for pool in fleet.pools)
+    if total < 2:
+        raise ValueError(f"sweep: there is nothing to split in {total} replicas")
+    kind = fleet.pools[0]
+    yield f"mixed {total}", fleet.model_copy(update={"pools": (_pool(kind, "mixed", total),)})
+    splits = sorted({max(1, min(total - 1, round(total * (n + 1) / (most + 1)))) for n in range(most)})
+    for prefill in splits if total > most else range(1, total):
+        pools = (_pool(kind, "prefill", prefill), _pool(kind, "decode", total - prefill))
+        yield f"prefill {prefill} : decode {total - prefill}", fleet.model_copy(update={"pools": pools})
+
+
+def _pool(kind: SimulatedPool, role: str, replicas: int) -> SimulatedPool:
+    profile = kind.profile.model_copy(update={"role": role})
+    return kind.model_copy(update={"name": role, "role": role, "replicas": replicas, "profile": profile})
