@@ -406,13 +406,13 @@ def test_a_step_that_raises_ends_its_requests_and_not_the_replica(caplog: pytest
         client, dispatcher = InProcess(), Dispatcher("tiny")
         dispatcher.join("one", client, client.profile)
         await ready(dispatcher)
-        execute = type(client.loop.engine._runner).execute
+        finish = type(client.loop.engine._runner).finish
         try:
-            type(client.loop.engine._runner).execute = _fail  # type: ignore[method-assign, assignment]
+            type(client.loop.engine._runner).finish = _fail  # type: ignore[method-assign, assignment]
             with pytest.raises(RuntimeError, match="broken on purpose"):
                 await tokens(dispatcher, "bad")
         finally:
-            type(client.loop.engine._runner).execute = execute  # type: ignore[method-assign]
+            type(client.loop.engine._runner).finish = finish  # type: ignore[method-assign]
         assert await client.owned_pages() == 0
         assert len(await tokens(dispatcher, "good")) == 20
         await client.loop.close()

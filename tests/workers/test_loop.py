@@ -227,20 +227,20 @@ def test_a_cancel_after_seven_chunks_frees_all_and_counts_it(monkeypatch: pytest
 
     async def story(it: Driven) -> None:
         engine = it.loop.engine
-        execute = type(engine._runner).execute
+        finish = type(engine._runner).finish
         computed = asyncio.Event()
         loop = asyncio.get_running_loop()
         num_steps = 0
 
-        def counted(runner: Any, batch: Any) -> Any:
+        def counted(runner: Any, step: Any) -> Any:
             nonlocal num_steps
             num_steps += 1
             if num_steps == 7:  # the abort comes while the seventh chunk is computed, and is done before the eighth
                 it.loop._post(lambda: it.loop._abort(["a"]))
                 it.loop._post(lambda: loop.call_soon_threadsafe(computed.set))
-            return execute(runner, batch)
+            return finish(runner, step)
 
-        monkeypatch.setattr(type(engine._runner), "execute", counted)
+        monkeypatch.setattr(type(engine._runner), "finish", counted)
         layout = engine.model.layout(engine.config.page_size)
         await it.submit("a", 240)
         await computed.wait()
@@ -302,7 +302,7 @@ def test_a_failed_step_ends_the_timelines_too(monkeypatch: pytest.MonkeyPatch) -
         def fail(*_: object) -> None:
             raise RuntimeError("broken on purpose")
 
-        monkeypatch.setattr(type(it.loop.engine._runner), "execute", fail)
+        monkeypatch.setattr(type(it.loop.engine._runner), "finish", fail)
         await it.run("a", 40)
         assert it.of("a")["finish_reason"] == "error"
         assert it.metric("crossdock_requests_total", finish_reason="error") == 1

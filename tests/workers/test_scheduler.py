@@ -532,7 +532,7 @@ def test_steps_taken_in_at_once_are_as_steps_in_turn(
             stretch = [sim.now + COST.seconds(batch.work)]
             work = batch.work
             while len(stretch) < steps and not (coming and coming[-1][0] <= stretch[-1]):
-                work = replace(work, decode_context=work.decode_context + work.decodes)
+                work = replace(work, context=work.context + work.decodes)
                 stretch.append(stretch[-1] + COST.seconds(work))
             tokens = {part.request.id: [9] * (len(stretch) - 1) for part in batch.scheduled}
             batch = sim.it.advance(batch, tokens, stretch[:-1])
