@@ -409,6 +409,11 @@ def _prepare_model(config: "ClusterConfig", console: Console) -> None:
 
     with console.status(f"Preparing {escape(config.model.name)}: the first time it is fetched or converted …"):
         path = resolve_model(config.model.path)
+        for pool in config.pools:
+            if pool.num_ranks > 1:
+                from crossdock.workers.weights import check_division
+
+                check_division(path, pool.tensor_parallel_size, pool.pipeline_parallel_size)
     console.print(f"[dim]Model: {escape(str(path))}[/dim]")
 
 

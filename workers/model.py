@@ -193,7 +193,7 @@ def load_model(
     _refuse_by_config(config)
     dtype = dtype or _default_dtype(config, device)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _IMPLEMENTATION}
-    part = Part(Place())
+    part = None
     if kv_bytes is not None:
         place, num_sharing = (links.place, links.ranks_on_this_host()) if links is not None else (Place(), 1)
         check_fits(config, place, dtype, kv_bytes, device, num_sharing)

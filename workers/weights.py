@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, rename_source_key
 
@@ -55,6 +55,13 @@ def measure_part(config: PretrainedConfig, place: Place, dtype: torch.dtype) -> 
         cut(module, place, None)
     tied = set(getattr(module, "all_tied_weights_keys", ()))
     return sum(value.nbytes for name, value in module.state_dict().items() if name not in tied)
+
+
+def check_division(path: Path, tensor_size: int, num_stages: int) -> None:
+    """Raises CannotCut, with the reason, if the model in a Hugging Face directory cannot be divided among so many."""
+    config = AutoConfig.from_pretrained(path)
+    for rank in range(tensor_size * num_stages):
+        measure_part(config, Place(rank, tensor_size, num_stages), torch.float32)
 
 
 class _Slice:

@@ -87,6 +87,20 @@ def test_sglangs_chunk_size_is_the_budget_or_no_chunks(args: list[str], budget: 
     assert (engine.max_num_batched_tokens, engine.enable_chunked_prefill) == (budget, chunked)
 
 
+def test_ranks_of_pools(tmp_path: Path) -> None:
+    def ranks(*args: str) -> list[tuple[str, int, int, int]]:
+        pools = printed_config(*args).pools
+        return [(it.name, it.replicas, it.tensor_parallel_size, it.pipeline_parallel_size) for it in pools]
+
+    assert ranks("--tp", "2", "--pp", "3") == [("mixed", 1, 2, 3)]
+    assert ranks("--pools", "prefill=2xtp1,decode=1xtp2") == [("prefill", 2, 1, 1), ("decode", 1, 2, 1)]
+    assert ranks("--pools", "a=1xpp2xtp4,b") == [("a", 1, 4, 2), ("b", 1, 1, 1)]
+    file = tmp_path / "cluster.yaml"
+    file.write_text("pools: [{name: a, tensor_parallel_size: 4}, {name: b, pipeline_parallel_size: 2}]\n")
+    assert ranks("-c", str(file)) == [("a", 1, 4, 1), ("b", 1, 1, 2)]
+    assert ranks("-c", str(file), "--tensor-parallel-size", "2") == [("a", 1, 2, 1), ("b", 1, 2, 2)]
+
+
 def test_flags_win_over_the_file_and_set_over_flags(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("engine: {max_num_seqs: 4, page_size: 32}\nhttp: {port: 1}\n")
@@ -118,6 +132,8 @@ def test_api_keys_come_from_the_environment_and_are_not_printed(monkeypatch: pyt
         (["--set", "engine"], "--set: 'engine' is not of the form KEY=VALUE"),
         (["--set", "engine.page_size=[1"], "--set: the value of engine.page_size is not YAML"),
         (["--pools", "big=x"], "--pools: 'big=x' is not of the form big=1,small=2"),
+        (["--pools", "big=1x2"], "--pools: 'big=1x2' is not of the form big=1,small=2 or prefill=2xtp1,decode=1xtp2"),
+        (["--tp", "0"], "pools.0.tensor_parallel_size: must be greater than or equal to 1, not 0"),
         (["--config", "absent.yaml"], "absent.yaml: cannot be read: No such file or directory"),
     ],
 )

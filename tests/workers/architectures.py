@@ -47,7 +47,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {**_SLIDING, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "gemma3_text": {**_SLIDING, "query_pre_attn_scalar": 12},
-    "gemma4_text": {**_SLIDING},
+    "gemma4_text": {**_SLIDING, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16},
     "phi3": {"sliding_window": WINDOW},
     "phi": {"partial_rotary_factor": 0.5},
     "gpt_neox": {},

@@ -1,16 +1,26 @@
 """A replica of several ranks gives the tokens of one rank, and ends as a whole when a rank ends."""
 
+import multiprocessing
+import os
+import queue
+import signal
+import socket
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from crossdock.workers.engine import Engine, EngineConfig
+from crossdock.workers.docks import RankDock
+from crossdock.workers.engine import Engine, EngineConfig, warm_up
+from crossdock.workers.gang import Channel, Gang, follow
 from crossdock.workers.model import wrap_module
 from crossdock.workers.request import SamplingParams, Submission
 
 from .architectures import SERVED, build
-from .gangs import SETTINGS, ganged
+from .gangs import SETTINGS, ganged, spec_of
 from .ranks import Ranks, saved
 from .test_engine import run, tokens_of
 from .test_parallel import DIVISIONS
@@ -41,3 +51,141 @@ def test_tokens_equal_those_of_one_rank(ranks: Ranks, tmp_path: Path, name: str)
     for tensor_size, num_stages in DIVISIONS:
         with ganged(ranks, path, tensor_size, num_stages) as engine:
             assert tokens(engine, works()) == expected
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_several_steps_are_in_flight(ranks: Ranks, tmp_path: Path, num_stages: int) -> None:
+    """As many as there are stages: chunks of one prompt after another, streams dealt among them, no request twice where
+    its next token is not known; and all ends well for what is aborted on the way."""
+    path = saved(build("llama", {}), tmp_path)
+    with ganged(ranks, path, 1, num_stages) as engine:
+        long = Submission("long", [5 + at % 80 for at in range(220)], SamplingParams(max_tokens=4, temperature=0.0))
+        engine.add(long)
+        engine.step()
+        flights = list(engine._flights)
+        assert [part.start for flight in flights for part in flight.batch.scheduled] == [80, 160][: num_stages - 1]
+        run(engine)
+        for submission in works(8, num_tokens=30):
+            engine.add(submission)
+        busiest = 0
+        while engine.has_work:
+            engine.step()
+            ids = [part.request.id for flight in engine._flights for part in flight.batch.scheduled if part.samples]
+            assert len(ids) == len(set(ids))
+            busiest = max(busiest, len(engine._flights))
+            if "3" in ids:
+                engine.land()
+                engine.abort("3")
+        assert busiest == num_stages - 1  # after a step the oldest has ended
+        assert engine.pages.counts().owned == 0
+
+
+def test_warm_up_measures_the_gang(ranks: Ranks, tmp_path: Path) -> None:
+    with ganged(ranks, saved(build("llama", {}), tmp_path), 2, 2) as engine:
+        profile = warm_up(engine)
+        assert (profile.tensor_parallel_size, profile.pipeline_parallel_size) == (2, 2)
+        assert profile.cost.base > 0
+        expected = tokens(engine, works())
+        assert engine.cost_fit is not None
+        assert tokens(engine, works()) == expected
+
+
+# -- the end of a rank is the end of all ------------------------------------------------------------------------------
+
+
+class Victim:
+    """A gang of two whose follower may be done harm: it has a process of its own."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.spec = spec_of(path, 2, 1, **options)
+        self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.gang = Gang(self.spec, "127.0.0.1", self.lost.put)
+        context = multiprocessing.get_context("spawn")
+        self.process = context.Process(target=follow, args=(self.spec, 1, self.gang.address, RankDock), daemon=True)
+        self.process.start()
+
+    def engine(self) -> Engine:
+        return Engine(self.gang.load(), EngineConfig(**SETTINGS), gang=self.gang)
+
+    def close(self) -> None:
+        self.gang.close()
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return saved(build("llama", {}), tmp_path)
+
+
+@pytest.fixture
+def victim(path: Path) -> Iterator[Victim]:
+    it = Victim(path, deadline_s=3.0)
+    yield it
+    it.close()
+
+
+def harm(victim: Victim, signal_: signal.Signals) -> float:
+    """Seconds from the signal, under load, to the driver's knowing."""
+    assert victim.process.pid is not None
+    engine = victim.engine()
+    for submission in works(8, num_tokens=80):
+        engine.add(submission)
+    for _ in range(5):
+        engine.step()
+    os.kill(victim.process.pid, signal_)
+    since = time.monotonic()
+    with pytest.raises(RuntimeError) as failure:
+        for _ in iter(engine.step, None):
+            pass
+    victim.gang.fail(failure.value)
+    return time.monotonic() - since
+
+
+def test_a_killed_rank_is_noticed_at_once(victim: Victim) -> None:
+    harm(victim, signal.SIGKILL)
+    assert "its process has ended" in victim.lost.get(timeout=5)
+    assert victim.lost.empty(), "told once"
+
+
+def test_a_hung_rank_is_noticed_at_the_deadline(victim: Victim) -> None:
+    assert harm(victim, signal.SIGSTOP) > 2
+    assert "rank 0 " in victim.lost.get(timeout=5)  # who waited for it
+
+
+def test_a_follower_ends_with_its_driver(path: Path) -> None:
+    """Whatever it is doing: no process is left behind."""
+    victim = Victim(path)
+    victim.engine()
+    for follower in victim.gang._followers.values():
+        follower.channel.close()  # as the death of the driver's process does
+    victim.process.join(10)
+    assert victim.process.exitcode == 1
+    victim.close()
+
+
+def test_a_rank_that_cannot_start_says_why(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the driver's words: the rank's own."""
+    victim = Victim(path, max_model_len=100_000)  # of 256 positions
+    with pytest.raises(Exception, match="max_model_len"):
+        victim.gang.load()
+    assert "max_model_len (100000) is more than the model's own 256" in victim.lost.get(timeout=20)
+    victim.close()
+
+
+def test_a_stranger_is_not_let_in(path: Path) -> None:
+    victim = Victim(path)
+    with socket.create_connection((victim.gang.address.host, victim.gang.address.port)) as stranger:
+        channel = Channel(stranger)
+        channel.send("hello", b"guess", 1)
+        with pytest.raises(EOFError):
+            channel.receive()
+    victim.engine()
+    victim.close()
+
+
+def test_no_rank_comes_is_said_after_the_start_s(path: Path) -> None:
+    gang = Gang(spec_of(path, 2, 1, start_s=1.0), "127.0.0.1", lambda _: None)
+    with pytest.raises(Exception, match=r"[Tt]imeout|[Tt]imed out"):
+        gang.load()
+    gang.close()

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, ParamSpec
 
 import msgpack
@@ -22,6 +23,9 @@ from crossdock.workers.loop import Channel, EngineLoop
 from crossdock.workers.model import wrap_module
 from crossdock.workers.request import FinishReason, Leg, SamplingParams, Submission, TokenDelta
 from tests.workers.architectures import build
+from tests.workers.gangs import ganged
+from tests.workers.ranks import Ranks, saved
+from tests.workers.test_parallel import DIVISIONS
 
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
 TRANSPORTS = [
@@ -42,12 +46,19 @@ def story(test: Callable[Test, Coroutine[Any, Any, None]]) -> Callable[Test, Non
 
 
 class Side:
-    """One replica without its process: engine, loop, dock."""
+    """One replica without its process: engine, loop, docks."""
 
-    def __init__(self, transport: str, model: str = "tiny", deadline_s: float = 5.0, **config: object) -> None:
+    def __init__(
+        self,
+        transport: str,
+        model: str = "tiny",
+        deadline_s: float = 5.0,
+        engine: Engine | None = None,
+        **config: object,
+    ) -> None:
         torch.manual_seed(0)
         settings = {"max_num_batched_tokens": 80, "max_num_seqs": 8, "kv_cache_memory": ByteSize(4 << 20)} | config
-        self.engine = Engine(wrap_module(build("llama", {})), EngineConfig(**settings))  # type: ignore[arg-type]
+        self.engine = engine or Engine(wrap_module(build("llama", {})), EngineConfig(**settings))  # type: ignore[arg-type]
         self.ended: list[tuple[str, bool, Figures, str]] = []
         transfer = TransferConfig(transport=transport, deadline_s=deadline_s, grace_s=0.1)  # type: ignore[arg-type]
 
@@ -107,9 +118,15 @@ class Side:
 
 @asynccontextmanager
 async def pair(transport: str, **config: object) -> AsyncIterator[tuple[Side, Side]]:
-    sides = Side(transport, **config), Side(transport, **config)  # type: ignore[arg-type]
-    try:
+    async with closed(Side(transport, **config), Side(transport, **config)) as sides:  # type: ignore[arg-type]
         yield sides
+
+
+@asynccontextmanager
+async def closed(*sides: Side) -> AsyncIterator[tuple[Side, Side]]:
+    """Both in order, clean in the end."""
+    try:
+        yield sides[0], sides[1]
         for side in sides:
             assert await side.is_clean()
     finally:
@@ -318,3 +335,56 @@ def test_a_peer_that_sends_no_token_ends_its_request_alone(state: bytes) -> None
             assert len(await ship(prefill, decode, again)) == 12
 
     asyncio.run(run())
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("is_prefill_whole", [True, False])
+@pytest.mark.parametrize("division", DIVISIONS)
+@story
+async def test_between_unequal_shards(
+    ranks: Ranks, tmp_path: Path, transport: str, division: tuple[int, int], is_prefill_whole: bool
+) -> None:
+    """One rank to several, several to one: the same tokens, chunk by chunk, from cached prefixes at either side."""
+    path = saved(build("llama", {}), tmp_path)
+    with ganged(ranks, path, *division, max_num_batched_tokens=80) as engine:
+        whole, divided = Side(transport), Side(transport, engine=engine)
+        sides = (whole, divided) if is_prefill_whole else (divided, whole)
+        async with closed(*sides) as (prefill, decode):
+            works = [submission(prompt, temperature=0.8 * (n % 2), seed=n) for n, prompt in enumerate(prompts(20))]
+            expected = [await whole.generate(replace(work, id=f"local {work.id}")) for work in works[:10]]
+            await whole.on_engine(whole.engine.pages.clear_cache)
+            expected += [await whole.generate(replace(work, id=f"local {work.id}")) for work in works[10:]]
+            found = await asyncio.gather(*(ship(prefill, decode, work) for work in works))
+            assert list(found) == expected
+            sent = {how for _, sending, _, how in prefill.ended if sending}
+            assert sent == {"shipped"}
+
+
+@pytest.mark.parametrize("when", ["it is cancelled", "its partner stops"])
+@story
+async def test_a_transfer_to_several_ranks_that_ends_on_the_way(ranks: Ranks, tmp_path: Path, when: str) -> None:
+    """What has arrived is what every rank has; no page is free before all ranks' writers have stopped."""
+    path = saved(build("llama", {}), tmp_path)
+    with ganged(ranks, path, 2, 2, max_num_batched_tokens=24) as engine:
+        async with closed(Side("tcp", max_num_batched_tokens=24), Side("tcp", engine=engine)) as (prefill, decode):
+            prompt = prompts()[6]
+            expected = await prefill.generate(submission(prompt))
+            await prefill.on_engine(prefill.engine.pages.clear_cache)
+            work = submission(prompt)
+            await decode.loop.submit("test", replace(work, leg=Leg.RECEIVE, peer=prefill.blob))
+            await prefill.loop.submit("test", replace(work, leg=Leg.SEND, peer=decode.blob))
+            committed = 0
+            while not committed:
+                committed = int(await decode.on_engine(partial(_committed, decode, work.id)))  # type: ignore[call-overload]
+                await asyncio.sleep(0)
+            if when == "it is cancelled":
+                await decode.loop.abort([work.id])
+                await prefill.loop.abort([work.id])
+            else:
+                before = _prompt_tokens(decode)
+                await prefill.loop.abort([work.id])
+                assert await decode.rest(work.id) == expected
+                assert _prompt_tokens(decode) - before <= len(prompt) - committed
