@@ -64,7 +64,7 @@ def demand(profile: SchedulingProfile, live: LiveProfile, done_per_s: float) -> 
     time = done_per_s + waiting
     if tightest := [slo.tpot_s for slo, streams in zip(classes, live.streams, strict=False) if streams]:
         time += (cost.base + cost.decode_seconds(sum(live.streams), live.context_tokens)) / tightest[0]
-    pages = 1 - live.free_pages / profile.num_pages
+    pages = 1 - live.free_pages[-1] / profile.num_pages if live.free_pages else 0.0
     places = sum(live.streams) / profile.max_num_seqs
     return max(time, pages, places)
 

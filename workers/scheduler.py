@@ -1,6 +1,7 @@
 """Which tokens the next step computes. One rule: every request has tokens that are not computed yet; each step hands
 out some, running decodes first, then prefills in the order chunking.py gives. No torch, no ray, no clock."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -169,6 +170,7 @@ class Scheduler:
     num_preemptions: int = 0
     work_done: int = 0  # prompt tokens handed out since the start: the clock of response ratios
     prefilled_seconds: float = 0.0  # what `cost` says of that work, the fixed part of steps left out
+    work_of: Counter[int] = field(default_factory=Counter)  # of these, by rank
     _requests: dict[str, Request] = field(default_factory=dict)
     _chunks_last: bool = False  # without mixed_chunks: the last step was one of chunks
     _now: float = 0.0  # of the step being scheduled
@@ -377,6 +379,7 @@ class Scheduler:
                 self.work_done += num_tokens
                 if self.cost is not None:
                     self.prefilled_seconds += self.cost.chunk_seconds(start, num_tokens)
+                self.work_of[request.rank] += num_tokens
         return chunks
 
     def _reason(self, request: Request) -> str:

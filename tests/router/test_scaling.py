@@ -80,7 +80,7 @@ def test_demand_is_a_share_of_a_replicas_time() -> None:
     roomy = profile(max_num_seqs=1000)
     assert demand(roomy, decoding, 0.0) == pytest.approx((COST.base + COST.decode_seconds(38, 10_000)) / 0.1)
     assert demand(its, decoding, 0.0) == 38 / 64  # its places, which are more
-    assert demand(its, replace(quiet(), free_pages=1000), 0.0) == 0.75
+    assert demand(its, replace(quiet(), free_pages=(4000, 1500, 1000)), 0.0) == 0.75
 
 
 def test_a_slower_cost_is_believed_once_it_is_said() -> None:
