@@ -298,7 +298,8 @@ class Scheduler:
         self._chunks_last = not self._chunks_last
         if self._chunks_last and (batch := self._schedule_prefills([], skipped, prefills)):
             return batch
-        return self._schedule_prefills(decodes, skipped, [])
+        running = [part for part in decodes if part.request.status is Status.RUNNING]  # the attempt may have preempted
+        return self._schedule_prefills(running, skipped, [])
 
     def _schedule_decodes(self) -> tuple[list[Scheduled], set[str]]:
         streams = [request for request in self.running if request.is_decoding]
