@@ -97,7 +97,7 @@ class _Play:
                 "limit": batch.limit,
                 "chunks": [
                     {
-                        "prompt": int(part.request.id.removeprefix("prompt-")),
+                        "prompt": int(part.request.id.removeprefix("prompt-")) + 1,
                         "start": part.start,
                         "num_tokens": part.num_tokens,
                         "num_prompt_tokens": part.request.num_prompt_tokens,

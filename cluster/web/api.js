@@ -43,7 +43,7 @@ export function element(name, properties = {}, ...children) {
 export function row(...cells) {
   return element("tr", {}, ...cells.map((cell) =>
     cell instanceof Node ? element("td", {}, cell)
-      : element("td", { className: typeof cell === "number" || /^[\d.,]+( ?(ms|s|%))?$/.test(cell) ? "number" : "" }, `${cell}`)));
+      : element("td", { className: typeof cell === "number" || /^([\d.,]+( ?(ms|s|%))?|–|later)$/.test(cell) ? "number" : "" }, `${cell}`)));
 }
 
 export const whole = (number) => Math.round(number).toLocaleString("en");

@@ -53,7 +53,7 @@ async function play() {
   const { signal } = (running = new AbortController());
   for (const label of form.querySelectorAll("label")) {
     const input = label.querySelector("input");
-    if (input) label.querySelector("output").textContent = shown(input.name, chosen(input.name));
+    if (input) label.querySelector("b").textContent = shown(input.name, chosen(input.name));
     if (input) input.setAttribute("aria-valuetext", shown(input.name, chosen(input.name)));
   }
   const fields = Object.fromEntries(Object.keys(VALUES).map((name) => [name, chosen(name)]));

@@ -56,7 +56,7 @@ export class Timeline {
     this.mostTokens = Math.max(1, ...this.steps.map((step) => step.chunks.reduce((sum, it) => sum + it.num_tokens, 0)));
     this.canvas.setAttribute("aria-label", describe(this.steps));
     this.draw();
-    this.told.textContent = tell(this.steps.find((step) => step.number === this.chosen));
+    this.#tell(this.steps.find((step) => step.number === this.chosen));
   }
 
   draw() {
@@ -100,6 +100,7 @@ export class Timeline {
     }
     pen.fillStyle = colour("line");
     pen.fillRect(0, middle, width, 1);
+    this.#marked(pen, x, height, colour);
   }
 
   #axis(pen, x, width, height, colour) {
@@ -112,16 +113,23 @@ export class Timeline {
       pen.fillStyle = colour("line");
       pen.fillRect(at, 0, 1, height - 14);
       pen.fillStyle = colour("faint");
-      const label = seconds === 0 ? (this.fromEnd ? "now" : "0") : (this.fromEnd ? "−" : "") + time(seconds);
+      const label = seconds === 0 ? (this.fromEnd ? "now" : "0") : (this.fromEnd ? "−" : "") + (seconds < 1 ? time(seconds) : `${seconds} s`);
       pen.textAlign = at > width - 30 ? "right" : at < 20 ? "left" : "center";
       pen.fillText(label, at, height - 3);
     }
     pen.textAlign = "left";
+  }
+
+  #marked(pen, x, height, colour) {
+    pen.font = "11px system-ui, sans-serif";
+    pen.fillStyle = colour("text");
     for (const [seconds, label] of this.marks) {
-      pen.fillStyle = colour("text");
-      pen.fillRect(x(seconds), 0, 1.5, height - 16);
-      pen.fillText(label, x(seconds) + 4, 12);
+      const at = x(seconds), isRoomBefore = at > 90; // nothing is drawn above the line before the first prompt comes
+      pen.fillRect(at, 0, 1.5, height - 16);
+      pen.textAlign = isRoomBefore ? "right" : "left";
+      pen.fillText(label, at + (isRoomBefore ? -5 : 5), 12);
     }
+    pen.textAlign = "left";
   }
 
   #under(at) {
@@ -132,6 +140,10 @@ export class Timeline {
   #choose(step) {
     this.chosen = step?.number ?? null;
     this.draw();
-    this.told.textContent = tell(step);
+    this.#tell(step);
+  }
+
+  #tell(step) {
+    this.told.textContent = tell(step) || "Point at a step, or go from one to the next with the arrow keys.";
   }
 }

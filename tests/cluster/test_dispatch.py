@@ -1,9 +1,13 @@
 """A request's life over engines in this process: real engines, no Ray."""
 
 import asyncio
+<<<<<<< HEAD
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+=======
+from collections.abc import AsyncIterator, Mapping, Sequence
+>>>>>>> deploy
 from typing import Any
 
 import pytest
@@ -69,6 +73,10 @@ class InProcess:
 
     async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
         return self.loop.timelines.live(tenant, self.loop.engine.clock())
+
+    async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
+        profile = self.profile.model_dump(exclude={"peer", "cost"}, mode="json")
+        return {"pool": "mixed", "profile": profile, **self.loop.watched(seen, tenant)}
 
     async def metrics_text(self) -> str:
         return self.loop.metrics.text()

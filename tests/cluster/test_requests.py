@@ -35,8 +35,8 @@ class Served:
         self.replicas = [InProcess(config) for _ in range(num_replicas)]
         self.dispatcher = Dispatcher("tiny")
         http = HttpConfig.model_validate({"api_keys": keys})
-        app = build_api(self.dispatcher, text, http, Tiers(config.slo_classes, config.default_slo_class))
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a")
+        self.app = build_api(self.dispatcher, text, http, Tiers(config.slo_classes, config.default_slo_class))
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://a")
 
     async def start(self) -> None:
         for number, replica in enumerate(self.replicas):  # all say they are equally fast: the router takes turns

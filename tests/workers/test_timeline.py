@@ -44,6 +44,7 @@ class Story:
         batch = self.scheduler.schedule(started)
         sampled = {part.request.id: Sampled(7) for part in batch.scheduled if part.samples}
         deltas = self.scheduler.update(batch, sampled, self.now)
+        self.batch = batch
         return self.timelines.stepped(batch, deltas, started, STEP, predicted=0.75)
 
     def run(self) -> None:

@@ -1,0 +1,94 @@
+"""A headless Chromium, driven over the WebDriver protocol by plain HTTP."""
+
+import base64
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+REASON = f"needs Debian's packages chromium and chromium-driver; {' and '.join(MISSING)} missing"
+ARGUMENTS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1280,1100"
+)
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for a reference to one
+
+
+class Browser:
+    """One window. Everything it does is a request to chromedriver."""
+
+    def __init__(self) -> None:
+        with socket.socket() as it:
+            it.bind(("127.0.0.1", 0))
+            port: int = it.getsockname()[1]
+        self._profile = tempfile.mkdtemp(prefix="cd-browser-")
+        command = ["chromedriver", f"--port={port}", "--log-level=OFF"]
+        self._driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+        self._session = ""
+        arguments = [*ARGUMENTS.split(), f"--user-data-dir={self._profile}"]
+        wanted = {"goog:chromeOptions": {"args": arguments}, "goog:loggingPrefs": {"browser": "ALL"}}
+        deadline = time.monotonic() + 30
+        while not self._session:
+            try:
+                made = self._http.post("/session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]
+            except httpx.ConnectError:
+                assert time.monotonic() < deadline, "chromedriver does not come up"
+                time.sleep(0.05)
+                continue
+            assert "sessionId" in made, made
+            self._session = made["sessionId"]
+
+    def close(self) -> None:
+        self._http.delete(f"/session/{self._session}")
+        self._http.close()
+        self._driver.terminate()
+        self._driver.wait(20)
+        shutil.rmtree(self._profile, ignore_errors=True)
+
+    def _post(self, what: str, **body: Any) -> Any:
+        answer = self._http.post(f"/session/{self._session}/{what}", json=body).json()["value"]
+        assert not (isinstance(answer, dict) and "error" in answer), answer
+        return answer
+
+    def open(self, url: str) -> None:
+        self._post("url", url=url)
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """What the body of a function returns."""
+        return self._post("execute/sync", script=script, args=list(arguments))
+
+    def text(self, selector: str) -> str:
+        return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
+
+    def type(self, selector: str, keys: str) -> None:
+        found = self._post("element", using="css selector", value=selector)[ELEMENT]
+        self._post(f"element/{found}/value", text=keys)
+
+    def click(self, selector: str) -> None:
+        self._post(f"element/{self._post('element', using='css selector', value=selector)[ELEMENT]}/click")
+
+    def prefers(self, scheme: str) -> None:
+        """`light` or `dark`."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self._post("goog/cdp/execute", cmd="Emulation.setEmulatedMedia", params={"features": features})
+
+    def complaints(self) -> list[str]:
+        """What the console has said since the last time: errors of scripts, of the network, of the security policy."""
+        return [entry["message"] for entry in self._post("se/log", type="browser")]
+
+    def screenshot(self, path: Path) -> None:
+        path.write_bytes(base64.b64decode(self._http.get(f"/session/{self._session}/screenshot").json()["value"]))
+
+    def eventually(self, holds: Callable[[], bool], seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < deadline, f"did not come true: {self.text('body')[:1000]}"
+            time.sleep(0.05)
