@@ -1,13 +1,9 @@
 """A request's life over engines in this process: real engines, no Ray."""
 
 import asyncio
-<<<<<<< HEAD
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
-=======
-from collections.abc import AsyncIterator, Mapping, Sequence
->>>>>>> deploy
 from typing import Any
 
 import pytest
