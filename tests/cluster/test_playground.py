@@ -74,7 +74,7 @@ def test_it_ends() -> None:
     )
     assert told["is_cut"]
     assert len(told["steps"]) <= 1012
-    free = dict.fromkeys(("base", "per_prefill_token", "per_attended", "per_decode", "per_decode_context"), 0.0)
+    free = dict.fromkeys(("base", "per_prefill_token", "per_attended", "per_decode", "per_context"), 0.0)
     assert not play(Scenario.model_validate(free))["is_cut"]
     assert play(Scenario(num_decodes=0))["gap_max_s"] is None
 
