@@ -153,12 +153,14 @@ def response_ratio(request: Request, work_done: int) -> float:
 
 
 def is_starving(request: Request, now: float, starvation_s: float) -> bool:
-    return now - request.queued_at >= starvation_s
+    """Whether it has waited for `starvation_s`, and for as long as its class lets it wait: what was promised for later
+    is not urgent yet."""
+    return now - request.queued_at >= max(starvation_s, request.patience)
 
 
 def order_prefills(requests: Iterable[Request], now: float, work_done: int, starvation_s: float) -> list[Request]:
-    """Who prefills first: those that have waited `starvation_s` and longer, oldest first; then by class; in a class
-    the preempted, whose clients already read, then the highest response ratio. Ties go by arrival, then by id."""
+    """Who prefills first: those that starve, oldest first; then by class; in a class the preempted, whose clients
+    already read, then the highest response ratio. Ties go by arrival, then by id."""
 
     def key(request: Request) -> tuple[int, float, float, str]:
         if is_starving(request, now, starvation_s):

@@ -57,7 +57,9 @@ class SchedulerConfig(BaseModel):
     prefill_order: Literal["response_ratio", "fcfs"] = Field(
         "response_ratio", description="response_ratio: by class, then 1 + waited work / uncached tokens; fcfs: arrival."
     )
-    starvation_s: float = Field(60.0, gt=0, description="Who has waited this long goes before every class.")
+    starvation_s: float = Field(
+        60.0, gt=0, description="Who has waited this long, and longer than its promise, goes first."
+    )
     slo_classes: tuple[SloClass, ...] = Field(DEFAULT_CLASSES, description="What is promised, most urgent first.")
     default_slo_class: str = Field(DEFAULT_CLASS, description="The class of requests that name none.")
     admission: Literal["reject", "queue"] = Field(
@@ -155,7 +157,8 @@ class Scheduler:
 
     When time or pages run short, this is who slows down, first to last: prompts of the least urgent class, which wait
     for those of the others; its streams, which skip steps while their own promise allows it and lose their pages first;
-    then the next class; the most urgent class's streams last. Who has waited `starvation_s` is exempt.
+    then the next class; the most urgent class's streams last. Who has waited `starvation_s`, and beyond
+    its own promise, is exempt.
     """
 
     config: SchedulerConfig
@@ -246,7 +249,7 @@ class Scheduler:
             return
         request.predicted_ttft, alone = self.predict_ttft(request)
         slo = self.config.slo_classes[request.rank]
-        deadline = slo.ttft_deadline(alone)
+        request.patience = deadline = slo.ttft_deadline(alone)
         late = request.predicted_ttft - deadline
         if late > 0 and self.config.admission == "reject" and self.has_work:
             raise Overloaded(

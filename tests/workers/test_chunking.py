@@ -184,6 +184,14 @@ def test_who_starves_goes_first_and_the_oldest_of_them() -> None:
     assert prefill_reason(batch, 61.5, 0, 60.0) == "waited 62 s"
 
 
+def test_what_was_promised_for_later_is_not_urgent_yet() -> None:
+    """A minute is nothing to a batch prompt that may take ten: it goes before no class until these are over."""
+    batch = request("batch", 4000, rank=2, queued_at=0.0, arrival_time=0.0, patience=600.0)
+    urgent = request("urgent", 10, rank=0, queued_at=599.0, arrival_time=599.0, patience=1.0)
+    assert order_prefills([batch, urgent], 599.5, 0, 60.0) == [urgent, batch]
+    assert order_prefills([urgent, batch], 600.0, 0, 60.0) == [batch, urgent]
+
+
 def test_ties_go_by_arrival_then_id() -> None:
     requests = [request("b", 10), request("a", 10), request("c", 10, arrival_time=-1.0, queued_at=-1.0)]
     assert [it.id for it in order_prefills(requests, 1.0, 0, 60.0)] == ["c", "a", "b"]
