@@ -30,6 +30,7 @@ from crossdock.cluster.openai import (
     Sampled,
     TokenizeRequest,
 )
+from crossdock.cluster.openapi import document
 from crossdock.cluster.outputs import Choice, Output, Prompt, merge
 from crossdock.cluster.pages import PAGE_HEADERS, Page, pages
 from crossdock.cluster.playground import Scenario, play
@@ -49,7 +50,8 @@ _NOT_TEMPLATE_VARIABLES = {
     "tools",
 }
 
-_OPEN = ("/health", "/ready", "/metrics", "/version")  # without a key: they say nothing of anyone's requests
+# Without a key: they say nothing of anyone's requests.
+_OPEN = ("/health", "/ready", "/metrics", "/version", "/openapi.json")
 
 _Asked = TypeVar("_Asked", bound=openai.Body)
 
@@ -102,6 +104,7 @@ def build_api(dispatcher: Dispatcher, text: Text, http: HttpConfig, tiers: Tiers
         ("/ready", api.ready, "GET"),
         ("/metrics", api.metrics, "GET"),
         ("/version", api.version, "GET"),
+        ("/openapi.json", api.description, "GET"),
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     for path, page in pages().items():
@@ -557,6 +560,9 @@ class _Endpoints:
 
     async def version(self, request: Request) -> Response:
         return _json({"version": version("crossdock")})
+
+    async def description(self, request: Request) -> Response:
+        return _json(document(_OPEN))
 
     async def _body(self, request: Request, kind: type[_Asked]) -> _Asked:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()

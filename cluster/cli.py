@@ -429,4 +429,4 @@ def _announce(config: "ClusterConfig", console: Console) -> None:
     url = f"http://[{host}]:{config.http.port}" if ":" in host else f"http://{host}:{config.http.port}"
     console.print(f"[bold green]Crossdock[/bold green] serves [bold]{escape(config.model.name)}[/bold] at {url}/v1")
     flag = "" if config.http.port == 8000 and host == "127.0.0.1" else f" --url {url}"
-    console.print(f"[dim]Talk to it: crossdock chat{flag}   Metrics: {url}/metrics   Stop: Ctrl-C[/dim]")
+    console.print(f"[dim]Talk to it: crossdock chat{flag}   Dashboard: {url}/dashboard   Stop: Ctrl-C[/dim]")
