@@ -1,0 +1,416 @@
+"""Streams on several Ray nodes of one machine, and everything that may be lost under them.
+
+    python benchmarks/chaos.py --faults 200 --seed 0
+
+Prefill and decode replicas run on nodes of their own (`ray.cluster_utils.Cluster`: a raylet each), the ingress on the
+head's. Clients stream without a pause and compare every token with what the same prompt gave before any fault. Then,
+one at a time and each as soon as the pools are whole again: replicas are killed or stopped, nodes are lost, the GCS is
+killed and restarted, the application is upgraded, clients leave. A table says what each kind did to the streams.
+"""
+
+import argparse
+import collections
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    RAY_AUTH_MODE="disabled",
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_SERVE_CONTROL_LOOP_INTERVAL_S="0.05",
+    OMP_WAIT_POLICY="PASSIVE",
+    TOKENIZERS_PARALLELISM="false",
+    HF_HUB_OFFLINE="1",
+)
+
+import httpx
+import psutil
+import ray
+import torch
+from ray import serve
+from ray.cluster_utils import Cluster
+from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+
+from crossdock.cluster.config import ClusterConfig, load
+from crossdock.cluster.deploy.serve import serve_config
+from crossdock.workers.checkpoint import default_model_dir
+
+DECODES = 2
+PROMPTS = 24
+TOKENS = 40
+
+
+def tiny_model(folder: Path) -> Path:
+    """A random model of two layers with the default model's tokenizer: what is tested is not how well it writes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    source = default_model_dir()
+    for file in source.iterdir():
+        if file.suffix != ".safetensors" and file.name != "config.json":
+            shutil.copy(file, folder / file.name)
+    vocabulary = json.loads((source / "config.json").read_text())["vocab_size"]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+class Fleet:
+    """A Ray cluster of one node for the head and ingress, and one for each replica."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        os.environ.update(RAY_gcs_storage="rocksdb", RAY_gcs_storage_path=str(folder / "gcs"))
+        self.model = tiny_model(folder / "model")
+        memory = {"object_store_memory": 80 << 20}
+        head = {"num_cpus": 0, "labels": {"pool": "front"}, "include_dashboard": False, **memory}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
+        self.nodes = {f"decode-{number}": self._add("decode") for number in range(DECODES)}
+        self.nodes["prefill-0"] = self._add("prefill")
+        ray.init(address=self.cluster.address, log_to_driver=False, configure_logging=False)
+        with socket.socket() as it:
+            it.bind(("127.0.0.1", 0))
+            port: int = it.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=HTTPOptions(host="127.0.0.1", port=port))
+        self.budget = 256
+        self.deploy(self.budget)
+        self.wait_until_whole(240)
+
+    def _add(self, pool: str) -> Any:
+        return self.cluster.add_node(num_cpus=1, labels={"pool": pool}, object_store_memory=80 << 20)
+
+    def config(self, budget: int) -> ClusterConfig:
+        pools = [
+            {"name": "prefill", "num_cpus": 1, "node_labels": {"pool": "prefill"}},
+            {"name": "decode", "num_cpus": 1, "replicas": DECODES, "node_labels": {"pool": "decode"}},
+        ]
+        return load(
+            None,
+            {
+                "model.path": str(self.model),
+                "model.served_name": "tiny",
+                "model.dtype": "float32",
+                "http.port": int(self.url.rpartition(":")[2]),
+                "http.replicas": 2,
+                "engine.kv_cache_memory": "64MiB",
+                "engine.max_num_batched_tokens": budget,
+                "engine.admission": "queue",
+                "transfer.deadline_s": 4,
+                "transfer.grace_s": 0.2,
+                "pools": pools,
+            },
+        )
+
+    def deploy(self, budget: int) -> None:
+        """What `serve deploy` does; returns once Serve has the new configuration."""
+        document = serve_config(self.config(budget))
+        front = {"num_cpus": 0, "label_selector": {"pool": "front"}}
+        document["applications"][0]["deployments"] = [{"name": "ingress", "ray_actor_options": front}]
+        self.budget = budget
+        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(document))
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    def replicas(self) -> list[dict[str, Any]]:
+        try:
+            found: list[dict[str, Any]] = httpx.get(f"{self.url}/v1/replicas", timeout=10).json()["data"]
+        except (httpx.HTTPError, ValueError, KeyError):
+            return []
+        return found
+
+    def is_whole(self) -> bool:
+        """Every ingress, asked often enough to have asked both, has every replica, of the newest configuration."""
+        for _ in range(6):
+            replicas = self.replicas()
+            pools = collections.Counter(it["pool"] for it in replicas)
+            budgets = {it["profile"]["max_num_batched_tokens"] for it in replicas}
+            if pools != {"prefill": 1, "decode": DECODES} or budgets != {self.budget}:
+                return False
+        return True
+
+    def wait_until_whole(self, seconds: float = 120) -> float:
+        """How long it took."""
+        began = time.monotonic()
+        while not self.is_whole():
+            if time.monotonic() - began > seconds:
+                raise TimeoutError(f"not whole in {seconds:.0f} s: {serve.status()}")
+            time.sleep(0.2)
+        return time.monotonic() - began
+
+    def processes(self, pool: str) -> list[psutil.Process]:
+        """Of the replicas of a pool."""
+        name = f"ServeReplica:crossdock:{pool}"
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            line = " ".join(process.info["cmdline"] or ())
+            if name in line and process.info["status"] != psutil.STATUS_ZOMBIE and self._is_ours(process):
+                found.append(process)
+        return found
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            parents = {parent.pid for parent in process.parents()}
+        except psutil.NoSuchProcess:
+            return False
+        return os.getpid() in parents
+
+    def owned_pages(self) -> int:
+        return sum(it["pages"]["owned"] + it["pages"]["quarantined"] for it in self.replicas())
+
+    def close(self) -> None:
+        serve.shutdown()
+        ray.shutdown()
+        self.cluster.shutdown()
+
+
+@dataclass(slots=True)
+class Load:
+    """Clients that stream without a pause."""
+
+    url: str
+    expected: dict[int, list[int]] = field(default_factory=dict)
+    done: int = 0
+    left: int = 0
+    problems: list[str] = field(default_factory=list)
+    longest_gap: float = 0.0
+    in_flight: int = 0
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def prompt(self, number: int) -> list[int]:
+        length = (16, 40, 90, 250, 600)[number % 5]
+        return [(number * 977 + 31 * place * place + 7 * place) % 40_000 + 100 for place in range(length)]
+
+    def stream(self, number: int, leave_after: int | None = None) -> list[int]:
+        body = {"model": "tiny", "prompt": self.prompt(number), "max_tokens": TOKENS, "ignore_eos": True}
+        body |= {"stream": True, "temperature": 0, "return_token_ids": True}
+        tokens: list[int] = []
+        last = time.monotonic()
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=90) as answer:
+            if answer.status_code != 200:
+                raise RuntimeError(f"{answer.status_code}: {answer.read().decode()[:200]}")
+            for line in answer.iter_lines():
+                data = line.removeprefix("data: ")
+                if not data.startswith("{"):
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise RuntimeError(event["error"]["message"])
+                for choice in event["choices"]:
+                    tokens += choice.get("token_ids") or ()
+                now = time.monotonic()
+                self.longest_gap, last = max(self.longest_gap, now - last), now
+                if leave_after is not None and len(tokens) >= leave_after:
+                    return tokens
+        if len(tokens) != TOKENS:
+            raise RuntimeError(f"the stream ended after {len(tokens)} tokens")
+        return tokens
+
+    def learn(self) -> None:
+        for number in range(PROMPTS):
+            self.expected[number] = self.stream(number)
+
+    def start(self, clients: int, seed: int) -> None:
+        for number in range(clients):
+            thread = threading.Thread(target=self._run, args=(random.Random(f"{seed} {number}"),), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(120)
+
+    def _run(self, rng: random.Random) -> None:
+        while not self._stop.is_set():
+            number = rng.randrange(PROMPTS)
+            self.in_flight += 1
+            try:
+                tokens = self.stream(number)
+            except Exception as error:
+                self.problems.append(f"{type(error).__name__}: {error}")
+                time.sleep(0.2)
+            else:
+                self.done += 1
+                if tokens != self.expected[number]:
+                    self.problems.append(f"other tokens for prompt {number}")
+            finally:
+                self.in_flight -= 1
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def kill(pool: str) -> Callable[[Fleet, Load, random.Random], None]:
+    def fault(fleet: Fleet, load: Load, rng: random.Random) -> None:
+        rng.choice(fleet.processes(pool)).kill()
+
+    return fault
+
+
+def hang(pool: str) -> Callable[[Fleet, Load, random.Random], None]:
+    def fault(fleet: Fleet, load: Load, rng: random.Random) -> None:
+        process = rng.choice(fleet.processes(pool))
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(rng.choice([0.5, 2, 6]))
+        process.send_signal(signal.SIGCONT)
+
+    return fault
+
+
+def lose_node(pool: str) -> Callable[[Fleet, Load, random.Random], None]:
+    """Its raylet and all its processes end at once; another machine takes its place."""
+
+    def fault(fleet: Fleet, load: Load, rng: random.Random) -> None:
+        name = rng.choice([name for name in fleet.nodes if name.startswith(pool)])
+        fleet.cluster.remove_node(fleet.nodes[name], allow_graceful=False)
+        time.sleep(0.5)
+        fleet.nodes[name] = fleet._add(pool)
+
+    return fault
+
+
+def restart_gcs(fleet: Fleet, load: Load, rng: random.Random) -> None:
+    fleet.cluster.head_node.kill_gcs_server()
+    time.sleep(rng.choice([0.5, 2]))
+    fleet.cluster.head_node.start_gcs_server()
+
+
+def upgrade(fleet: Fleet, load: Load, rng: random.Random) -> None:
+    """Another token budget: every replica of every deployment is replaced, one by one."""
+    fleet.deploy(256 if fleet.budget != 256 else 192)
+
+
+def leave(fleet: Fleet, load: Load, rng: random.Random) -> None:
+    """Clients that go away before their first token, or in mid-stream."""
+    for _ in range(4):
+        load.stream(rng.randrange(PROMPTS), leave_after=rng.choice([0, 1, 5, 20]))
+        load.left += 1
+
+
+FAULTS = {
+    "prefill replica killed": (kill("prefill"), 4),
+    "decode replica killed": (kill("decode"), 6),
+    "prefill replica hangs 0.5 to 6 s": (hang("prefill"), 3),
+    "decode replica hangs 0.5 to 6 s": (hang("decode"), 3),
+    "prefill node lost": (lose_node("prefill"), 1),
+    "decode node lost": (lose_node("decode"), 2),
+    "GCS killed and restarted": (restart_gcs, 1),
+    "rolling upgrade": (upgrade, 1),
+    "four clients leave": (leave, 5),
+}
+
+
+@dataclass(slots=True)
+class Outcome:
+    faults: int = 0
+    streams: int = 0  # that ended while the fault and its repair went on
+    problems: list[str] = field(default_factory=list)
+    repair: list[float] = field(default_factory=list)  # seconds until the pools were whole
+    longest_gap: float = 0.0
+
+
+def afflict(fleet: Fleet, load: Load, name: str, rng: random.Random, outcome: Outcome) -> None:
+    """One fault, and the wait until it is repaired."""
+    done, problems, load.longest_gap = load.done, len(load.problems), 0.0
+    FAULTS[name][0](fleet, load, rng)
+    began = time.monotonic()
+    time.sleep(0.3)  # so that a loss is known
+    fleet.wait_until_whole(180)
+    outcome.repair.append(time.monotonic() - began)
+    outcome.faults += 1
+    outcome.streams += load.done - done
+    outcome.problems += load.problems[problems:]
+    outcome.longest_gap = max(outcome.longest_gap, load.longest_gap)
+
+
+@contextmanager
+def fleet_under_load(clients: int, seed: int) -> Iterator[tuple[Fleet, Load]]:
+    folder = Path(tempfile.mkdtemp(prefix="cd-chaos-", dir="/tmp"))
+    fleet = Fleet(folder)
+    load = Load(fleet.url)
+    try:
+        load.learn()
+        load.start(clients, seed)
+        yield fleet, load
+    finally:
+        load.stop()
+        fleet.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def wait_until_idle(fleet: Fleet, seconds: float = 30) -> int:
+    """Pages that somebody still owns, or may still write to, once nothing runs."""
+    deadline = time.monotonic() + seconds
+    while (owned := fleet.owned_pages()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return owned
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no fault after so many")
+    parser.add_argument("--clients", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=sorted(FAULTS), help="faults of one kind")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    given = parser.parse_args()
+    rng = random.Random(given.seed)
+    names = [given.only] if given.only else list(FAULTS)
+    weights = [FAULTS[name][1] for name in names]
+    outcomes = {name: Outcome() for name in names}
+    began = time.monotonic()
+    with fleet_under_load(given.clients, given.seed) as (fleet, load):
+        print(f"whole after {time.monotonic() - began:.0f} s", flush=True)
+        for number in range(given.faults):
+            if time.monotonic() - began > given.seconds:
+                break
+            name = names[number % len(names)] if number < len(names) else rng.choices(names, weights)[0]
+            afflict(fleet, load, name, rng, outcomes[name])
+            it = outcomes[name]
+            print(f"{number + 1:4} {name}: whole in {it.repair[-1]:.1f} s; {len(load.problems)} problems", flush=True)
+        load.stop()
+        left = wait_until_idle(fleet)
+    print("\n| fault | times | streams that ended meanwhile | broken | longest gap | whole again, median | longest |")
+    print("|---|---|---|---|---|---|---|")
+    for name, it in outcomes.items():
+        if it.faults:
+            median = sorted(it.repair)[len(it.repair) // 2]
+            row = (name, it.faults, it.streams, len(it.problems), f"{it.longest_gap:.1f} s", f"{median:.1f} s")
+            print("| " + " | ".join(str(cell) for cell in row) + f" | {max(it.repair):.1f} s |")
+    faults = sum(it.faults for it in outcomes.values())
+    print(f"\n{faults} faults, {load.done} streams, {len(load.problems)} broken, {left} pages left")
+    for problem in collections.Counter(load.problems).most_common(10):
+        print(problem)
+    if given.json:
+        figures = {name: asdict(it) for name, it in outcomes.items()}
+        given.json.write_text(json.dumps({"outcomes": figures, "streams": load.done, "pages_left": left}))
+
+
+if __name__ == "__main__":
+    main()
