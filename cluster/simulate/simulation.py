@@ -38,6 +38,7 @@ class Call:
     decode: Replica | None = None
     prefill: Replica | None = None  # until its pages are shipped
     transfer: Transfer | None = None
+    given: int = 0  # tokens that its client had when it was placed
     epoch: int = 0  # how often it has been placed before
     losses: int = 0  # of these, because a replica died
     refused_by: set[str] = field(default_factory=set)
@@ -134,7 +135,7 @@ class Simulation:
             self._over(call, now, "HTTP 429" if is_refused else "no replica is up", is_refused)
             return
         call.router.book(call.query, placement, now)
-        call.placement = placement
+        call.placement, call.given = placement, len(call.sample.times)
         call.decode = self.replicas[placement.decode]
         call.prefill = self.replicas[placement.prefill] if placement.prefill is not None else None
         self.clock.at(now + self.fleet.latency_s, partial(self._submit, call, call.epoch))
@@ -145,6 +146,10 @@ class Simulation:
         if call.prefill is None:
             call.decode.post(partial(self._take, call, call.decode, Leg.LOCAL, epoch), now)
             return
+        if call.prefill.until is not None:  # it does not answer
+            self._withdraw(call, now)
+            self._place(call, now)
+            return
         half = self.fleet.latency_s / 2
         call.transfer = Transfer(call.id, epoch, call.prefill, call.decode, self.clock, self._links, half)
         for replica, leg in ((call.decode, Leg.RECEIVE), (call.prefill, Leg.SEND)):
@@ -154,13 +159,13 @@ class Simulation:
         """Between two steps of the replica: it takes the request, or refuses."""
         if call.epoch != epoch or call.decode is None:
             return  # the other replica has refused already
-        prompt, given = token_ids(call.job), len(call.sample.times)
+        prompt = token_ids(call.job)
         request = Request(
             call.id,
             prompt,
             _sampling(call.job.output_tokens),
             slo_class=call.slo_class,
-            output_token_ids=[TOKEN] * given,
+            output_token_ids=[TOKEN] * call.given,
             leg=leg,
             epoch=epoch,
             arrival_time=now,
@@ -207,7 +212,7 @@ class Simulation:
     def stepped(self, replica: Replica, batch: Batch, deltas: Sequence[TokenDelta], now: float) -> None:
         for delta in deltas:
             call = self.calls.get(delta.request_id)
-            if call is None or replica not in (call.decode, call.prefill):
+            if call is None or replica not in (call.decode, call.prefill) or _is_late(call, batch):
                 continue  # withdrawn while its step ran
             if delta.token_ids and delta.first >= len(call.sample.times):  # else its client has that token already
                 if not call.sample.times:
@@ -309,6 +314,13 @@ class Simulation:
 
         replica.post(take_over, now)
         self.clock.at(now + GRACE_S, partial(replica.post, partial(_forgive, replica, transfer.owner)))
+
+
+def _is_late(call: Call, batch: Batch) -> bool:
+    """Whether a step was of an earlier placement."""
+    return call.epoch > 0 and any(
+        part.request.id == call.id and part.request.epoch < call.epoch for part in batch.scheduled
+    )
 
 
 def _abort(replica: Replica, request_id: str, owner: str, now: float) -> None:
