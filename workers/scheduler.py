@@ -442,7 +442,7 @@ class Scheduler:
         arriving = [other for other in self.held if other.leg is Leg.RECEIVE]
         wanted = (
             num_new + len(self.running) + len(arriving)
-        )  # a page each, so that nobody is preempted in the next step
+        )  # a page each: nobody is preempted in the next step
         if not self.pages.can_allocate(wanted, shared=hits) and not self._make_way(request, wanted, hits):
             return False
         self.pages.share(request.owner, hits)
