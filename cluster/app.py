@@ -159,7 +159,7 @@ async def _listen(api: Any, host: str, port: int) -> uvicorn.Server:
 
 def build(args: ClusterConfig) -> serve.Application:
     """The application of a configuration (Serve validates a mapping against `ClusterConfig`)."""
-    engines = {pool.name: _engine_deployment(args, pool) for pool in args.pools}
+    engines = {pool.name: engine_deployment(args, pool) for pool in args.pools}
     ingress = serve.deployment(
         serve.ingress()(Ingress),
         name="ingress",
@@ -172,7 +172,8 @@ def build(args: ClusterConfig) -> serve.Application:
     return ingress.bind(args, engines)
 
 
-def _engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Application:
+def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Application:
+    """The replicas of one pool."""
     num_replicas = sum(each.replicas for each in config.pools)
     num_threads = pool.num_cpus or max((os.cpu_count() or 1) // num_replicas, 1)
     ships = any(each.role == "prefill" for each in config.pools)
@@ -195,7 +196,8 @@ def _engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applica
     engine = pool.engine or config.engine
     model = config.model
     transfer = config.transfer if ships else None
-    return deployment.bind(model.path, model.dtype, model.max_model_len, engine, num_threads, pool.role, transfer)
+    dtype = pool.dtype or model.dtype
+    return deployment.bind(model.path, dtype, model.max_model_len, engine, num_threads, pool.role, transfer)
 
 
 def start_ray(config: ClusterConfig) -> None:

@@ -6,7 +6,7 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, cast, get_args, get_origin
+from typing import Any, Literal, Self, TypeAlias, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -17,6 +17,8 @@ from crossdock.workers.checkpoint import model_name
 from crossdock.workers.engine import EngineConfig
 from crossdock.workers.handover import TransferConfig
 from crossdock.workers.profile import Role
+
+Dtype: TypeAlias = Literal["auto", "bfloat16", "float16", "float32"]
 
 
 class ConfigError(ValueError):
@@ -32,9 +34,7 @@ class ModelConfig(BaseModel):
         None, description="Directory, or hub name (org/name or org/name@revision); null is the embedded SmolLM2-135M."
     )
     served_name: str | None = Field(None, min_length=1, description="Clients' name of the model; null derives it.")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="Of weights, activations and KV pages; auto is the checkpoint's."
-    )
+    dtype: Dtype = Field("auto", description="Of weights, activations and KV pages; auto is the checkpoint's.")
     max_model_len: int | None = Field(
         None, ge=1, description="Prompt and output together, in tokens; null is the model's own limit."
     )
@@ -56,6 +56,7 @@ class PoolConfig(BaseModel):
     replicas: int = Field(1, ge=1, description="How many to run.")
     num_cpus: int = Field(0, ge=0, description="Cores of each replica; 0 reserves none and uses all.")
     num_gpus: float = Field(0, ge=0, description="GPUs of each replica.")
+    dtype: Dtype | None = Field(None, description="Where its devices need another than the model's; null is that.")
     engine: EngineConfig | None = Field(None, description="What differs from the cluster's engine settings.")
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 replica is lost, end it wherever it is."""
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import time
@@ -91,7 +92,7 @@ class _Flight:
     arrivals: _Arrivals = field(default_factory=asyncio.Queue)
     patience: float = _PATIENCE_S  # seconds until the next token, before it is asked for
     is_computed: bool = False  # its prompt
-    turns: tuple[int, float] | None = None  # what the replica answered when it was asked, and when first so
+    turns: tuple[int | None, float] | None = None  # what the replica answered when it was asked, and when first so
 
     @property
     def links(self) -> list[_Link]:
@@ -122,6 +123,8 @@ class Dispatcher:
         self._members: dict[str, tuple[EngineClient, SchedulingProfile]] = {}  # as Serve has it
         self._links: dict[str, _Link] = {}  # to those that take new requests
         self.fleet = Fleet(router or RouterConfig.model_validate({}))  # those of them that are up
+        self.deadlines: dict[str, float] = {}
+        """By request in flight: when it is looked after though nothing is heard of it; `time.monotonic` seconds."""
         self._background: set[asyncio.Task[Any]] = set()
         self.metrics = _IngressMetrics()
         self._ingress_texts = ingress_texts or self._own_text
@@ -178,6 +181,7 @@ class Dispatcher:
             watch.refused()
             raise
         finally:
+            self.deadlines.pop(submission.id, None)
             watch.end()
 
     async def _next(self, flight: _Flight) -> tuple[_Link, TokenDelta]:
@@ -185,7 +189,7 @@ class Dispatcher:
         other has its pages, or goes on with those that had arrived."""
         while True:
             try:
-                async with asyncio.timeout(flight.patience):
+                async with self._deadline(flight.submission, flight.patience):
                     link, item = await flight.arrivals.get()
             except TimeoutError:
                 await self._ask(flight)
@@ -211,15 +215,23 @@ class Dispatcher:
         not, and if it has made no step for so long that it will not make another."""
         request_id, link, now = flight.submission.id, flight.decode, time.monotonic()
         try:
-            turns = await asyncio.wait_for(link.client.progress(request_id), _ANSWER_S)
+            async with self._deadline(flight.submission, _ANSWER_S):
+                turns = await link.client.progress(request_id)
         except Exception as error:
             raise ReplicaLost(f"replica {link.name} does not say what became of {request_id}") from error
-        if turns is None and flight.arrivals.empty():
+        if flight.turns is None or flight.turns[0] != turns:
+            flight.turns = turns, now
+            if turns is None:  # its last word may be on the way
+                flight.patience = _PATIENCE_S
+        elif turns is None:
             raise ReplicaLost(f"replica {link.name} does not have {request_id} any more")
-        if turns is None or flight.turns is None or flight.turns[0] != turns:
-            flight.turns = (turns or 0), now
         elif now - flight.turns[1] > _STUCK_S:
             raise ReplicaLost(f"replica {link.name} has made no step for {now - flight.turns[1]:.0f} s")
+
+    def _deadline(self, submission: Submission, seconds: float) -> asyncio.Timeout:
+        """For whatever is awaited of a request."""
+        self.deadlines[submission.id] = time.monotonic() + seconds
+        return asyncio.timeout(seconds)
 
     async def _place(self, submission: Submission, lost: Collection[str]) -> _Flight:
         """Gives the request to the replicas that are best for it; where one is overloaded, or does not answer, to the
@@ -295,8 +307,10 @@ class Dispatcher:
 
     async def _stop(self, links: Sequence[_Link], submission: Submission) -> None:
         """Ends a placement before the next begins: an abort that came late would end that one."""
-        aborting = (asyncio.wait_for(link.client.abort([submission.id]), _ANSWER_S) for link in links if link.is_open)
-        await asyncio.gather(*aborting, return_exceptions=True)
+        aborting = (link.client.abort([submission.id]) for link in links if link.is_open)
+        with contextlib.suppress(TimeoutError):
+            async with self._deadline(submission, _ANSWER_S):
+                await asyncio.gather(*aborting, return_exceptions=True)
 
     def _part(self, link: _Link, submission: Submission, *, is_running: bool) -> None:
         """Request and replica have nothing more to do with each other."""
@@ -308,7 +322,7 @@ class Dispatcher:
     async def _submit(self, link: _Link, submission: Submission) -> int | Overloaded | ReplicaLost:
         """Why the replica does not take it; or after which of its live profiles it has. ValueError: none would."""
         try:
-            async with asyncio.timeout(_SILENCE_S):
+            async with self._deadline(submission, _SILENCE_S):
                 return await link.client.submit(submission)
         except Overloaded as refusal:
             return refusal

@@ -28,6 +28,7 @@ Slots: TypeAlias = NDArray[np.intp]
 
 LATE = 100.0  # what a second after a promise weighs against one of work
 RISK = 0.85  # of the time to a first token that a prediction may use up: predictions err
+WORK = 1.0  # what a second that a replica works for a request weighs against one that a user waits for it
 SPEED = 0.1  # what a second of the request's own decoding weighs against one until its first token
 EXPECTED_TOKENS = 128  # of an output, unless it may have fewer
 TIE = 0.02  # placements are as good as each other within this share of the best one's cost
@@ -101,8 +102,9 @@ class Loads:
     future_gap: Floats  # of a step of all streams, those included that are on the way
     turnover: Floats  # seconds from one stream's end to the next
     stream_pages: Floats  # that each gives back
-    pages: Floats
+    pages: Floats  # [replica, rank]
     places: Floats  # [replica, rank]
+    overtaking: Floats  # [replica, rank]: share of its time that goes into prompts of more urgent classes
     urgent: Floats  # [replica, rank]: seconds of prompts of more urgent classes, as it last said
     booked_urgent: Floats  # [replica, rank]: and of those given to it since
     streams: Floats  # [replica, rank]
@@ -115,7 +117,7 @@ class Loads:
     booked_seconds: Floats  # [replica, rank, length]
 
 
-_SHARED = ("places", "urgent", "booked_urgent", "streams", "all_streams")  # one column per rank
+_SHARED = ("pages", "places", "overtaking", "urgent", "booked_urgent", "streams", "all_streams")  # one column per rank
 _BINNED = ("counts", "seconds", "booked_counts", "booked_seconds")
 NUM_LENGTHS = len(LENGTHS) + 1
 
@@ -157,7 +159,8 @@ def row(
     base, per_token, per_attended, per_decode, per_context = cost
     counts, seconds, booked_counts, booked_seconds = ([0.0] * (len(classes) * NUM_LENGTHS) for _ in _BINNED)
     streams, arriving = [0.0] * len(classes), [0.0] * len(classes)
-    places, pages = [float(profile.max_num_seqs)] * len(classes), float(profile.num_pages)
+    places, pages = [float(profile.max_num_seqs)] * len(classes), [float(profile.num_pages)] * len(classes)
+    overtaking = [0.0] * len(classes)
     context = future_context = remaining = step = 0.0
     rate = profile.bytes_per_second
     if live is not None:
@@ -176,8 +179,11 @@ def row(
             arriving[min(rank, last)] -= count
         num_prompts = sum(prompts.count for prompts in live.prompts)
         future_context *= 1 - min(sum(live.leaving) / max(num_prompts, 1), 1)  # whose tokens are whose, it does not say
-        places[: len(live.places)] = map(float, live.places[: len(classes)])
-        pages, context, remaining = float(live.free_pages), live.context_tokens, live.remaining_tokens
+        for column, said in ((places, live.places), (pages, live.free_pages)):
+            column[: len(said)] = map(float, said[: len(classes)])
+        for rank in ranks:
+            overtaking[rank] = sum(live.prompt_shares[:rank])
+        context, remaining = live.context_tokens, live.remaining_tokens
         step, rate = live.step_seconds, live.bytes_per_second or rate
     for it in booked:
         here = min(it.rank, len(classes) - 1)
@@ -193,7 +199,7 @@ def row(
             arriving[here] += 1
             future_context += it.tokens
         if it.decodes or not it.has_first:
-            pages -= it.pages
+            pages = [free - it.pages for free in pages]
             places = [free - 1 for free in places]
     num_streams, num_arriving = sum(streams), max(sum(arriving), 0.0)
     everyone = [running + max(coming, 0.0) for running, coming in zip(streams, arriving, strict=True)]
@@ -232,8 +238,9 @@ def row(
         future_gap,
         turnover,
         max(mean_context / profile.page_size, 1.0),
-        pages,
+        *pages,
         *places,
+        *overtaking,
         *(sum(seconds[: rank * NUM_LENGTHS]) for rank in ranks),
         *(sum(booked_seconds[: rank * NUM_LENGTHS]) for rank in ranks),
         *streams,
@@ -289,11 +296,12 @@ def predict(
     among = np.minimum(peers * left[:, None], loads.counts[:, rank] * own[:, None]).sum(axis=1)
     among += np.minimum(loads.booked_seconds[:, rank], loads.booked_counts[:, rank] * own[:, None]).sum(axis=1)
     refused = (urgent + among + own) / loads.share
+    share = np.maximum(loads.share - loads.overtaking[:, rank], 0.05)  # who is more urgent and comes later goes first
     missing = np.maximum(1 - loads.places[:, rank], 0.0)
     pages = np.ceil((total - cached) / loads.page_size) + 1
-    missing = np.maximum(missing, np.maximum(pages - loads.pages, 0.0) / loads.stream_pages)
+    missing = np.maximum(missing, np.maximum(pages - loads.pages[:, rank], 0.0) / loads.stream_pages)
     room = missing * loads.turnover
-    ttft = refused + loads.step / 2 + room
+    ttft = np.maximum((urgent + among) / share, room) + own / share + loads.step / 2
 
     chunk = np.where(loads.adaptive > 0, loads.floor, np.maximum(loads.budget - loads.streams.sum(axis=1), 1.0))
     chunk = np.minimum(chunk, rest)
@@ -352,9 +360,9 @@ def choose(loads: Loads, query: Query, cached: Floats, it: Prediction, slo: SloC
         _admit(loads, it, slo, first)
     due = RISK * max(slo.ttft_s, 2 * float(it.prefill[first].min()))
     num_output = min(query.max_tokens, EXPECTED_TOKENS)
-    here = slo.weight * it.ttft + it.prefill
+    here = slo.weight * it.ttft + WORK * it.prefill
     here += LATE * (slo.weight * np.maximum(it.ttft - due, 0.0) + it.prompt_late)
-    there = slo.weight * SPEED * num_output * it.gap + it.tokens + LATE * it.stream_late
+    there = slo.weight * SPEED * num_output * it.gap + WORK * it.tokens + LATE * it.stream_late
     jitter = candidates.names ^ np.uint32(zlib.crc32(query.request_id.encode()))
     spread = 1 + TIE / 2**32 * (jitter * np.uint32(2654435761))  # wraps: a hash, the same at every router
     best: Choice | None = None

@@ -4,6 +4,7 @@ the only source of either; the static part of its profile says what it can do.""
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import exp
 
 from crossdock.workers.pages import PageHash
 from crossdock.workers.request import Leg, Request, TokenDelta
@@ -11,6 +12,8 @@ from crossdock.workers.scheduler import Scheduler
 
 LENGTHS = tuple(4.0**power for power in range(-3, 4))
 """Seconds that tell short prompts from long ones: how much longer one makes another wait depends on which is longer."""
+
+_MEMORY_S = 5.0  # of how much time went into prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,8 @@ class LiveProfile:
     arriving: tuple[int, ...] = ()  # by rank: their prompts are computed elsewhere, their tokens will be here
     leaving: tuple[int, ...] = ()  # by rank: their prompts are computed here, their tokens will be elsewhere
     places: tuple[int, ...] = ()  # by rank: how many more could begin; below 0, so many that wait could not
-    free_pages: int = 0  # less those that who waits will take
+    free_pages: tuple[int, ...] = ()  # by rank: less what those that wait will take, and what the class below gives up
+    prompt_shares: tuple[float, ...] = ()  # by rank: of its time, what went into prompts of late
     step_seconds: float = 0.0  # of the last step; 0: nothing is running
     bytes_per_second: float = 0.0  # of pages on their way to others, of late; 0: none were
 
@@ -64,11 +68,15 @@ class Message:
 
 
 def observe(
-    scheduler: Scheduler, incarnation: str, sequence: int, step_seconds: float = 0.0, bytes_per_second: float = 0.0
+    scheduler: Scheduler,
+    incarnation: str,
+    sequence: int,
+    step_seconds: float = 0.0,
+    prompt_shares: tuple[float, ...] = (),
+    bytes_per_second: float = 0.0,
 ) -> LiveProfile:
     """The live part of the profile of a replica with this scheduler."""
     classes = scheduler.config.slo_classes
-    size = scheduler.pages.page_size
     groups: dict[tuple[int, int], list[float]] = {}
     leaving = [0] * len(classes)
     for request in scheduler.prefills():
@@ -89,12 +97,7 @@ def observe(
     for request in (*scheduler.held, *scheduler.waiting):
         if request.leg is Leg.RECEIVE:
             arriving[request.rank] += 1
-    places = [scheduler.num_places(rank) for rank in range(len(classes))]
-    pages = scheduler.pages.num_available
-    for request in scheduler.waiting:
-        pages -= -(-(request.num_tokens - request.expected_cached_tokens) // size)
-        for rank in range(request.rank, len(classes)):
-            places[rank] -= 1
+    places, pages = _room(scheduler)
     return LiveProfile(
         incarnation,
         sequence,
@@ -105,11 +108,31 @@ def observe(
         remaining,
         tuple(arriving),
         tuple(leaving),
-        tuple(places),
+        places,
         pages,
+        prompt_shares,
         step_seconds if scheduler.has_work else 0.0,
         bytes_per_second,
     )
+
+
+def _room(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """By rank: how many more could begin, and the pages that are free for them. Who waits is ahead of those of its
+    class and of the less urgent; and a class takes the pages of the less urgent."""
+    num_ranks = len(scheduler.config.slo_classes)
+    places = [scheduler.num_places(rank) for rank in range(num_ranks)]
+    pages = [scheduler.pages.num_available] * num_ranks
+    for request in scheduler.waiting:
+        num_pages = -(-(request.num_tokens - request.expected_cached_tokens) // scheduler.pages.page_size)
+        for rank in range(request.rank, num_ranks):
+            places[rank] -= 1
+            pages[rank] -= num_pages
+    for request in scheduler.running:
+        if request.rank and request.leg is not Leg.SEND:
+            num_pages = len(scheduler.pages.pages_of(request.owner))
+            for rank in range(request.rank):
+                pages[rank] += num_pages
+    return tuple(places), tuple(pages)
 
 
 def _num_remaining(request: Request) -> int:
@@ -128,6 +151,9 @@ class Publisher:
     _number: int = 0  # of the last page changes
     _next: float = 0.0
     _was_busy: bool = False
+    _spoke: float = 0.0
+    _work: list[int] = field(default_factory=list)  # by rank, when it last spoke
+    _shares: dict[int, float] = field(default_factory=dict)  # by rank
     _step_seconds: float = 0.0
     _bytes_per_second: float = 0.0
 
@@ -140,7 +166,27 @@ class Publisher:
         self.sequence += 1
         self._next, self._was_busy = now + self.interval_s, self._is_busy
         self._step_seconds = step_seconds or self._step_seconds
-        return observe(self.scheduler, self.incarnation, self.sequence, self._step_seconds, self._bytes_per_second)
+        return observe(
+            self.scheduler,
+            self.incarnation,
+            self.sequence,
+            self._step_seconds,
+            self._prompt_shares(now),
+            self._bytes_per_second,
+        )
+
+    def _prompt_shares(self, now: float) -> tuple[float, ...]:
+        """By rank, the share of the time that was spent on prompts, over the last seconds, the latest counting most."""
+        seconds, self._spoke = now - self._spoke, now
+        keep = exp(-seconds / _MEMORY_S)
+        cost = self.scheduler.cost.per_prefill_token if self.scheduler.cost is not None else 0.0
+        ranks = range(len(self.scheduler.config.slo_classes))
+        work = [self.scheduler.work_of[rank] for rank in ranks]
+        before, self._work = self._work or work, work
+        for rank in ranks if seconds > 0 else ():
+            now_share = min((work[rank] - before[rank]) * cost / seconds, 1.0)
+            self._shares[rank] = keep * self._shares.get(rank, 0.0) + (1 - keep) * now_share
+        return tuple(self._shares.get(rank, 0.0) for rank in ranks)
 
     def transferred(self, num_bytes: int, seconds: float) -> None:
         """Pages have gone to another replica."""

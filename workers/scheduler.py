@@ -1,6 +1,7 @@
 """Which tokens the next step computes. One rule: every request has tokens that are not computed yet; each step hands
 out some, running decodes first, then prefills in the order chunking.py gives. No torch, no ray, no clock."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -164,6 +165,7 @@ class Scheduler:
     held: list[Request] = field(default_factory=list)  # their pages are on the way in or out
     num_preemptions: int = 0
     work_done: int = 0  # prompt tokens handed out since the start: the clock of response ratios
+    work_of: Counter[int] = field(default_factory=Counter)  # of these, by rank
     _requests: dict[str, Request] = field(default_factory=dict)
     _chunks_last: bool = False  # without mixed_chunks: the last step was one of chunks
     _now: float = 0.0  # of the step being scheduled
@@ -362,6 +364,7 @@ class Scheduler:
                 chunks.append(self._part(request, num_tokens, self._reason(request)))
                 room.take(start, num_tokens, is_long)
                 self.work_done += num_tokens
+                self.work_of[request.rank] += num_tokens
         return chunks
 
     def _reason(self, request: Request) -> str:

@@ -1,6 +1,7 @@
 """A request's life over engines in this process: real engines, no Ray."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -250,6 +251,121 @@ def test_a_replica_that_does_not_take_a_request_leaves_it_to_another() -> None:
             await tokens(dispatcher, "nobody else")
         await first.loop.close()
         await second.loop.close()
+
+    asyncio.run(story())
+
+
+class Forgetful(InProcess):
+    """It takes requests and forgets every other one, as if a message had been lost."""
+
+    num_taken = 0
+
+    async def submit(self, submission: Submission) -> int:
+        sequence = await super().submit(submission)
+        self.num_taken += 1
+        if self.num_taken % 2:
+            await self.loop.abort([submission.id])
+        return sequence
+
+
+class Hung(InProcess):
+    """Its engine is stuck, in whatever: it says that it has the request, and nothing ever comes."""
+
+    async def submit(self, submission: Submission) -> int:
+        return 0
+
+    async def progress(self, request_id: str) -> int | None:
+        return 7
+
+
+@pytest.mark.parametrize("kind", [Forgetful, Hung])
+def test_a_request_of_which_nothing_is_heard_is_looked_after(
+    kind: type[InProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crossdock.cluster.dispatch._PATIENCE_S", 0.2)
+    monkeypatch.setattr("crossdock.cluster.dispatch._STUCK_S", 0.3)
+
+    async def story() -> None:
+        first, second, dispatcher = kind(), InProcess(), Dispatcher("tiny", IN_TURN)
+        dispatcher.join("a", first, first.profile)
+        dispatcher.join("b", second, second.profile)
+        while not all(link.is_open for link in dispatcher._links.values()):
+            await asyncio.sleep(0.001)
+        outputs = [await asyncio.wait_for(tokens(dispatcher, f"{number}"), 10) for number in range(4)]
+        assert all(output == outputs[0] for output in outputs)
+        assert "crossdock_ingress_placed_again_total 0.0" not in dispatcher.metrics.text()
+        assert not dispatcher.deadlines
+        await first.loop.close()
+        await second.loop.close()
+
+    asyncio.run(story())
+
+
+def test_every_request_has_a_deadline_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas come, die, are drained, hang and forget while requests keep coming: each request in flight is looked
+    after at some time soon, every one ends, and with the tokens it ends with where nothing happens."""
+    patience = 0.3
+    monkeypatch.setattr("crossdock.cluster.dispatch._PATIENCE_S", patience)
+    monkeypatch.setattr("crossdock.cluster.dispatch._STUCK_S", 0.4)
+    monkeypatch.setattr("crossdock.cluster.dispatch._REJOIN_S", 0.2)
+    rng = random.Random(5)
+
+    async def story() -> None:
+        dispatcher = Dispatcher("tiny")
+        up: dict[str, InProcess] = {}
+        gone: list[InProcess] = []
+        for name in ("first", "second"):
+            up[name] = InProcess()
+            dispatcher.join(name, up[name], up[name].profile)
+        while not all(link.is_open for link in dispatcher._links.values()):
+            await asyncio.sleep(0.001)
+        wanted = await tokens(dispatcher, "wanted", 40)
+        in_flight: set[str] = set()
+
+        async def client(number: int) -> None:
+            for turn in range(12):
+                name = f"{number} {turn}"
+                in_flight.add(name)
+                assert await tokens(dispatcher, name, 40) == wanted, name
+                in_flight.discard(name)
+
+        clients = [asyncio.create_task(client(number)) for number in range(6)]
+        events = 0
+        while not all(it.done() for it in clients):
+            await asyncio.sleep(0.02)
+            now = asyncio.get_running_loop().time()
+            for name in in_flight:
+                assert dispatcher.deadlines[name] - now < 10.5, name  # armed, and not for later than a silent replica's
+                assert dispatcher.deadlines[name] > now - 1.0, name  # and not over without a consequence
+            if rng.random() < 0.25:
+                events += 1
+                await happen(dispatcher, up, gone, f"r{events}")
+        await asyncio.gather(*clients)
+        assert not dispatcher.deadlines
+        assert events > 10
+        for replica in [*up.values(), *gone]:
+            await replica.loop.close()
+
+    async def happen(dispatcher: Dispatcher, up: dict[str, InProcess], gone: list[InProcess], name: str) -> None:
+        """Something; two replicas stay that can serve."""
+        sound = [it for it, replica in up.items() if type(replica) is InProcess and not replica.is_killed]
+        what = rng.choice(["die", "drain", "hang", "forget"])
+        if what in ("hang", "forget"):
+            up[name] = Hung() if what == "hang" else Forgetful()
+            dispatcher.join(name, up[name], up[name].profile)
+        elif len(sound) > 2:
+            victim = rng.choice(sound)
+            gone.append(up[victim])
+            if what == "die":
+                up[victim].is_killed = True
+            dispatcher.leave(victim)
+            del up[victim]
+        else:
+            up[name] = InProcess()
+            dispatcher.join(name, up[name], up[name].profile)
+        for bad in [it for it, replica in up.items() if type(replica) is not InProcess][:-1]:
+            dispatcher.leave(bad)
+            gone.append(up.pop(bad))
 
     asyncio.run(story())
 

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import socket
 import threading
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ from crossdock.cluster.config import load
 from crossdock.workers.engine import Engine, EngineConfig
 from crossdock.workers.model import load_model
 from crossdock.workers.request import SamplingParams, Submission
+from tests.cluster.ports import free_port
 
 APP = "pools"
 DECODES = 2
@@ -33,9 +33,7 @@ DECODES = 2
 
 @pytest.fixture(scope="module")
 def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
-    with socket.socket() as it:
-        it.bind(("127.0.0.1", 0))
-        port: int = it.getsockname()[1]
+    port = free_port()
     config = load(
         None,
         {

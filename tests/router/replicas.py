@@ -39,7 +39,7 @@ def profile(slowness: float = 1.0, role: Role = "mixed", **fields: Any) -> Sched
 
 def quiet(sequence: int = 1, incarnation: str = "quiet", **fields: Any) -> LiveProfile:
     """What an idle replica says, unless `fields` say otherwise."""
-    return LiveProfile(incarnation, sequence, (), places=(64, 64, 64), free_pages=4000, **fields)
+    return LiveProfile(incarnation, sequence, (), places=(64, 64, 64), free_pages=(4000, 4000, 4000), **fields)
 
 
 def query(name: str, num_tokens: int = 100, prompt: Sequence[int] = (), **fields: Any) -> Query:

@@ -88,6 +88,16 @@ def test_a_cached_prefix_is_fewer_seconds_and_no_rule() -> None:
     assert fleet.choose(asked, 0.0).decode == "has not"
 
 
+def test_who_is_more_urgent_and_comes_later_goes_first() -> None:
+    fleet = fleet_of({"it": profile()})
+    asked = query("new", 1000)
+    alone = predicted(fleet, asked)
+    fleet.hear("it", quiet(2, prompt_shares=(0.5, 0.3, 0.0)), 0.0)
+    assert predicted(fleet, query("new", 1000, slo_class="interactive")) == pytest.approx(alone)
+    assert predicted(fleet, asked) == pytest.approx(alone / 0.5)
+    assert predicted(fleet, query("new", 1000, slo_class="batch")) == pytest.approx(alone / 0.2)
+
+
 def test_where_no_place_is_left_it_waits_for_a_streams_end() -> None:
     fleet = fleet_of({"it": profile(max_num_seqs=4)})
     alone = predicted(fleet, query("new"))
@@ -100,7 +110,7 @@ def test_where_no_place_is_left_it_waits_for_a_streams_end() -> None:
     waits = predicted(fleet, query("new")) - beside
     assert beside > alone
     assert waits == pytest.approx(2 * 400 / 4**2 * step)  # four streams with 100 tokens to go on average
-    fleet.hear("it", replace(full, sequence=5, places=(0, 0, 0), free_pages=-100), 0.0)
+    fleet.hear("it", replace(full, sequence=5, places=(0, 0, 0), free_pages=(-100, -100, -100)), 0.0)
     assert predicted(fleet, query("new")) - beside > waits  # and for the pages of several of them
 
 

@@ -3,6 +3,7 @@
 import pickle
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,7 +68,7 @@ def test_what_it_says_of_every_kind_of_request() -> None:
             4,
             3,
         ),  # of 8 one is taken and a second kept for the interactive; who waits takes one from those below
-        free_pages=400 - 3 - 8 - 11 - 6,
+        free_pages=(400 - 3 - 6, 400 - 3 - 6 - 8, 400 - 3 - 6 - 8 - 11),  # nobody below the stream gives any up
         step_seconds=0.25,
     )
     assert LENGTHS[0] <= live.prompts[0].seconds < LENGTHS[1]
@@ -76,8 +77,30 @@ def test_what_it_says_of_every_kind_of_request() -> None:
 def test_a_replica_without_work_says_so() -> None:
     it = scheduler()
     assert observe(it, "me", 1, 0.25) == LiveProfile(
-        "me", 1, COST.coefficients, (), (0, 0, 0), 0, 0, (0, 0, 0), (0, 0, 0), (8, 6, 6), 400, 0.0
+        "me", 1, COST.coefficients, (), (0, 0, 0), 0, 0, (0, 0, 0), (0, 0, 0), (8, 6, 6), (400, 400, 400)
     )
+
+
+def test_the_urgent_count_on_pages_of_those_below() -> None:
+    it = scheduler()
+    it.add(request("stream", 40, "batch", max_tokens=100))
+    step(it)
+    held = len(it.pages.pages_of("stream"))
+    assert observe(it, "me", 1).free_pages == (400, 400, 400 - held)
+
+
+def test_how_much_of_its_time_goes_into_prompts_of_whom() -> None:
+    it = scheduler()
+    said = Publisher(it, "me")
+    said.live(0.0)
+    for second in range(1, 60):  # every second 0.2 s of interactive prompts and 0.1 s of standard ones
+        it.add(request(f"i{second}", 200, "interactive", max_tokens=1))
+        it.add(request(f"s{second}", 100, "standard", max_tokens=1))
+        while it.has_work:
+            step(it, float(second))
+        live = said.live(float(second))
+    assert live.prompt_shares == pytest.approx((0.2, 0.1, 0.0), rel=0.02)
+    assert said.live(120.0).prompt_shares == pytest.approx((0.0, 0.0, 0.0), abs=1e-3)
 
 
 @given(st.randoms(use_true_random=False))
