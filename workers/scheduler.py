@@ -443,9 +443,7 @@ class Scheduler:
         """Reserves pages for *all* tokens the request has, before its first chunk: no prompt starts that cannot end."""
         num_new = -(-request.num_tokens // self.pages.page_size) - len(hits)
         arriving = [other for other in self.held if other.leg is Leg.RECEIVE]
-        wanted = (
-            num_new + len(self.running) + len(arriving)
-        )  # a page each: nobody is preempted in the next step
+        wanted = num_new + len(self.running) + len(arriving)  # a page each: nobody is preempted in the next step
         if not self.pages.can_allocate(wanted, shared=hits) and not self._make_way(request, wanted, hits):
             return False
         self.pages.share(request.owner, hits)

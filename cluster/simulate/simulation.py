@@ -16,11 +16,15 @@ from crossdock.cluster.simulate.replica import TOKEN, Noise, Replica
 from crossdock.cluster.simulate.transfer import Links, Transfer
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import Placement, Query
+from crossdock.workers.live import LiveProfile
 from crossdock.workers.pages import hash_pages
 from crossdock.workers.request import Leg, Overloaded, Request, SamplingParams, TokenDelta
 from crossdock.workers.scheduler import Batch
 
 MOST_PLACEMENTS = 4  # of one request, refusals apart; as the dispatcher's
+HEARTBEAT_S = (
+    1.0  # after which a replica that has nothing new to say says that it lives, as `workers/replica.py` has it
+)
 GRACE_S = 1.0  # after a replica's death, until its writes cannot land any more: `transfer.grace_s`
 
 
@@ -78,6 +82,7 @@ class Simulation:
         self._outcome = Outcome(fleet, seed, [], [], [], 0.0)
         self._at_once = at_once
         self._links = Links()
+        self._said: dict[str, tuple[LiveProfile, float]] = {}  # by replica: last, and when
         self._started: dict[str, int] = {pool.name: 0 for pool in fleet.pools}
         self._default_class = fleet.pools[0].engine.default_slo_class
         self._page_size = fleet.pools[0].engine.page_size
@@ -91,6 +96,7 @@ class Simulation:
         """`jobs` in order of arrival, each with its time."""
         self._jobs: Iterator[Job] = iter(jobs)
         self._await_next()
+        self.clock.at(HEARTBEAT_S, self._beat)
         was_enabled = gc.isenabled()
         gc.disable()  # nothing here makes cycles, and looking for them takes a third of the time
         try:
@@ -245,10 +251,21 @@ class Simulation:
 
     def published(self, replica: Replica, now: float) -> None:
         live, pages = replica.publisher.live(now, replica.step_s), replica.publisher.page_changes()
+        self._said[replica.name] = live, now
         for router in self.routers:
             router.hear(replica.name, live, now)
             for changes in pages:
                 router.hear_pages(replica.name, changes)
+
+    def _beat(self, now: float) -> None:
+        """All who have been silent say what they last said."""
+        for name in self.replicas:
+            live, at = self._said[name]
+            if now - at >= HEARTBEAT_S:
+                for router in self.routers:
+                    router.hear(name, live, now)
+        if self.clock.is_due:  # else nothing will ever happen again
+            self.clock.at(now + HEARTBEAT_S, self._beat)
 
     # -- replicas come and go ----------------------------------------------------------------------------------------
 
