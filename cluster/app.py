@@ -78,7 +78,7 @@ class Ingress:
 
 def build(args: ClusterConfig) -> serve.Application:
     """The application of a configuration (Serve validates a mapping against `ClusterConfig`)."""
-    engines = {pool.name: _engine_deployment(args, pool) for pool in args.pools}
+    engines = {pool.name: engine_deployment(args, pool) for pool in args.pools}
     ingress = serve.deployment(
         serve.ingress()(Ingress),
         name="ingress",
@@ -94,7 +94,8 @@ def build(args: ClusterConfig) -> serve.Application:
     return ingress.bind(args, engines, scaler.bind(args, engines))
 
 
-def _engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Application:
+def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Application:
+    """The replicas of one pool."""
     num_ranks = sum(each.most * each.num_ranks for each in config.pools)
     num_threads = pool.num_cpus or max((os.cpu_count() or 1) // num_ranks, 1)
     ships = any(each.role == "prefill" for each in config.pools)
@@ -121,7 +122,7 @@ def _engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applica
     transfer = config.transfer if ships else None
     return deployment.bind(
         model.path,
-        model.dtype,
+        pool.dtype or model.dtype,
         model.max_model_len,
         engine,
         num_threads,

@@ -6,7 +6,7 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, cast, get_args, get_origin
+from typing import Any, Literal, Self, TypeAlias, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -20,6 +20,8 @@ from crossdock.workers.checkpoint import model_name
 from crossdock.workers.docks import TransferConfig
 from crossdock.workers.engine import EngineConfig
 from crossdock.workers.profile import Role
+
+Dtype: TypeAlias = Literal["auto", "bfloat16", "float16", "float32"]
 
 
 class ConfigError(ValueError):
@@ -35,9 +37,7 @@ class ModelConfig(BaseModel):
         None, description="Directory, or hub name (org/name or org/name@revision); null is the embedded SmolLM2-135M."
     )
     served_name: str | None = Field(None, min_length=1, description="Clients' name of the model; null derives it.")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="Of weights, activations and KV pages; auto is the checkpoint's."
-    )
+    dtype: Dtype = Field("auto", description="Of weights, activations and KV pages; auto is the checkpoint's.")
     max_model_len: int | None = Field(
         None, ge=1, description="Prompt and output together, in tokens; null is the model's own limit."
     )
@@ -69,6 +69,7 @@ class PoolConfig(BaseModel):
     node_labels: dict[str, str] = Field(
         default_factory=dict, description="Ray labels of the nodes it may run on: {ray.io/accelerator-type: H100}."
     )
+    dtype: Dtype | None = Field(None, description="Where its devices need another than the model's; null is that.")
     engine: EngineConfig | None = Field(None, description="What differs from the cluster's engine settings.")
 
     @property

@@ -181,7 +181,7 @@ def row(
         future_context *= 1 - min(sum(live.leaving) / max(num_prompts, 1), 1)  # whose tokens are whose, it does not say
         for column, said in ((places, live.places), (pages, live.free_pages)):
             column[: len(said)] = map(float, said[: len(classes)])
-        for rank in ranks[1:]:
+        for rank in ranks:
             overtaking[rank] = sum(live.prompt_shares[:rank])
         context, remaining = live.context_tokens, live.remaining_tokens
         step, rate = live.step_seconds, live.bytes_per_second or rate

@@ -325,7 +325,8 @@ class Scheduler:
         self, decodes: list[Scheduled], skipped: Collection[str], prefills: Sequence[Request]
     ) -> Batch:
         """The step of `decodes` and of chunks for as many prompts as there is room for."""
-        if not prefills:
+        if not prefills:  # nor was anybody preempted for one, unless decodes and chunks take turns
+            decodes = [part for part in decodes if part.request.status is Status.RUNNING]
             return Batch(decodes, len(decodes), "", len(skipped))
         room = self._room(decodes, skipped)
         reason = room.reason
@@ -461,7 +462,8 @@ class Scheduler:
     def _admit(self, request: Request, hits: Sequence[int]) -> bool:
         """Reserves pages for *all* tokens the request has, before its first chunk: no prompt starts that cannot end."""
         num_new = -(-request.num_tokens // self.pages.page_size) - len(hits)
-        wanted = num_new + len(self.running)  # a page each, so that an admission does not preempt in the next step
+        arriving = [other for other in self.held if other.leg is Leg.RECEIVE]
+        wanted = num_new + len(self.running) + len(arriving)  # a page each: nobody is preempted in the next step
         if not self.pages.can_allocate(wanted, shared=hits) and not self._make_way(request, wanted, hits):
             return False
         self.pages.share(request.owner, hits)

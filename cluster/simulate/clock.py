@@ -17,6 +17,11 @@ class Clock:
         self._count += 1
         heappush(self._events, (time, not is_step, self._count, event))
 
+    @property
+    def is_due(self) -> bool:
+        """Whether anything is left to happen."""
+        return bool(self._events)
+
     def run(self) -> None:
         """Until nothing is left to happen."""
         while self._events:

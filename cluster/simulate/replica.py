@@ -102,7 +102,7 @@ class Replica:
         self._inbox.append(action)
         if self._batch is not None:
             if len(self._ends) > 1:  # a stretch ends with the step that runs now
-                self._pass(bisect_right(self._ends, now))
+                self._pass(bisect_right(self._ends, now, hi=len(self._ends) - 1))
                 self._plan(self._ends[:1])
         elif not self._is_between:
             self._go_round(now)
@@ -110,7 +110,7 @@ class Replica:
     def die(self, now: float) -> None:
         """Nothing follows, not even the end of the running step."""
         if self._batch is not None:
-            self._pass(bisect_right(self._ends, now))
+            self._pass(bisect_right(self._ends, now, hi=len(self._ends) - 1))
             self.busy_s += now - self._started
         self.until = now
 

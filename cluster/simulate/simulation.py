@@ -16,11 +16,15 @@ from crossdock.cluster.simulate.replica import TOKEN, Noise, Replica
 from crossdock.cluster.simulate.transfer import Links, Transfer
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import Placement, Query
+from crossdock.workers.live import LiveProfile
 from crossdock.workers.pages import hash_pages
 from crossdock.workers.request import Leg, Overloaded, Request, SamplingParams, TokenDelta
 from crossdock.workers.scheduler import Batch
 
 MOST_PLACEMENTS = 4  # of one request, refusals apart; as the dispatcher's
+HEARTBEAT_S = (
+    1.0  # after which a replica that has nothing new to say says that it lives, as `workers/replica.py` has it
+)
 GRACE_S = 1.0  # after a replica's death, until its writes cannot land any more: `transfer.grace_s`
 
 
@@ -38,6 +42,7 @@ class Call:
     decode: Replica | None = None
     prefill: Replica | None = None  # until its pages are shipped
     transfer: Transfer | None = None
+    given: int = 0  # tokens that its client had when it was placed
     epoch: int = 0  # how often it has been placed before
     losses: int = 0  # of these, because a replica died
     refused_by: set[str] = field(default_factory=set)
@@ -77,6 +82,7 @@ class Simulation:
         self._outcome = Outcome(fleet, seed, [], [], [], 0.0)
         self._at_once = at_once
         self._links = Links()
+        self._said: dict[str, tuple[LiveProfile, float]] = {}  # by replica: last, and when
         self._started: dict[str, int] = {pool.name: 0 for pool in fleet.pools}
         self._default_class = fleet.pools[0].engine.default_slo_class
         self._page_size = fleet.pools[0].engine.page_size
@@ -90,6 +96,7 @@ class Simulation:
         """`jobs` in order of arrival, each with its time."""
         self._jobs: Iterator[Job] = iter(jobs)
         self._await_next()
+        self.clock.at(HEARTBEAT_S, self._beat)
         was_enabled = gc.isenabled()
         gc.disable()  # nothing here makes cycles, and looking for them takes a third of the time
         try:
@@ -134,7 +141,7 @@ class Simulation:
             self._over(call, now, "HTTP 429" if is_refused else "no replica is up", is_refused)
             return
         call.router.book(call.query, placement, now)
-        call.placement = placement
+        call.placement, call.given = placement, len(call.sample.times)
         call.decode = self.replicas[placement.decode]
         call.prefill = self.replicas[placement.prefill] if placement.prefill is not None else None
         self.clock.at(now + self.fleet.latency_s, partial(self._submit, call, call.epoch))
@@ -145,6 +152,10 @@ class Simulation:
         if call.prefill is None:
             call.decode.post(partial(self._take, call, call.decode, Leg.LOCAL, epoch), now)
             return
+        if call.prefill.until is not None:  # it does not answer
+            self._withdraw(call, now)
+            self._place(call, now)
+            return
         half = self.fleet.latency_s / 2
         call.transfer = Transfer(call.id, epoch, call.prefill, call.decode, self.clock, self._links, half)
         for replica, leg in ((call.decode, Leg.RECEIVE), (call.prefill, Leg.SEND)):
@@ -154,13 +165,13 @@ class Simulation:
         """Between two steps of the replica: it takes the request, or refuses."""
         if call.epoch != epoch or call.decode is None:
             return  # the other replica has refused already
-        prompt, given = token_ids(call.job), len(call.sample.times)
+        prompt = token_ids(call.job)
         request = Request(
             call.id,
             prompt,
             _sampling(call.job.output_tokens),
             slo_class=call.slo_class,
-            output_token_ids=[TOKEN] * given,
+            output_token_ids=[TOKEN] * call.given,
             leg=leg,
             epoch=epoch,
             arrival_time=now,
@@ -207,7 +218,7 @@ class Simulation:
     def stepped(self, replica: Replica, batch: Batch, deltas: Sequence[TokenDelta], now: float) -> None:
         for delta in deltas:
             call = self.calls.get(delta.request_id)
-            if call is None or replica not in (call.decode, call.prefill):
+            if call is None or replica not in (call.decode, call.prefill) or _is_late(call, batch):
                 continue  # withdrawn while its step ran
             if delta.token_ids and delta.first >= len(call.sample.times):  # else its client has that token already
                 if not call.sample.times:
@@ -240,10 +251,21 @@ class Simulation:
 
     def published(self, replica: Replica, now: float) -> None:
         live, pages = replica.publisher.live(now, replica.step_s), replica.publisher.page_changes()
+        self._said[replica.name] = live, now
         for router in self.routers:
             router.hear(replica.name, live, now)
             for changes in pages:
                 router.hear_pages(replica.name, changes)
+
+    def _beat(self, now: float) -> None:
+        """All who have been silent say what they last said."""
+        for name in self.replicas:
+            live, at = self._said[name]
+            if now - at >= HEARTBEAT_S:
+                for router in self.routers:
+                    router.hear(name, live, now)
+        if self.clock.is_due:  # else nothing will ever happen again
+            self.clock.at(now + HEARTBEAT_S, self._beat)
 
     # -- replicas come and go ----------------------------------------------------------------------------------------
 
@@ -309,6 +331,13 @@ class Simulation:
 
         replica.post(take_over, now)
         self.clock.at(now + GRACE_S, partial(replica.post, partial(_forgive, replica, transfer.owner)))
+
+
+def _is_late(call: Call, batch: Batch) -> bool:
+    """Whether a step was of an earlier placement."""
+    return call.epoch > 0 and any(
+        part.request.id == call.id and part.request.epoch < call.epoch for part in batch.scheduled
+    )
 
 
 def _abort(replica: Replica, request_id: str, owner: str, now: float) -> None:

@@ -14,13 +14,13 @@ class Links:
 
     _free: dict[tuple[str, bool], float] = field(default_factory=dict)  # by replica, and whether out
 
-    def carry(self, sender: Replica, receiver: Replica, num_bytes: float, now: float) -> float:
-        """When so many bytes that are sent now will have arrived."""
+    def carry(self, sender: Replica, receiver: Replica, num_bytes: float, now: float) -> tuple[float, float]:
+        """When so many bytes that are sent now begin to travel, and when they will have arrived."""
         out, into = (sender.name, True), (receiver.name, False)
         begin = max(now, self._free.get(out, 0.0), self._free.get(into, 0.0))
         rate = min(it.pool.profile.bytes_per_second for it in (sender, receiver))
         self._free[out] = self._free[into] = end = begin + num_bytes / rate
-        return end
+        return begin, end
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +39,8 @@ class Transfer:
     _computed: int = 0  # tokens
     _is_complete: bool = False
     _sent: int = 0  # pages
+    _bytes: int = 0
+    _seconds: float = 0.0  # on the way
 
     @property
     def owner(self) -> str:
@@ -69,8 +71,11 @@ class Transfer:
             return
         self._sent = max(begin, end)
         num_bytes = (self._sent - begin) * self.sender.pool.profile.page_bytes
-        arrival = self.links.carry(self.sender, self.receiver, num_bytes, now) + self.latency_s
+        departure, arrival = self.links.carry(self.sender, self.receiver, num_bytes, now)
+        self._bytes += num_bytes
+        self._seconds += arrival - departure
         num_tokens, is_last = self._computed, self._is_complete
+        arrival += self.latency_s
         self.clock.at(arrival, lambda now: self.receiver.post(lambda now: self._arrived(num_tokens, is_last, now), now))
 
     def _arrived(self, num_tokens: int, is_last: bool, now: float) -> None:
@@ -90,6 +95,8 @@ class Transfer:
 
     def _shipped(self, now: float) -> None:
         scheduler = self.sender.scheduler
+        if self._bytes:
+            self.sender.publisher.transferred(self._bytes, self._seconds)
         request = scheduler.get(self.request_id)
         if request is not None and request.epoch == self.epoch:
             scheduler.shipped(self.request_id)

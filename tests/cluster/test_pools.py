@@ -8,7 +8,6 @@ import os
 import random
 import re
 import signal
-import socket
 import threading
 import time
 from collections import Counter
@@ -34,6 +33,7 @@ from crossdock.workers.engine import Engine, EngineConfig
 from crossdock.workers.model import load_model
 from crossdock.workers.request import SamplingParams, Submission
 from tests.cluster.deploy.test_manifests import expressions
+from tests.cluster.ports import free_port
 
 APP = "pools"
 DECODES = 2
@@ -41,9 +41,7 @@ DECODES = 2
 
 @pytest.fixture(scope="module")
 def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
-    with socket.socket() as it:
-        it.bind(("127.0.0.1", 0))
-        port: int = it.getsockname()[1]
+    port = free_port()
     config = load(
         None,
         {

@@ -1,6 +1,5 @@
 """A pool grows under load and shrinks without it, on a real Ray, and no request notices."""
 
-import socket
 import threading
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from ray.serve.config import ProxyLocation
 
 from crossdock.cluster.app import build
 from crossdock.cluster.config import load
+from tests.cluster.ports import free_port
 
 APP = "elastic"
 
@@ -30,9 +30,7 @@ def wait_until_up(pool: str, count: int, seconds: float = 90) -> None:
 
 
 def test_a_pool_follows_its_load(ray_cluster: None, model_dir: Path) -> None:
-    with socket.socket() as it:
-        it.bind(("127.0.0.1", 0))
-        port = it.getsockname()[1]
+    port = free_port()
     config = load(
         None,
         {

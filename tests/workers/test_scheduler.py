@@ -641,6 +641,18 @@ def test_grants_wait_for_pages() -> None:
     assert [request.id for request in it.grant(0.0)] == ["b"]
 
 
+def test_what_arrives_has_a_page_for_its_next_token() -> None:
+    """Prompts that fill their pages: on arrival each needs one more, for which nobody must go."""
+    it = scheduler(num_pages=7, max_model_len=20)
+    for name in "abc":
+        it.add(pair_request(name, 8, Leg.RECEIVE))
+    assert [each.id for each in it.grant(0.0)] == ["a", "b"], "c's two pages would leave one for the two that come"
+    for name in "ab":
+        it.arrive(name, 5, 0.0)
+    step(it)
+    assert it.num_preemptions == 0
+
+
 def test_grants_wait_for_places() -> None:
     it = scheduler(max_num_seqs=1)
     it.add(pair_request("a", 6, Leg.RECEIVE))

@@ -1,0 +1,147 @@
+"""What a routing decision costs, and what a replica pays for saying what it has to do.
+
+python benchmarks/router.py                         # up to 1,000 replicas; nothing is served
+"""
+
+import argparse
+import pickle
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from crossdock.router.fleet import Fleet, RouterConfig
+from crossdock.router.placement import Query
+from crossdock.workers.live import LiveProfile, PageChanges, Prompts
+from crossdock.workers.pages import hash_pages
+from crossdock.workers.profile import Role, SchedulingProfile, StepCost
+from crossdock.workers.slo import DEFAULT_CLASSES
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the replicas of the tests: schedulers without a model
+
+from peers.run import hardware
+
+from tests.router.replicas import Replica
+
+PROMPTS = (100, 1000, 8000)  # tokens
+
+
+def profile(slowness: float, role: Role) -> SchedulingProfile:
+    cost = StepCost.of([slowness * it for it in (8e-3, 5e-5, 1e-9, 5e-5, 1e-8)])
+    return SchedulingProfile(
+        max_model_len=32_768,
+        vocab_size=32_000,
+        page_size=16,
+        num_pages=20_000,
+        max_num_batched_tokens=2048,
+        max_num_seqs=256,
+        slo_classes=DEFAULT_CLASSES,
+        role=role,
+        admission="queue",
+        compatibility="one",
+        peer=b"somewhere",
+        page_bytes=2 << 20,
+        bytes_per_second=2e10,
+        cost=cost,
+    )
+
+
+def live(sequence: int, rng: random.Random) -> LiveProfile:
+    """Of a replica under load."""
+    prompts = (Prompts(0, 1, 3, 900, 0.05), Prompts(1, 3, 2, 6000, rng.random()), Prompts(2, 6, 1, 30_000, 9.0))
+    streams = (rng.randrange(30), rng.randrange(60), rng.randrange(10))
+    places, pages = (120, 100, 80), (15_000, 14_000, 11_000)
+    context, remaining = 700 * sum(streams), 100 * sum(streams)
+    return LiveProfile(
+        "a", sequence, (), prompts, streams, context, remaining, (0, 1, 0), (0, 0, 0), places, pages, (0.1, 0.2, 0.1)
+    )
+
+
+def microseconds(seconds: list[float]) -> str:
+    ordered = sorted(seconds)
+    return f"{1e6 * statistics.median(ordered):6.0f} / {1e6 * ordered[int(0.99 * len(ordered))]:6.0f} µs"
+
+
+def decisions(num_replicas: int, roles: tuple[Role, ...], policy: str, count: int, cached: bool) -> str:
+    """Time per choice, per booking and settling, and per word of a replica, while all of them keep talking."""
+    rng = random.Random(1)
+    fleet = Fleet(RouterConfig.model_validate({"policy": policy}))
+    names = [f"replica-{number}" for number in range(num_replicas)]
+    prefix = list(range(max(PROMPTS)))
+    hashes = hash_pages(prefix, 16)
+    for number, name in enumerate(names):
+        fleet.join(name, profile(rng.choice([1.0, 2.0, 4.0]), roles[number % len(roles)]), 0.0)
+        fleet.hear(name, live(1, rng), 0.0)
+        if cached:
+            fleet.hear_pages(name, PageChanges("a", 1, hashes[: rng.randrange(len(hashes))]))
+    took: dict[str, list[float]] = {"choose": [], "book": [], "hear": []}
+
+    def timed(what: str, call: Callable[[], Any]) -> Any:
+        started = time.perf_counter()
+        result = call()
+        took[what].append(time.perf_counter() - started)
+        return result
+
+    running: list[str] = []
+    for number in range(count):
+        now = number * 1e-3
+        for _ in range(4):
+            word = live(number + 2, rng)
+            timed("hear", partial(fleet.hear, rng.choice(names), word, now))
+        length = rng.choice(PROMPTS)
+        pages = hashes[: length // 16] if cached else ()
+        query = Query(f"request-{number}", length, pages, rng.choice(["interactive", "standard", "batch"]))
+        placement = timed("choose", partial(fleet.choose, query, now))
+        timed("book", partial(fleet.book, query, placement, now))
+        running.append(query.request_id)
+        if len(running) > 2 * num_replicas:
+            fleet.settle(running.pop(0))
+    return " | ".join(microseconds(took[what]) for what in ("choose", "book", "hear"))
+
+
+def words(num_waiting: int, num_running: int) -> str:
+    """Time for a replica to say what it has to do, and how many bytes that is."""
+    replica = Replica(profile(1.0, "mixed"))
+    for number in range(num_waiting + num_running):
+        replica.add(f"{number}", [number, *range(200)], "standard", max_tokens=500)
+        if number == num_running:
+            while len([it for it in replica.scheduler.running if it.is_decoding]) < num_running:
+                replica.step()
+    took = []
+    for number in range(200):
+        started = time.perf_counter()
+        word = replica.publisher.live(float(number))
+        took.append(time.perf_counter() - started)
+    return f"{microseconds(took)} | {len(pickle.dumps(word))} bytes"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 10, 100, 1000])
+    parser.add_argument("--count", type=int, default=2000, help="decisions per row")
+    args = parser.parse_args()
+    print(hardware())
+    print("\n| replicas | policy | choose p50 / p99 | book | hear |\n|---|---|---|---|---|")
+    for num_replicas in args.replicas:
+        kinds: list[tuple[str, tuple[Role, ...], bool]] = [
+            ("mixed", ("mixed",), False),
+            ("mixed, prefixes cached", ("mixed",), True),
+            ("prefill, decode and mixed", ("prefill", "decode", "mixed"), False),
+        ]
+        for kind, roles, cached in kinds if num_replicas > 2 else kinds[:1]:
+            row = decisions(num_replicas, roles, "seconds", args.count, cached)
+            print(f"| {num_replicas:,} {kind} | seconds | {row} |", flush=True)
+    for policy in ("least-requests", "block-cost"):
+        row = decisions(max(args.replicas), ("mixed",), policy, args.count // 10, False)
+        print(f"| {max(args.replicas):,} mixed | {policy} | {row} |", flush=True)
+    print("\n| waiting | streams | what a replica says, p50 / p99 | size |\n|---|---|---|---|")
+    for waiting, running in ((0, 1), (8, 64), (200, 200)):
+        print(f"| {waiting} | {running} | {words(waiting, running)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
