@@ -34,7 +34,7 @@ def tiny(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(model_dir, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
     vocab_size = AutoConfig.from_pretrained(model_dir).vocab_size
     options = {"vocab_size": vocab_size, "max_position_embeddings": 1024, "num_attention_heads": 9}
-    build_model("llama", options | {"num_key_value_heads": 3}).save_pretrained(folder)
+    build_model("llama", options | {"num_key_value_heads": 3, "hidden_size": 108}).save_pretrained(folder)
     return folder
 
 

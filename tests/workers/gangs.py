@@ -13,7 +13,7 @@ from crossdock.workers.gang import Gang, GangSpec, follow
 
 from .ranks import Ranks
 
-SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 80, "max_num_seqs": 8, "kv_cache_memory": ByteSize(4 << 20)}
+SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 80, "max_num_seqs": 8, "kv_cache_memory": ByteSize(8 << 20)}
 
 
 def spec_of(path: Path, tensor_size: int, num_stages: int, **options: Any) -> GangSpec:
