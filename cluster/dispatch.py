@@ -470,6 +470,10 @@ class Dispatcher:
     def ready(self) -> bool:
         return any(link.is_open for link in self._links.values())
 
+    def profiles(self) -> dict[str, SchedulingProfile]:
+        """What the replicas that are up can do, by name."""
+        return self.fleet.profiles()
+
     async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
         """What became of all that the client's request `request_id` led to, on whichever replicas, oldest first.
         `tenant`: only what is its; None: everyone's."""

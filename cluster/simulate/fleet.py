@@ -1,6 +1,7 @@
 """What is simulated: pools of replicas, each with a profile, the network between them, and what goes wrong when."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +24,9 @@ class SimulatedPool(BaseModel):
     name: str = Field(pattern=r"^[a-z][a-z0-9-]*$", description="Of the pool.")
     role: Role = Field("mixed", description="mixed, prefill or decode; a pool named prefill or decode has that role.")
     replicas: int = Field(1, ge=0, description="How many run from the start.")
-    profile: SchedulingProfile = Field(description="A preset, such as h100-8b, or a JSON file of `crossdock tune`.")
+    profile: SchedulingProfile = Field(
+        description="A preset, such as h100-8b, a JSON file of `crossdock tune`, a server's URL."
+    )
     engine: SchedulerConfig = Field(description="What differs from the profile, or is not in it, e.g. prefill_order.")
     enable_prefix_caching: bool = Field(True, description="Share pages between requests with equal beginnings.")
     price: float = Field(0.0, ge=0, description="Of a replica for an hour, in whatever currency.")
@@ -168,7 +171,9 @@ def _with_profile(pool: Any, folder: Path) -> Any:
 
 
 def read_profile(name: str, folder: Path = Path()) -> SchedulingProfile:
-    """A profile as `crossdock tune --profile` or a server writes it, or a preset."""
+    """A profile as `crossdock tune --profile` writes it, that of a running server's first replica, or a preset."""
+    if name.startswith(("http://", "https://")):
+        return _fetch_profile(name)
     path = folder / name
     if not name.endswith(".json"):
         return preset(name)
@@ -181,6 +186,21 @@ def read_profile(name: str, folder: Path = Path()) -> SchedulingProfile:
         raise ValueError(f"profile: {path}: {problem}") from None
     except ValueError as error:
         raise ValueError(f"profile: {path}: not JSON: {error}") from None
+
+
+def _fetch_profile(url: str) -> SchedulingProfile:
+    import httpx  # here: only this needs it
+
+    headers = {"authorization": f"Bearer {key}"} if (key := os.environ.get("OPENAI_API_KEY")) else {}
+    try:
+        answer = httpx.get(url.rstrip("/").removesuffix("/v1") + "/v1/replicas", headers=headers, timeout=10)
+        answer.raise_for_status()
+        found = answer.json()["data"][0]
+    except httpx.HTTPError as error:
+        raise ValueError(f"profile: {url}: {error}") from None
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"profile: {url} names no replica at /v1/replicas; is it a Crossdock server?") from None
+    return SchedulingProfile.model_validate({key: value for key, value in found.items() if key != "id"})
 
 
 def _explain(detail: Any) -> str:

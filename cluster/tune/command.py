@@ -37,6 +37,9 @@ def tune(
         Path | None, typer.Option("--output", "-o", help="Write the settings here, for `crossdock serve --config`.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+    profile_file: Annotated[
+        Path | None, typer.Option("--profile", help="Write what a replica can do here, for `crossdock simulate`.")
+    ] = None,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", help="Draw efficiency against stall here (png, svg, pdf).")
     ] = None,
@@ -52,7 +55,12 @@ def tune(
     try:  # what can go wrong goes wrong before the minutes of measuring
         if plot_file is not None:
             require_plotting()
-        for name, file in (("output", output), ("json", json_file), ("plot", plot_file)):
+        for name, file in (
+            ("output", output),
+            ("json", json_file),
+            ("profile", profile_file),
+            ("plot", plot_file),
+        ):
             if file is not None and not file.absolute().parent.is_dir():
                 raise ValueError(f"{name}: there is no directory {file.absolute().parent}")
         sizes = [
@@ -70,6 +78,8 @@ def tune(
         console.print(f"• {escape(line)}")
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(found), indent=1) + "\n")
+    if profile_file is not None:
+        profile_file.write_text(report.profile(found))
     if plot_file is not None:
         report.plot(found, plot_file)
     if output is not None:
@@ -123,9 +133,7 @@ def _measure(
     curves = Curves(measured)
     advice = advise(curves, target, streams, config.page_size, config.max_num_seqs)
     device = f"{_device_name(engine.model.device.type, num_threads)}, {str(engine.model.dtype).removeprefix('torch.')}"
-    return Findings(
-        device, cluster, target, curves, advice, profile.cost, [cell for cell in wanted if cell not in cells]
-    )
+    return Findings(device, cluster, target, curves, advice, profile, [cell for cell in wanted if cell not in cells])
 
 
 def _sizes(name: str, text: str) -> list[int]:

@@ -14,7 +14,7 @@ from rich.table import Table
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.tune.advice import Advice
 from crossdock.cluster.tune.curves import NEAR_BEST, Cell, Curves, relative_errors
-from crossdock.workers.profile import StepCost
+from crossdock.workers.profile import SchedulingProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Findings:
     tpot_s: float
     curves: Curves
     advice: Advice
-    warm_up_cost: StepCost  # as a replica measures it when it starts
+    profile: SchedulingProfile  # as a replica advertises it when it has started
     dropped: Sequence[Cell]  # what the KV pool or the model's length left no room for
 
 
@@ -125,7 +125,7 @@ def as_json(found: Findings) -> dict[str, Any]:
         "step_cost": {
             "this_sweep": found.curves.fit().model_dump(),
             "held_out_error": {"p50": own[0], "p90": own[1]},
-            "at_start": found.warm_up_cost.model_dump(),
+            "at_start": found.profile.cost.model_dump(),
             "at_start_error": {"p50": started[0], "p90": started[1]},
         },
         "cells": [asdict(cell) for cell in found.curves.cells],
@@ -133,11 +133,16 @@ def as_json(found: Findings) -> dict[str, Any]:
 
 
 def _errors_at_start(found: Findings) -> list[float]:
-    return relative_errors(found.warm_up_cost, found.curves.cells)
+    return relative_errors(found.profile.cost, found.curves.cells)
 
 
 def _quantiles(errors: Sequence[float]) -> tuple[float, float]:
     return float(np.quantile(errors, 0.5)), float(np.quantile(errors, 0.9))
+
+
+def profile(found: Findings) -> str:
+    """The JSON that `crossdock simulate` takes: a replica of this kind, as this sweep measured it."""
+    return found.profile.model_copy(update={"cost": found.curves.fit()}).model_dump_json(indent=1) + "\n"
 
 
 def snippet(found: Findings) -> str:

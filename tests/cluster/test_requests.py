@@ -15,6 +15,7 @@ from crossdock.cluster.dispatch import Dispatcher
 from crossdock.cluster.text import Text
 from crossdock.cluster.tiers import Tiers
 from crossdock.workers.engine import EngineConfig
+from crossdock.workers.profile import SchedulingProfile
 from crossdock.workers.slo import SloClass
 from tests.cluster.test_dispatch import InProcess, ready
 from tests.workers.test_loop import hold, posted
@@ -249,6 +250,20 @@ def test_the_timeline_of_a_request(text: Text) -> None:
         assert missing.json()["error"]["type"] == "invalid_request_error"
 
     served(text, story, num=2, max_num_batched_tokens=100)
+
+
+def test_replicas_say_what_they_can_do(text: Text) -> None:
+    async def story(it: Served) -> None:
+        await asyncio.gather(*(it.ask("standard", key="plain") for _ in range(4)))
+        assert (await it.http.get("/v1/replicas")).status_code == 401
+        answer = await it.http.get("/v1/replicas", headers={"authorization": "Bearer plain"})
+        found = {one.pop("id"): SchedulingProfile.model_validate(one) for one in answer.json()["data"]}
+        assert list(found) == ["r0", "r1"]
+        for one in found.values():
+            assert one.model_copy(update={"cost": it.replicas[0].profile.cost}) == it.replicas[0].profile
+            assert one.cost.base > 0
+
+    served(text, story, num=2, keys=KEYS)
 
 
 def test_requests_in_flight(text: Text) -> None:

@@ -12,15 +12,27 @@ from typer.testing import CliRunner
 
 from crossdock.cluster import cli
 from crossdock.cluster.config import ClusterConfig, load
+from crossdock.cluster.simulate.fleet import load_fleet, read_profile
 from crossdock.cluster.tune import report
 from crossdock.cluster.tune.advice import Advice, advise
 from crossdock.cluster.tune.curves import Cell, Curves, relative_errors
 from crossdock.cluster.tune.report import Findings
 from crossdock.cluster.tune.sweep import grid
 from crossdock.workers.chunking import MARGIN
-from crossdock.workers.profile import StepCost
+from crossdock.workers.profile import SchedulingProfile, StepCost
+from crossdock.workers.slo import DEFAULT_CLASSES
 
 COST = StepCost(base=9e-3, per_prefill_token=1e-3, per_decode=1e-3, per_context=1e-6)
+PROFILE = SchedulingProfile(
+    max_model_len=2048,
+    vocab_size=100,
+    page_size=16,
+    num_pages=1000,
+    max_num_batched_tokens=512,
+    max_num_seqs=64,
+    slo_classes=DEFAULT_CLASSES,
+    cost=COST,
+)
 CHUNKS, DECODES, CONTEXTS = (16, 64, 128, 256), (1, 4, 16), (100, 1000)
 
 
@@ -127,7 +139,19 @@ def test_streams_must_be_among_those_measured() -> None:
 
 
 def findings(tpot_s: float = 0.1, **config: Any) -> Findings:
-    return Findings("a device", ClusterConfig(**config), tpot_s, curves(), advice(tpot_s), COST, [Cell(16, 99, 9999)])
+    return Findings(
+        "a device", ClusterConfig(**config), tpot_s, curves(), advice(tpot_s), PROFILE, [Cell(16, 99, 9999)]
+    )
+
+
+def test_the_profile_is_one_that_can_be_simulated(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(report.profile(findings()))
+    it = read_profile("profile.json", tmp_path)
+    assert it.num_pages == PROFILE.num_pages
+    for name, value in COST:
+        assert getattr(it.cost, name) == pytest.approx(value, rel=1e-6, abs=1e-12)
+    assert load_fleet(None, f"mixed=2x{file}").pools[0].profile.cost == it.cost
 
 
 def test_the_snippet_is_a_configuration(tmp_path: Path) -> None:
