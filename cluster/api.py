@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI, Request, Response
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 
@@ -36,6 +37,7 @@ from crossdock.cluster.pages import PAGE_HEADERS, Page, pages
 from crossdock.cluster.playground import Scenario, play
 from crossdock.cluster.text import Text, TextStream
 from crossdock.cluster.tiers import HEADER, Tiers
+from crossdock.cluster.tracing import Tracing, otlp_exporter, provider
 from crossdock.workers.request import Submission, TokenDelta
 
 _LONG_TEXT = 4096  # characters; about 1 ms to tokenise. Longer ones leave the event loop for a thread.
@@ -52,6 +54,8 @@ _NOT_TEMPLATE_VARIABLES = {
 
 # Without a key: they say nothing of anyone's requests.
 _OPEN = ("/health", "/ready", "/metrics", "/version", "/openapi.json")
+
+_GENERATES = ("/v1/completions", "/v1/chat/completions")
 
 _Asked = TypeVar("_Asked", bound=openai.Body)
 
@@ -78,6 +82,12 @@ class HttpConfig(BaseModel):
     )
     max_body_bytes: int = Field(20 << 20, ge=1)
     request_timeout_s: float | None = Field(None, gt=0, description="For a whole request, streams included.")
+    otlp_endpoint: str | None = Field(
+        None, description="Where traces go, by OTLP over HTTP: http://collector:4318/v1/traces; null: nowhere."
+    )
+    trace_sample_ratio: float = Field(
+        0.01, ge=0, le=1, description="Share of requests that are traced, of those that come without a trace."
+    )
     model_aliases: tuple[str, ...] = Field((), description="Further names that the served model answers to.")
     max_logprobs: int = Field(20, ge=0, description="Most alternatives a request may ask for, per token.")
     trust_request_chat_template: bool = Field(False, description="A template is a program; whose, is your decision.")
@@ -111,6 +121,12 @@ def build_api(dispatcher: Dispatcher, text: Text, http: HttpConfig, tiers: Tiers
     for path, page in pages().items():
         app.add_api_route(path, partial(_page, page), methods=["GET"], response_model=None)
     app.add_exception_handler(HTTPException, _unrouted)
+    if http.otlp_endpoint is not None:
+        spans = provider(http.trace_sample_ratio)
+        spans.add_span_processor(BatchSpanProcessor(otlp_exporter(http.otlp_endpoint)))
+        app.add_middleware(
+            Tracing, provider=spans, timelines=partial(dispatcher.timelines, tenant=None), paths=_GENERATES
+        )
     app.add_middleware(
         Gate,
         keys=KeyRing(http.api_keys, None if http.api_keys_file is None else Path(http.api_keys_file), tiers.names),
