@@ -104,7 +104,6 @@ def build_api(dispatcher: Dispatcher, text: Text, http: HttpConfig, tiers: Tiers
         ("/v1/chat/completions", api.chat_completions, "POST"),
         ("/v1/models", api.models, "GET"),
         ("/v1/models/{name:path}", api.model, "GET"),
-        ("/v1/replicas", api.replicas, "GET"),
         ("/v1/requests", api.live_requests, "GET"),
         ("/v1/requests/{name:path}", api.request_timeline, "GET"),
         ("/v1/replicas", api.replicas, "GET"),
@@ -505,12 +504,6 @@ class _Endpoints:
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         return _json(_model(self._card(name), name))
-
-    async def replicas(self, request: Request) -> Response:
-        """What each replica advertises: what `crossdock simulate` takes as a profile."""
-        profiles = self._dispatcher.profiles()
-        data = [{"id": name, **it.model_dump(mode="json", exclude={"peer"})} for name, it in profiles.items()]
-        return _json({"object": "list", "data": data})
 
     async def live_requests(self, request: Request) -> Response:
         return _json({"object": "list", "data": await self._dispatcher.live_requests(_sees(request))})

@@ -149,6 +149,7 @@ class Dispatcher:
             ReplicaLost: none is up, or one after the other was lost.
         """
         watch = self.metrics.start(submission)
+        self.deadlines[submission.id] = watch.last + _SILENCE_S
         output: list[int] = []
         lost: set[str] = set()
         try:
@@ -470,10 +471,6 @@ class Dispatcher:
     def ready(self) -> bool:
         return any(link.is_open for link in self._links.values())
 
-    def profiles(self) -> dict[str, SchedulingProfile]:
-        """What the replicas that are up can do, by name."""
-        return self.fleet.profiles()
-
     async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
         """What became of all that the client's request `request_id` led to, on whichever replicas, oldest first.
         `tenant`: only what is its; None: everyone's."""
@@ -486,9 +483,13 @@ class Dispatcher:
         return sorted(found, key=lambda request: request["arrived"])
 
     async def replicas(self, seen: Mapping[str, int], tenant: str | None) -> list[dict[str, Any]]:
-        """How every replica does, by name, and its steps after those that were `seen`, by its incarnation."""
+        """How every replica does, by name, its steps after those that were `seen`, by its incarnation, and the profile
+        that it advertises."""
         answers = await self._answers(lambda client: client.watched(seen, tenant))
-        return [{"replica": name, **answer} for name, answer in sorted(answers.items())]
+        told = {
+            name: profile.model_dump(mode="json", exclude={"peer"}) for name, profile in self.fleet.profiles().items()
+        }
+        return [{"replica": name, "profile": told.get(name), **answer} for name, answer in sorted(answers.items())]
 
     async def _ask_all(self, ask: Callable[[EngineClient], Awaitable[list[dict[str, Any]]]]) -> list[dict[str, Any]]:
         """What every replica that can answer says, each with its name."""

@@ -60,7 +60,8 @@ class Channel:
         `heartbeat_s`, one that says what was last said, so that the reader knows that we live."""
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._ready.wait(), heartbeat_s)
+                async with asyncio.timeout(heartbeat_s):  # Python 3.11's wait_for may swallow a cancellation
+                    await self._ready.wait()
             is_quiet = not self._ready.is_set()
             self._ready.clear()
             message, self._message = self._message, Message()

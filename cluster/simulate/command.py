@@ -32,7 +32,7 @@ def simulate(
         typer.Option(
             metavar="NAME=COUNTxPROFILE,…",
             help="Pools, in place of the file's: prefill=2xh100-8b,decode=6xh100-8b. PROFILE is a preset, "
-            "{a100,h100,h200,b200,l4}-{8b,70b}[-tpN], a JSON file of `crossdock tune --profile`, or the URL of a server.",
+            "{a100,h100,h200,b200,l4}-{8b,70b}[-tpN], a JSON file of `crossdock tune --profile`, or a server's URL.",
         ),
     ] = None,
     noise: Annotated[float | None, typer.Option(help="Relative spread of step times.")] = None,

@@ -257,7 +257,7 @@ def test_replicas_say_what_they_can_do(text: Text) -> None:
         await asyncio.gather(*(it.ask("standard", key="plain") for _ in range(4)))
         assert (await it.http.get("/v1/replicas")).status_code == 401
         answer = await it.http.get("/v1/replicas", headers={"authorization": "Bearer plain"})
-        found = {one.pop("id"): SchedulingProfile.model_validate(one) for one in answer.json()["data"]}
+        found = {it["replica"]: SchedulingProfile.model_validate(it["profile"]) for it in answer.json()["data"]}
         assert list(found) == ["r0", "r1"]
         for one in found.values():
             assert one.model_copy(update={"cost": it.replicas[0].profile.cost}) == it.replicas[0].profile
