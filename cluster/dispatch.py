@@ -483,13 +483,9 @@ class Dispatcher:
         return sorted(found, key=lambda request: request["arrived"])
 
     async def replicas(self, seen: Mapping[str, int], tenant: str | None) -> list[dict[str, Any]]:
-        """How every replica does, by name, its steps after those that were `seen`, by its incarnation, and the profile
-        that it advertises."""
+        """How every replica does, by name, and its steps after those that were `seen`, by its incarnation."""
         answers = await self._answers(lambda client: client.watched(seen, tenant))
-        told = {
-            name: profile.model_dump(mode="json", exclude={"peer"}) for name, profile in self.fleet.profiles().items()
-        }
-        return [{"replica": name, "profile": told.get(name), **answer} for name, answer in sorted(answers.items())]
+        return [{"replica": name, **answer} for name, answer in sorted(answers.items())]
 
     async def _ask_all(self, ask: Callable[[EngineClient], Awaitable[list[dict[str, Any]]]]) -> list[dict[str, Any]]:
         """What every replica that can answer says, each with its name."""

@@ -34,7 +34,7 @@ from crossdock.router.placement import (
 from crossdock.router.prefixes import Prefixes
 from crossdock.workers.live import LiveProfile, PageChanges
 from crossdock.workers.pages import PageHash
-from crossdock.workers.profile import Role, SchedulingProfile, StepCost
+from crossdock.workers.profile import Role, SchedulingProfile
 from crossdock.workers.slo import SloClass, rank_of
 
 
@@ -247,15 +247,6 @@ class Fleet:
     def page_size(self) -> int:
         """Tokens per page hash; replicas whose pages are of another size have no hits."""
         return next((it.profile.page_size for it in self._replicas.values()), 1)
-
-    def profiles(self) -> dict[str, SchedulingProfile]:
-        """What every replica can do, by its own word: its costs as it knows them by now."""
-        return {
-            name: it.profile.model_copy(update={"cost": StepCost.of(it.live.cost)})
-            if it.live is not None and it.live.cost
-            else it.profile
-            for name, it in self._replicas.items()
-        }
 
     def num_booked(self, name: str) -> int:
         """Requests that this router has at a replica."""

@@ -195,12 +195,12 @@ def _fetch_profile(url: str) -> SchedulingProfile:
     try:
         answer = httpx.get(url.rstrip("/").removesuffix("/v1") + "/v1/replicas", headers=headers, timeout=10)
         answer.raise_for_status()
-        found = answer.json()["data"][0]["profile"]
+        found = answer.json()["data"][0]
+        return SchedulingProfile.model_validate(found["profile"] | {"cost": found["cost"] or found["profile"]["cost"]})
     except httpx.HTTPError as error:
         raise ValueError(f"profile: {url}: {error}") from None
     except (ValueError, LookupError, TypeError):
         raise ValueError(f"profile: {url} names no replica at /v1/replicas; is it a Crossdock server?") from None
-    return SchedulingProfile.model_validate(found)
 
 
 def _explain(detail: Any) -> str:
