@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from crossdock.cluster import api, tracing
 from crossdock.cluster.api import HttpConfig, build_api
 from crossdock.cluster.dispatch import Dispatcher
+from crossdock.cluster.listener import listen
 from crossdock.cluster.text import Text
 from crossdock.router.fleet import RouterConfig
 from tests.cluster.ports import free_port
@@ -160,6 +161,19 @@ def test_a_shipped_request_is_one_trace(text: Text, spans: Spans) -> None:
         assert began - 5_000_000 <= start <= end <= time.time_ns()
     for chunk in chunks:
         assert ends(prefill)[0] <= ends(chunk)[0] <= ends(chunk)[1] <= ends(prefill)[1] + 1_000_000
+
+
+def test_where_the_ingress_listens_itself(text: Text, spans: Spans) -> None:
+    async def story(it: Traced) -> None:
+        port = free_port()
+        server = await listen(it.app, "127.0.0.1", port)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as it.http:
+            assert (await it.ask(SAMPLED)).status_code == 200
+        server.should_exit = True
+        await asyncio.sleep(0.2)
+
+    run(text, one, story)
+    assert [span.name for span in children(spans(), named(spans(), "POST /v1/completions"))] == ["serve"]
 
 
 def test_every_choice_has_its_part_and_an_id_used_twice_is_two_traces(text: Text, spans: Spans) -> None:

@@ -17,13 +17,14 @@ from transformers import PreTrainedTokenizerFast
 from crossdock.cluster.app import build
 from crossdock.cluster.config import ClusterConfig, load
 from tests.cluster.ports import free_port
+from tests.cluster.test_tracing import collector
 from tests.workers.architectures import build as build_model
 
 APP = "upgrade"
 PROMPTS = [[3 + (number * 7 + place * place) % 100 for place in range(20 + 12 * number)] for number in range(8)]
 
 
-def config(folder: Path, port: int, budget: int) -> ClusterConfig:
+def config(folder: Path, port: int, budget: int, traces: str) -> ClusterConfig:
     """Two of each, so that one is up while the other is replaced."""
     settings = {
         "model.path": str(folder),
@@ -31,6 +32,8 @@ def config(folder: Path, port: int, budget: int) -> ClusterConfig:
         "model.dtype": "float32",
         "http.port": port,
         "http.replicas": 2,
+        "http.otlp_endpoint": traces,
+        "http.trace_sample_ratio": 1.0,
         "engine.kv_cache_memory": "4MiB",
         "engine.max_num_batched_tokens": budget,
         "engine.admission": "queue",
@@ -109,19 +112,25 @@ def test_no_stream_is_dropped(
     url = f"http://127.0.0.1:{port}"
     tokenizers["byte_level"].save_pretrained(tmp_path)
     build_model("llama", {}).save_pretrained(tmp_path)
-    serve.run(build(config(tmp_path, port, 128)), name=APP)
-    while len(before := budgets(url)) < 2:
-        time.sleep(0.1)
-    with Clients(url) as clients:
-        serve.run(build(config(tmp_path, port, 96)), name=APP)  # returns once all are of the new configuration
-        deadline = time.monotonic() + 60
-        while len(after := budgets(url)) < 2 or before.keys() & after.keys():
-            assert time.monotonic() < deadline, f"{before} became {after}"
+    with collector() as (traces, received):
+        serve.run(build(config(tmp_path, port, 128, traces)), name=APP)
+        while len(before := budgets(url)) < 2:
             time.sleep(0.1)
-        done = clients.done
-        while clients.done < done + 8:  # the new ones serve
-            time.sleep(0.05)
+        with Clients(url) as clients:
+            serve.run(build(config(tmp_path, port, 96, traces)), name=APP)  # returns once all is of this configuration
+            deadline = time.monotonic() + 60
+            while len(after := budgets(url)) < 2 or before.keys() & after.keys():
+                assert time.monotonic() < deadline, f"{before} became {after}"
+                time.sleep(0.1)
+            done = clients.done
+            while clients.done < done + 8:  # the new ones serve
+                time.sleep(0.05)
+        serve.delete(APP)
     assert not clients.problems
     assert set(before.values()) == {128}
     assert set(after.values()) == {96}
     assert clients.done > 16
+    spans = [span for it in received for of in it.resource_spans for scope in of.scope_spans for span in scope.spans]
+    roots = {span.span_id for span in spans if span.name == "POST /v1/completions"}
+    assert len(roots) == clients.done + len(PROMPTS)  # also of ingresses that were replaced: they send before they end
+    assert {span.parent_span_id for span in spans if span.name == "serve"} == roots
