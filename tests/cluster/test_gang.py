@@ -12,16 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
-from pydantic import ByteSize
+import torch
 from ray import serve
 from ray.serve.config import ProxyLocation
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from crossdock.cluster.app import build
 from crossdock.cluster.config import load
-from crossdock.workers.engine import Engine, EngineConfig
-from crossdock.workers.model import load_model
-from tests.cluster.test_pools import Stream, expected, prompt, samples
+from tests.cluster.test_pools import Stream, prompt, samples
 from tests.workers.architectures import build as build_model
 
 APP = "gang"
@@ -53,6 +51,7 @@ def url(ray_cluster: None, tiny: Path) -> Iterator[str]:
             "http.direct": True,
             "engine.kv_cache_memory": "32MiB",
             "engine.admission": "queue",
+            "router.policy": "round-robin",  # by seconds all would go to the narrow one: here it is the faster
             "pools": [
                 {"name": "wide", "tensor_parallel_size": 2, "rank_timeout_s": 3},
                 {"name": "narrow"},
@@ -68,9 +67,20 @@ def url(ray_cluster: None, tiny: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(tiny: Path) -> Engine:
-    config = EngineConfig(kv_cache_memory=ByteSize(32 << 20), admission="queue", enable_prefix_caching=False)
-    return Engine(load_model(tiny), config)
+def oracle(tiny: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    return model
+
+
+def assert_greedy(oracle: PreTrainedModel, asked: list[int], tokens: list[int], count: int) -> None:
+    """Each token is transformers' best after those before it. Two ranks add up in another order than one: of two
+    that are within 1e-3 of each other either will do."""
+    assert len(tokens) == count
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([asked + tokens[:-1]])).logits[0, len(asked) - 1 :]
+    behind = logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert behind.max() < 1e-3, behind
+    assert (behind == 0).float().mean() > 0.99
 
 
 def wait_until_whole(url: str) -> None:
@@ -90,11 +100,10 @@ def actors(kind: str) -> dict[str, psutil.Process]:
 
 
 @pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_is_lost_under_load(url: str, one_rank: Engine, harm: signal.Signals) -> None:
+def test_a_rank_is_lost_under_load(url: str, oracle: PreTrainedModel, harm: signal.Signals) -> None:
     """kill -9, then a hang: what ran there goes on elsewhere, token for token; the replica comes back, whole and new;
     nobody is left behind."""
     prompts = [prompt(number + 40 * (harm is signal.SIGSTOP), 100 + 20 * number) for number in range(12)]
-    wanted = expected(one_rank, prompts, max_tokens=400)
     ((replica, its_process),) = actors(f"SERVE_REPLICA::{APP}#wide").items()
     ((rank, rank_process),) = actors("Rank").items()
     with ThreadPoolExecutor(12) as pool:
@@ -103,7 +112,8 @@ def test_a_rank_is_lost_under_load(url: str, one_rank: Engine, harm: signal.Sign
         time.sleep(0.01)
     assert samples(url, "crossdock_output_tokens_total")[serving("wide")] > 0
     rank_process.send_signal(harm)
-    assert [stream.result() for stream in streams] == wanted
+    for asked, stream in zip(prompts, streams, strict=True):
+        assert_greedy(oracle, asked, stream.result(), 400)
     assert any(len(stream.timelines()) > 0 for stream in streams)
     _, alive = psutil.wait_procs([its_process, rank_process], timeout=20)
     assert not alive, json.dumps([process.cmdline() for process in alive])
@@ -114,7 +124,8 @@ def test_a_rank_is_lost_under_load(url: str, one_rank: Engine, harm: signal.Sign
     wait_until_whole(url)
     assert not {replica, rank} & {*actors("Rank"), *actors("SERVE_REPLICA")}
     again = prompt(99, 50)
-    assert [Stream(url, again).result() for _ in range(4)] == expected(one_rank, [again]) * 4
+    for stream in [Stream(url, again, 50) for _ in range(4)]:
+        assert_greedy(oracle, again, stream.result(), 50)
 
 
 def serving(pool: str) -> str:
