@@ -243,7 +243,7 @@ def test_disconnects_at_any_moment_leave_no_owned_page(url: str) -> None:
 
     asyncio.run(crowd())
     wait_until_idle(url)
-    assert metric(url, 'crossdock_requests_total{finish_reason="abort"') > 100  # the others left sooner, or were refused
+    assert metric(url, 'crossdock_requests_total{finish_reason="abort"') > 100  # others left sooner, or were refused
     assert metric(url, "crossdock_requests_total{") > before
     assert metric(url, "crossdock_cancelled_kv_bytes_total") > 0
 
