@@ -4,8 +4,9 @@
 
 Prefill and decode replicas run on nodes of their own (`ray.cluster_utils.Cluster`: a raylet each), the ingress on the
 head's. Clients stream without a pause and compare every token with what the same prompt gave before any fault. Then,
-one at a time and each as soon as the pools are whole again: replicas are killed or stopped, nodes are lost, the GCS is
-killed and restarted, the application is upgraded, clients leave. A table says what each kind did to the streams.
+each as soon as the pools are whole again: replicas are killed or stopped, nodes are lost, the GCS is killed and
+restarted, the application is upgraded, clients leave. While something is repaired, what is left of the pools hangs now
+and then, and more clients leave. A table says what each kind did to the streams.
 """
 
 import argparse
@@ -20,9 +21,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 os.environ.update(
@@ -274,10 +276,11 @@ def kill(pool: str) -> Callable[[Fleet, Load, random.Random], None]:
 
 def hang(pool: str) -> Callable[[Fleet, Load, random.Random], None]:
     def fault(fleet: Fleet, load: Load, rng: random.Random) -> None:
-        process = rng.choice(fleet.processes(pool))
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(rng.choice([0.5, 2, 6]))
-        process.send_signal(signal.SIGCONT)
+        with suppress(psutil.NoSuchProcess, IndexError):  # during a repair there may be none
+            process = rng.choice(fleet.processes(pool))
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(rng.choice([0.5, 2, 6]))
+            process.send_signal(signal.SIGCONT)
 
     return fault
 
@@ -308,7 +311,10 @@ def upgrade(fleet: Fleet, load: Load, rng: random.Random) -> None:
 def leave(fleet: Fleet, load: Load, rng: random.Random) -> None:
     """Clients that go away before their first token, or in mid-stream."""
     for _ in range(4):
-        load.stream(rng.randrange(PROMPTS), leave_after=rng.choice([0, 1, 5, 20]))
+        try:
+            load.stream(rng.randrange(PROMPTS), leave_after=rng.choice([0, 1, 5, 20]))
+        except Exception as error:
+            load.problems.append(f"{type(error).__name__}: {error}")
         load.left += 1
 
 
@@ -323,29 +329,47 @@ FAULTS = {
     "rolling upgrade": (upgrade, 1),
     "four clients leave": (leave, 5),
 }
+DURING_REPAIR = [name for name in FAULTS if "hangs" in name or "leave" in name]
 
 
 @dataclass(slots=True)
 class Outcome:
     faults: int = 0
+    during_repair: int = 0  # of another fault; what happens then counts for both
     streams: int = 0  # that ended while the fault and its repair went on
     problems: list[str] = field(default_factory=list)
     repair: list[float] = field(default_factory=list)  # seconds until the pools were whole
     longest_gap: float = 0.0
 
 
-def afflict(fleet: Fleet, load: Load, name: str, rng: random.Random, outcome: Outcome) -> None:
-    """One fault, and the wait until it is repaired."""
-    done, problems, load.longest_gap = load.done, len(load.problems), 0.0
-    FAULTS[name][0](fleet, load, rng)
-    began = time.monotonic()
-    time.sleep(0.3)  # so that a loss is known
-    fleet.wait_until_whole(180)
-    outcome.repair.append(time.monotonic() - began)
+@contextmanager
+def counted(load: Load, outcome: Outcome) -> Iterator[None]:
+    done, problems, gap = load.done, len(load.problems), load.longest_gap
+    load.longest_gap = 0.0
+    yield
     outcome.faults += 1
     outcome.streams += load.done - done
     outcome.problems += load.problems[problems:]
     outcome.longest_gap = max(outcome.longest_gap, load.longest_gap)
+    load.longest_gap = max(load.longest_gap, gap)
+
+
+def afflict(fleet: Fleet, load: Load, name: str, rng: random.Random, outcomes: dict[str, Outcome]) -> None:
+    """One fault, and the wait until it is repaired."""
+    with counted(load, outcomes[name]):
+        FAULTS[name][0](fleet, load, rng)
+        began = time.monotonic()
+        time.sleep(0.3)  # so that a loss is known
+        while not fleet.is_whole():
+            if time.monotonic() - began > 240:
+                raise TimeoutError(f"not whole in 240 s: {serve.status()}")
+            time.sleep(0.2)
+            if name not in DURING_REPAIR:
+                other = rng.choice(DURING_REPAIR)
+                with counted(load, outcomes[other]):
+                    FAULTS[other][0](fleet, load, rng)
+                outcomes[other].during_repair += 1
+        outcomes[name].repair.append(time.monotonic() - began)
 
 
 @contextmanager
@@ -391,18 +415,19 @@ def main() -> None:
             if time.monotonic() - began > given.seconds:
                 break
             name = names[number % len(names)] if number < len(names) else rng.choices(names, weights)[0]
-            afflict(fleet, load, name, rng, outcomes[name])
+            afflict(fleet, load, name, rng, outcomes)
             it = outcomes[name]
             print(f"{number + 1:4} {name}: whole in {it.repair[-1]:.1f} s; {len(load.problems)} problems", flush=True)
         load.stop()
         left = wait_until_idle(fleet)
-    print("\n| fault | times | streams that ended meanwhile | broken | longest gap | whole again, median | longest |")
-    print("|---|---|---|---|---|---|---|")
+    heads = ("fault", "times", "of these during a repair", "streams that ended meanwhile", "broken", "longest gap")
+    print("\n| " + " | ".join((*heads, "whole again, median", "longest")) + " |")
+    print("|---" * (len(heads) + 2) + "|")
     for name, it in outcomes.items():
         if it.faults:
-            median = sorted(it.repair)[len(it.repair) // 2]
-            row = (name, it.faults, it.streams, len(it.problems), f"{it.longest_gap:.1f} s", f"{median:.1f} s")
-            print("| " + " | ".join(str(cell) for cell in row) + f" | {max(it.repair):.1f} s |")
+            row = [name, it.faults, it.during_repair, it.streams, len(it.problems), f"{it.longest_gap:.1f} s"]
+            row += [f"{median(it.repair):.1f} s", f"{max(it.repair):.1f} s"] if it.repair else ["", ""]
+            print("| " + " | ".join(str(cell) for cell in row) + " |")
     faults = sum(it.faults for it in outcomes.values())
     print(f"\n{faults} faults, {load.done} streams, {len(load.problems)} broken, {left} pages left")
     for problem in collections.Counter(load.problems).most_common(10):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI, Request, Response
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 
@@ -37,7 +36,7 @@ from crossdock.cluster.pages import PAGE_HEADERS, Page, pages
 from crossdock.cluster.playground import Scenario, play
 from crossdock.cluster.text import Text, TextStream
 from crossdock.cluster.tiers import HEADER, Tiers
-from crossdock.cluster.tracing import Tracing, otlp_exporter, provider
+from crossdock.cluster.tracing import Tracing, otlp_exporter
 from crossdock.workers.request import Submission, TokenDelta
 
 _LONG_TEXT = 4096  # characters; about 1 ms to tokenise. Longer ones leave the event loop for a thread.
@@ -121,10 +120,12 @@ def build_api(dispatcher: Dispatcher, text: Text, http: HttpConfig, tiers: Tiers
         app.add_api_route(path, partial(_page, page), methods=["GET"], response_model=None)
     app.add_exception_handler(HTTPException, _unrouted)
     if http.otlp_endpoint is not None:
-        spans = provider(http.trace_sample_ratio)
-        spans.add_span_processor(BatchSpanProcessor(otlp_exporter(http.otlp_endpoint)))
         app.add_middleware(
-            Tracing, provider=spans, timelines=partial(dispatcher.timelines, tenant=None), paths=_GENERATES
+            Tracing,
+            exporter=otlp_exporter(http.otlp_endpoint),
+            sample_ratio=http.trace_sample_ratio,
+            timelines=dispatcher.timelines,
+            paths=_GENERATES,
         )
     app.add_middleware(
         Gate,
@@ -367,6 +368,7 @@ class _Endpoints:
                 choices.append(Choice(len(choices), prompt, submission, stream, shows, is_prompt_only, account))
         if account is not None:
             account.prompt(sum(len(prompt.token_ids) for prompt in prompts))
+        request.state.submission_ids = {choice.submission.id for choice in choices}
         return choices
 
     async def _outputs(self, choice: Choice) -> AsyncGenerator[Output, None]:

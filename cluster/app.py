@@ -10,6 +10,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -35,6 +36,7 @@ from crossdock.workers.replica import Replica
 logger = logging.getLogger("ray.serve")
 
 APP_NAME = "crossdock"
+_FIRST_REPLICA_S = 10.0  # in which an ingress hears of replicas that are up; while models load it says so, with 503
 _NEVER_QUEUE = 1_000_000  # admission is the engine's business; Serve's own limit must not interfere
 
 
@@ -55,9 +57,13 @@ class Ingress:
         text = await asyncio.to_thread(Text.load, path)
         tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
         self._api = build_api(self.dispatcher, text, config.http, tiers)
+        follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
+        with suppress(TimeoutError):  # else an upgrade would bring requests to an ingress that has no replica yet
+            async with asyncio.timeout(_FIRST_REPLICA_S):
+                while not self.dispatcher.ready():
+                    await asyncio.sleep(0.02)
         if config.http.direct:
             self._server = await listen(self._api, config.http.host, config.http.port)
-        follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._api

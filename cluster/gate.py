@@ -18,7 +18,7 @@ from crossdock.cluster.limits import Account, Ledger
 from crossdock.cluster.openai import ApiError
 from crossdock.workers.request import Overloaded
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ray.serve")
 
 _SILENCE_S = 30.0  # while a body is on its way
 _CLOSE = {"Connection": "close"}

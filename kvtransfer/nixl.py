@@ -6,6 +6,7 @@ the target only when its initiator looks at it again; and a write once begun can
 
 import importlib
 import logging
+import logging.config
 import os
 import threading
 from collections.abc import Sequence
@@ -66,13 +67,16 @@ class NixlTransport:
             os.environ["UCX_TLS"] = ucx_tls
         if ucx_net_devices is not None:
             os.environ["UCX_NET_DEVICES"] = ucx_net_devices
-        raise_exceptions = logging.raiseExceptions
+        # nixl configures logging for everyone: it closes all handlers, of which Serve's then write nothing any more,
+        # and turns their errors off.
+        raise_exceptions, configure = logging.raiseExceptions, logging.config.dictConfig
+        logging.config.dictConfig = lambda config: None
         try:
             self._nixl: Any = importlib.import_module("nixl")  # never nixl_cu12: two variants in one process clash
         except ImportError as error:
             raise TransportUnavailable(f"nixl cannot be imported ({error}): pip install 'crossdock[nixl]'") from error
         finally:
-            logging.raiseExceptions = raise_exceptions  # nixl turns it off for everyone
+            logging.raiseExceptions, logging.config.dictConfig = raise_exceptions, configure
         bindings = self._nixl._bindings
         self._errors: tuple[type[Exception], ...] = tuple(
             getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")

@@ -22,10 +22,9 @@ from crossdock.workers.checkpoint import fingerprint, resolve_model
 from crossdock.workers.docks import RankDock, TransferConfig
 from crossdock.workers.engine import Engine, EngineConfig, warm_up
 from crossdock.workers.gang import Address, Gang, GangSpec, RankFailed, follow
-from crossdock.workers.gang import logger as gang_logger
 from crossdock.workers.handover import connect
 from crossdock.workers.live import Message
-from crossdock.workers.loop import EngineLoop, request_logger
+from crossdock.workers.loop import EngineLoop
 from crossdock.workers.model import load_model
 from crossdock.workers.parallel import Place
 from crossdock.workers.profile import Role, SchedulingProfile
@@ -62,12 +61,11 @@ class Replica:
     ) -> None:
         """`num_threads`: of each rank. `transfer`: how KV pages travel; None where no replica is kept for prompts or
         tokens alone. `rank_timeout_s`: a rank that takes longer for its part of a step counts as hung."""
+        ours = logging.getLogger("crossdock")
         for handler in logger.handlers:  # these go where Serve writes this replica's log, in the form it is set to
-            for its in (request_logger, gang_logger):
-                its.addHandler(handler)
-        for its in (request_logger, gang_logger):
-            its.setLevel(logging.INFO)
-            its.propagate = False
+            ours.addHandler(handler)
+        ours.setLevel(logging.INFO)
+        ours.propagate = False
         self._ranks: list[Any] = []
         self._watching: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Future[str] | None = asyncio.get_running_loop().create_future()  # why it failed

@@ -326,6 +326,7 @@ class Timelines:
                 "direction": "sent" if is_sent else "received",
                 "outcome": outcome,
                 "ended_s": _rounded(now - timeline.arrived),
+                "total_s": _rounded(figures.total_seconds),
                 "handshake_s": _rounded(figures.handshake_seconds),
                 "grant_wait_s": _rounded(figures.grant_wait_seconds),
                 "num_bytes": figures.num_bytes,

@@ -26,12 +26,15 @@ def test_without_the_extra_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
 
 
 _OPEN = """
-import logging, sys
+import logging, logging.handlers, sys
 sys.modules["torch"] = None
+target = logging.StreamHandler(sys.stdout)
+handler = logging.handlers.MemoryHandler(1, target=target)  # such as Serve logs through
 from crossdock.kvtransfer.nixl import NixlTransport
 from crossdock.kvtransfer.transport import Memory, TransportUnavailable
 transport = NixlTransport(ucx_tls={tls!r}, ucx_net_devices="lo")
 assert logging.raiseExceptions, "nixl turned off the errors of everyone's logging"
+assert handler.target is target, "nixl closed everyone's handlers"
 try:
     transport.open("a", Memory.of(bytearray(4096)))
 except TransportUnavailable as error:
