@@ -162,8 +162,8 @@ def main() -> None:
             print(f"[{repeat + 1}/{args.repeats}] {setting.part}, {setting.name}: {cells}", flush=True)
     low, high = args.long_tokens
     caption = (
-        f"{args.model.name}; {hardware()}; {datetime.now(UTC).date()}; medians of {args.repeats}; times in ms; {args.rate:g} "
-        f"arrivals per second for {args.duration:g} s, {args.long_share:.0%} of {low:,} to {high:,} tokens."
+        f"{args.model.name}; {hardware()}; {datetime.now(UTC).date()}; medians of {args.repeats}; times in ms; "
+        f"{args.rate:g} arrivals a second for {args.duration:g} s; {args.long_share:.0%}: {low:,} to {high:,} tokens."
     )
     tables = [
         markdown({name: medians(rows) for name, rows in its.items()}, f"**{part}**: {caption}")
