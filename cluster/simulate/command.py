@@ -145,7 +145,7 @@ def simulate(
         fleets = list(routed(simulated, "policy", policy.split(","))) if policy is not None else [("", simulated)]
         if shipping is not None:
             fleets = [
-                (f"{name} shipping {value}".strip(), it)
+                (f"{name} {value}".strip(), it)
                 for name, one in fleets
                 for value, it in routed(one, "shipping", shipping.split(","))
             ]

@@ -503,7 +503,7 @@ def test_the_command_compares(tmp_path: Path) -> None:
     assert "±" in result.output
     result = run("--pools", "prefill=1xh100-8b,decode=1xh100-8b", "--shipping", "always,never", *load)
     assert result.exit_code == 0, result.output
-    assert set(json.loads(path.read_text())["scores"]) == {"shipping always", "shipping never"}
+    assert set(json.loads(path.read_text())["scores"]) == {"always", "never"}
     result = run("--pools", "mixed=3xh100-8b", "--sweep", *load)
     assert result.exit_code == 0, result.output
     assert set(json.loads(path.read_text())["scores"]) == {"mixed 3", "prefill 1 : decode 2", "prefill 2 : decode 1"}
