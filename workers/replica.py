@@ -233,8 +233,7 @@ class Replica:
 
     async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
         """How it does now, and its newest steps; see `EngineLoop.watched`."""
-        profile = self.profile.model_dump(exclude={"peer", "cost"}, mode="json")
-        return {"pool": serve.get_replica_context().deployment, "profile": profile, **self.loop.watched(seen, tenant)}
+        return {"pool": serve.get_replica_context().deployment, **self.loop.watched(seen, tenant)}
 
     async def metrics_text(self) -> str:
         return self.loop.metrics.text()
