@@ -71,8 +71,7 @@ class InProcess:
         return self.loop.timelines.live(tenant, self.loop.engine.clock())
 
     async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
-        profile = self.profile.model_dump(exclude={"peer", "cost"}, mode="json")
-        return {"pool": "mixed", "profile": profile, **self.loop.watched(seen, tenant)}
+        return {"pool": "mixed", **self.loop.watched(seen, tenant)}
 
     async def metrics_text(self) -> str:
         return self.loop.metrics.text()
