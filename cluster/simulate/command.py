@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _LOAD, _STUDY, _OUTPUT = "Load (as in `crossdock bench`)", "Comparisons", "Output"
 _POLICIES = "seconds,round-robin,least-requests,power-of-two,prefix-affinity,block-cost"
+_SHIPPING = "auto,always,never"
 
 
 def simulate(
@@ -92,6 +93,13 @@ def simulate(
         str | None,
         typer.Option(help=f"How requests are placed; several are compared: {_POLICIES}.", rich_help_panel=_STUDY),
     ] = None,
+    shipping: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Whether prefill replicas compute prompts for others; several are compared: {_SHIPPING}.",
+            rich_help_panel=_STUDY,
+        ),
+    ] = None,
     sweep: Annotated[
         bool,
         typer.Option("--sweep", help="Find the best ratio of prefill to decode replicas.", rich_help_panel=_STUDY),
@@ -107,7 +115,7 @@ def simulate(
     """Simulate a cluster: the real scheduler and router, on a clock driven by measured or estimated step costs."""
     from crossdock.cluster.bench.report import require_plotting
     from crossdock.cluster.simulate.fleet import load_fleet
-    from crossdock.cluster.simulate.study import policies, ratios
+    from crossdock.cluster.simulate.study import ratios, routed
 
     stderr = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
@@ -134,7 +142,13 @@ def simulate(
             service_tier=service_tier,
         )
         targets = _targets(simulated, slo or [])
-        fleets = list(policies(simulated, policy.split(","))) if policy is not None else [("", simulated)]
+        fleets = list(routed(simulated, "policy", policy.split(","))) if policy is not None else [("", simulated)]
+        if shipping is not None:
+            fleets = [
+                (f"{name} {value}".strip(), it)
+                for name, one in fleets
+                for value, it in routed(one, "shipping", shipping.split(","))
+            ]
         if sweep:
             fleets = [(" ".join((name, ratio)).strip(), it) for name, one in fleets for ratio, it in ratios(one)]
         if len(fleets) > 1 or seeds > 1:

@@ -80,11 +80,11 @@ def scores(
     return found
 
 
-def policies(fleet: SimulatedFleet, names: Sequence[str]) -> Iterator[tuple[str, SimulatedFleet]]:
-    """The fleet under each of these policies."""
-    for name in names:
-        router = type(fleet.router).model_validate({**fleet.router.model_dump(), "policy": name})
-        yield name, fleet.model_copy(update={"router": router})
+def routed(fleet: SimulatedFleet, setting: str, values: Sequence[str]) -> Iterator[tuple[str, SimulatedFleet]]:
+    """The fleet with each of these values of a setting of its router: its policy, or its shipping."""
+    for value in values:
+        router = type(fleet.router).model_validate({**fleet.router.model_dump(), setting: value})
+        yield value, fleet.model_copy(update={"router": router})
 
 
 def ratios(fleet: SimulatedFleet, most: int = 16) -> Iterator[tuple[str, SimulatedFleet]]:

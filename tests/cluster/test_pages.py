@@ -147,6 +147,7 @@ def test_steps_come_once(open_: Live) -> None:
 
         first = replica()
         assert first["pool"] == "mixed"
+        assert first["profile"]["cost"]["base"] > 0
         assert (
             sum(first["pages"][state] for state in ("free", "owned", "cached", "quarantined"))
             == first["pages"]["total"]

@@ -501,6 +501,9 @@ def test_the_command_compares(tmp_path: Path) -> None:
     assert found["seeds"] == [0, 1]
     assert {name: len(its) for name, its in found["scores"].items()} == {"seconds": 2, "round-robin": 2}
     assert "±" in result.output
+    result = run("--pools", "prefill=1xh100-8b,decode=1xh100-8b", "--shipping", "always,never", *load)
+    assert result.exit_code == 0, result.output
+    assert set(json.loads(path.read_text())["scores"]) == {"always", "never"}
     result = run("--pools", "mixed=3xh100-8b", "--sweep", *load)
     assert result.exit_code == 0, result.output
     assert set(json.loads(path.read_text())["scores"]) == {"mixed 3", "prefill 1 : decode 2", "prefill 2 : decode 1"}
