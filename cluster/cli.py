@@ -177,6 +177,10 @@ def effective_config(
             rich_help_panel=_ENGINE,
         ),
     ] = None,
+    attention_backend: Annotated[
+        str | None,
+        typer.Option(help="What computes attention: auto, triton, flash_attn or torch.", rich_help_panel=_ENGINE),
+    ] = None,
     page_size: Annotated[
         int | None,
         typer.Option("--page-size", "--block-size", help="Tokens a KV page holds.", rich_help_panel=_ENGINE),
@@ -254,6 +258,7 @@ def effective_config(
         "engine.mixed_chunks": mixed_chunks,
         "engine.enable_prefix_caching": enable_prefix_caching,
         "engine.kv_cache_memory": kv_cache_memory,
+        "engine.attention_backend": attention_backend,
         "engine.page_size": page_size,
         "http.host": host,
         "http.port": port,

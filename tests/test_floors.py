@@ -23,6 +23,8 @@ ROOMS = {
     "ray": ["cluster/", "workers/replica.py"],
     "nixl": ["kvtransfer/nixl.py"],
     "fastapi": ["cluster/app.py", "cluster/api.py"],
+    "triton": ["kernels/triton_attention.py", "kernels/backend.py"],
+    "flash_attn": ["kernels/flash_attention.py"],
 }
 NO_TORCH = ["router/", *PURE]
 SOURCES = sorted(

@@ -10,6 +10,7 @@ import torch
 from pydantic import ByteSize, Field
 from torch import Tensor
 
+from crossdock.kernels.backend import AttentionBackend
 from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.workers.gang import Gang, held, pool_spec
 from crossdock.workers.grammar import GrammarCompiler, GrammarState
@@ -27,6 +28,9 @@ class EngineConfig(SchedulerConfig):
 
     enable_prefix_caching: bool = Field(True, description="Share pages between requests with equal beginnings.")
     kv_cache_memory: ByteSize = Field(ByteSize(2 << 30), description="Memory for KV pages of each rank, e.g. 2GiB.")
+    attention_backend: AttentionBackend = Field(
+        "auto", description="What computes attention; auto is our C++ on CPUs and Triton on GPUs."
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ import msgpack
 import torch
 import torch.distributed as dist
 
+from crossdock.kernels.backend import AttentionBackend
 from crossdock.kvtransfer.layout import LayerShape, PoolSpec, Shard
 from crossdock.workers.checkpoint import resolve_model
 from crossdock.workers.memory import used
@@ -59,6 +60,7 @@ class GangSpec:
     num_stages: int = 1
     deadline_s: float = 60.0  # for any rank's part of one step
     start_s: float = 900.0  # until all have loaded their parts
+    attention_backend: AttentionBackend = "auto"
 
     @property
     def size(self) -> int:
@@ -155,7 +157,9 @@ def load_rank(spec: GangSpec, place: Place, store: Any, say: Callable[[str], Non
 
     path = resolve_model(spec.model)
     dtype = None if spec.dtype == "auto" else getattr(torch, spec.dtype)
-    model = load_model(path, dtype, spec.max_model_len, device, links, spec.kv_cache_memory, loaded)
+    model = load_model(
+        path, dtype, spec.max_model_len, device, links, spec.kv_cache_memory, loaded, spec.attention_backend
+    )
     phases.done("logits checked")
     return model
 

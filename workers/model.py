@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
-from crossdock.kernels.attention import AttentionBatch, paged_attention, store_kv
+from crossdock.kernels.attention import AttentionBatch
+from crossdock.kernels.backend import CPP, Attention, AttentionBackend, choose_attention
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
 from crossdock.workers.fusion import NotFusableError, fuse
 from crossdock.workers.memory import check_fits
@@ -36,6 +37,7 @@ class UnsupportedModelError(ValueError):
 class _ForwardContext:
     """What attention layers find beside their arguments during one forward pass."""
 
+    attention: Attention
     batch: AttentionBatch | None = None  # None: observe the shapes and attend within each sequence of `probe_lengths`
     pages: Sequence[tuple[Tensor, Tensor]] = ()  # of each layer: keys and values, [page, kv_head, token, head_dim]
     first_layer: int = 0  # whose pages are the first
@@ -73,12 +75,13 @@ def _attend(
     if context.batch is None:
         shape = LayerShape(k.shape[1], k.shape[2], v.shape[2])
         context.probe_hits.append((layer, shape, sliding_window))
-        batch = _one_page_each(context.probe_lengths, k.device)
-        k_pages, v_pages = (x.new_zeros(len(batch.kv_len), x.shape[1], batch.max_kv_len, x.shape[2]) for x in (k, v))
+        batch = _one_page_each(context.probe_lengths, k.device, context.attention.page_multiple)
+        page_size = _page_for(context.probe_lengths, context.attention.page_multiple)
+        k_pages, v_pages = (x.new_zeros(len(batch.kv_len), x.shape[1], page_size, x.shape[2]) for x in (k, v))
     else:
         (k_pages, v_pages), batch = context.pages[layer - context.first_layer], context.batch
-    store_kv(k, v, k_pages, v_pages, batch.slots)
-    out = paged_attention(
+    context.attention.store_kv(k, v, k_pages, v_pages, batch.slots)
+    out = context.attention.paged_attention(
         q, k_pages, v_pages, batch, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
     )  # [T, H, Dv]
     return out[None], None
@@ -87,14 +90,18 @@ def _attend(
 AttentionInterface.register(_IMPLEMENTATION, _attend)
 
 
-def _one_page_each(lengths: Sequence[int], device: torch.device) -> AttentionBatch:
+def _one_page_each(lengths: Sequence[int], device: torch.device, page_multiple: int = 1) -> AttentionBatch:
     """A flat probe from the start of its sequences, each in a page of its own that holds the longest."""
-    longest = max(lengths)
-    slots = torch.cat([torch.arange(n) + i * longest for i, n in enumerate(lengths)]).to(device)
+    longest, page_size = max(lengths), _page_for(lengths, page_multiple)
+    slots = torch.cat([torch.arange(n) + i * page_size for i, n in enumerate(lengths)]).to(device)
     lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     starts = nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
     table = torch.arange(len(lengths), dtype=torch.int32, device=device)[:, None]
     return AttentionBatch(starts, lens, table, slots, longest, longest)
+
+
+def _page_for(lengths: Sequence[int], page_multiple: int) -> int:
+    return -(-max(lengths) // page_multiple) * page_multiple
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +114,7 @@ class PagedModel:
     max_model_len: int  # tokens
     eos_token_ids: frozenset[int]
     part: Part = field(default_factory=lambda: Part(Place()))
+    attention: Attention = CPP
     pages: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     pool: Tensor | None = None
 
@@ -128,7 +136,16 @@ class PagedModel:
         return PoolLayout(self.layers, page_size, self.dtype.itemsize)
 
     def allocate_pool(self, num_pages: int, page_size: int) -> None:
-        """Allocates the one KV tensor of this process, for good."""
+        """Allocates the one KV tensor of this process, for good.
+
+        Raises:
+            ValueError: attention cannot read pages of this size.
+        """
+        if page_size % self.attention.page_multiple:
+            raise ValueError(
+                f"page_size ({page_size}) must be a multiple of {self.attention.page_multiple} tokens for "
+                f"attention_backend {self.attention.name}, whose tiles may not cross pages; triton reads any"
+            )
         layout = self.layout(page_size)
         pool = torch.zeros(num_pages * layout.page_elements, dtype=self.dtype, device=self.device)
 
@@ -144,7 +161,8 @@ class PagedModel:
         """One pass over a flat batch. token_ids, positions: [T] int64; rows: [N] int64, which of the T rows' logits
         are wanted. Returns [N, vocab] in the model's dtype; keys and values go to the pages named by `batch`. On a
         stage that others follow there are no logits: [0, vocab]."""
-        return self._run(_ForwardContext(batch, self.pages, self.part.first_layer), token_ids, positions, rows)
+        context = _ForwardContext(self.attention, batch, self.pages, self.part.first_layer)
+        return self._run(context, token_ids, positions, rows)
 
     def _run(self, context: _ForwardContext, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         _current.context = context
@@ -178,6 +196,7 @@ def load_model(
     links: Links | None = None,
     kv_bytes: int | None = None,
     loaded: Callable[[], None] = lambda: None,
+    attention_backend: AttentionBackend = "auto",
 ) -> PagedModel:
     """Loads a Hugging Face directory. `dtype` None: the checkpoint's, on CPUs bfloat16 where they have it. `links`: to
     the other ranks of a gang, of which this one loads its part; all must load at once. `kv_bytes`: what else must fit
@@ -187,8 +206,9 @@ def load_model(
         UnsupportedModelError: the architecture would not be computed right through our attention.
         CannotCut: the model cannot be divided among so many ranks.
         DoesNotFit: there is not enough memory.
-        ValueError: `max_model_len` is more than the model was made for.
+        ValueError: `max_model_len` is more than the model was made for, or `attention_backend` cannot run on `device`.
     """
+    attention = choose_attention(attention_backend, torch.device(device))
     config = AutoConfig.from_pretrained(path)
     _refuse_by_config(config)
     dtype = dtype or _default_dtype(config, device)
@@ -212,11 +232,15 @@ def load_model(
         generation = None
     module = module.to(device)
     loaded()
-    return wrap_module(module, max_model_len, generation, part)
+    return wrap_module(module, max_model_len, generation, part, attention)
 
 
 def wrap_module(
-    module: Any, max_model_len: int | None = None, generation: GenerationConfig | None = None, part: Part | None = None
+    module: Any,
+    max_model_len: int | None = None,
+    generation: GenerationConfig | None = None,
+    part: Part | None = None,
+    attention: Attention | None = None,
 ) -> PagedModel:
     """Puts a transformers causal LM, or what `cut` left of it, behind our attention, or refuses it."""
     config: PretrainedConfig = module.config
@@ -234,7 +258,8 @@ def wrap_module(
         token for value in eos if value is not None for token in (value if type(value) is list else [value])
     }
     part = part or Part(Place(), num_layers=text_config.num_hidden_layers)
-    model = PagedModel(module, config, (), max_model_len, frozenset(eos_token_ids), part)
+    attention = attention or choose_attention("auto", next(module.parameters()).device)
+    model = PagedModel(module, config, (), max_model_len, frozenset(eos_token_ids), part, attention)
     _probe(model)
     return model
 
@@ -293,7 +318,7 @@ def _probe(model: PagedModel) -> None:
     ids = torch.randint(0, min(model.vocab_size, 1000), (sum(lengths),), generator=generator).to(model.device)
     positions = torch.cat([torch.arange(n) for n in lengths]).to(model.device)
     rows = torch.arange(sum(lengths), device=model.device)
-    context = _ForwardContext(probe_lengths=lengths)
+    context = _ForwardContext(model.attention, probe_lengths=lengths)
     ours = model._run(context, ids, positions, rows)
     hits = sorted(context.probe_hits, key=lambda hit: hit[0])
     layers = [layer for layer, _, _ in hits]
@@ -315,7 +340,7 @@ def _probe(model: PagedModel) -> None:
             f"{config.model_type}: logits through paged attention differ from the model's own by {error:.1%} in norm"
         )
     model.layers = [shape for _, shape, _ in hits]
-    if model.device.type != "cpu" or model.dtype is not torch.bfloat16:
+    if model.attention is not CPP or model.device.type != "cpu" or model.dtype is not torch.bfloat16:
         return  # on GPUs graphs remove dispatch; float32 is for exactness
     try:
         if part.place.size > 1:

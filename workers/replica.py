@@ -84,6 +84,7 @@ class Replica:
                 tensor_parallel_size,
                 pipeline_parallel_size,
                 rank_timeout_s,
+                attention_backend=engine.attention_backend,
             )
             loaded, profile = await self._load_gang(spec, path, engine)
         name = await asyncio.to_thread(fingerprint, path)
@@ -251,6 +252,12 @@ def load_engine(path: Path, dtype: str, max_model_len: int | None, config: Engin
     """The engine of a replica, not warm yet. `dtype` "auto" is the checkpoint's; ValueError names what cannot be."""
     torch.set_num_threads(num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    kv_bytes = int(config.kv_cache_memory)
-    loaded = load_model(path, None if dtype == "auto" else getattr(torch, dtype), max_model_len, device, None, kv_bytes)
+    loaded = load_model(
+        path,
+        None if dtype == "auto" else getattr(torch, dtype),
+        max_model_len,
+        device,
+        kv_bytes=int(config.kv_cache_memory),
+        attention_backend=config.attention_backend,
+    )
     return Engine(loaded, config, path)

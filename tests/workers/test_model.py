@@ -1,5 +1,7 @@
 """Chunking is invisible to the model: through our pages every served architecture gives transformers' own logits."""
 
+import dataclasses
+import importlib.util
 import itertools
 import random
 
@@ -9,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from crossdock.kernels.attention import AttentionBatch
+from crossdock.kernels.backend import TORCH, choose_attention
 from crossdock.workers.model import PagedModel, UnsupportedModelError, wrap_module
 
 from .architectures import REFUSED, SERVED, build
@@ -82,6 +85,26 @@ def test_logits_equal_transformers_at_every_chunk_boundary(name: str) -> None:
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
         assert (ours.argmax(-1) == theirs.argmax(-1)).all()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_every_backend_gives_the_same_logits(name: str) -> None:
+    module = build(name, SERVED[name])
+    prompts = [torch.arange(3, 3 + n) for n in (5, 30)]
+    steps = [[(0, 0, 5), (1, 0, 8)], [(1, 8, 28)], [(1, 28, 29)], [(1, 29, 30)]]
+    expected = [monolithic(module, prompt) for prompt in prompts]
+    for backend in (TORCH, choose_attention("triton", torch.device("cpu"))):
+        got = through_pages(wrap_module(module, attention=backend), prompts, steps)
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+
+
+def test_a_page_size_that_attention_cannot_read_is_refused() -> None:
+    model = wrap_module(build("llama", {}), attention=dataclasses.replace(TORCH, name="flash_attn", page_multiple=256))
+    with pytest.raises(ValueError, match=r"page_size \(16\) must be a multiple of 256 tokens .* flash_attn"):
+        model.allocate_pool(4, 16)
+    model.allocate_pool(4, 256)
 
 
 @pytest.mark.parametrize("name", REFUSED)

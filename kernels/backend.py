@@ -1,0 +1,93 @@
+"""Which implementation of paged attention serves a device: chosen in one place, once, and said with the reason."""
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from crossdock.kernels import attention
+
+logger = logging.getLogger(__name__)
+
+AttentionBackend = Literal["auto", "triton", "flash_attn", "torch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """`store_kv` and `paged_attention` as kernels/attention.py describes them, of one implementation."""
+
+    name: str
+    store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    paged_attention: Callable[..., Tensor]
+    page_multiple: int = 1  # tokens; it reads pages of such sizes only
+
+
+CPP = Attention("cpp", attention.store_kv, attention.paged_attention)
+TORCH = Attention("torch", attention.reference_store_kv, attention.reference_paged_attention)
+
+
+def choose_attention(backend: AttentionBackend, device: torch.device) -> Attention:
+    """What `backend` means on `device`.
+
+    Raises:
+        ValueError: it cannot run there; the message says why.
+    """
+    if backend != "auto":
+        chosen, reason = _NAMED[backend](device), "it was asked for"
+    elif device.type == "cpu":
+        chosen, reason = CPP, "the device is a CPU"
+    elif not _has("triton"):
+        logger.warning("attention runs in plain torch, many times slower: triton is not installed")
+        return TORCH
+    else:
+        chosen, reason = _triton(device), f"the device is {device}"
+    logger.info("attention runs in %s: %s", chosen.name, reason)
+    return chosen
+
+
+def _triton(device: torch.device) -> Attention:
+    _require("triton", device)
+    from crossdock.kernels.triton_attention import paged_attention, store_kv
+
+    return Attention("triton", store_kv, paged_attention)
+
+
+def _flash_attn(device: torch.device) -> Attention:
+    _require("flash_attn", device)
+    from crossdock.kernels.flash_attention import PAGE_MULTIPLE, paged_attention
+
+    return Attention("flash_attn", attention.reference_store_kv, paged_attention, PAGE_MULTIPLE)
+
+
+_NAMED: dict[str, Callable[[torch.device], Attention]] = {
+    "triton": _triton,
+    "flash_attn": _flash_attn,
+    "torch": lambda _: TORCH,
+}
+
+
+def _require(package: str, device: torch.device) -> None:
+    if not _has(package):
+        raise ValueError(f"attention_backend {package}: the package is not installed; auto chooses what is")
+    if device.type == "cpu" and not _interprets():
+        raise ValueError(
+            f"attention_backend {package} needs a GPU, and the model is on a CPU; auto and torch run there"
+        )
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _interprets() -> bool:
+    """Whether Triton runs kernels on numpy, for tests."""
+    if not _has("triton"):
+        return False
+    import triton
+
+    interprets: bool = triton.knobs.runtime.interpret
+    return interprets

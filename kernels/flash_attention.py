@@ -1,0 +1,48 @@
+"""Paged attention by the flash-attn package (2.8), which reads our pages where they lie if they are large enough."""
+
+import torch
+from flash_attn import flash_attn_varlen_func
+from torch import Tensor
+
+from crossdock.kernels.attention import AttentionBatch
+
+PAGE_MULTIPLE = 256  # tokens: a tile of its kernels must not cross from page to page
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`crossdock.kernels.attention.paged_attention` for 16-bit tensors on one GPU.
+
+    Raises:
+        ValueError: the layer has attention sinks, keys and values of unlike size, or heads wider than 256.
+    """
+    key_dim, value_dim = k_pages.shape[3], v_pages.shape[3]
+    if sinks is not None or key_dim != value_dim or key_dim > 256:
+        raise ValueError(
+            f"attention_backend flash_attn takes no attention sinks, and keys and values of one size up to 256, not "
+            f"{key_dim} and {value_dim}; choose triton"
+        )
+    out: Tensor = flash_attn_varlen_func(
+        q,
+        k_pages.transpose(1, 2),  # [pages, page, Hkv, D]
+        v_pages.transpose(1, 2),
+        batch.query_start,
+        torch.nn.functional.pad(batch.kv_len.cumsum(0, dtype=torch.int32), (1, 0)),
+        batch.max_query_len,
+        batch.max_kv_len,
+        softmax_scale=scale,
+        causal=True,  # aligned at the end, as chunks are
+        window_size=(window - 1, 0) if window is not None else (-1, -1),
+        softcap=softcap or 0.0,
+        block_table=batch.page_table,
+    )
+    return out

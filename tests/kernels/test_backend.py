@@ -1,0 +1,123 @@
+"""Which attention is chosen where, and why it says so."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from crossdock.kernels import backend
+from crossdock.kernels.backend import CPP, TORCH, choose_attention
+
+from .test_attention import MIXED, Case
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+
+
+@pytest.fixture
+def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """A stand-in that holds us to what the package's csrc/flash_attn/flash_api.cpp demands of its arguments, and
+    computes with them; its calls."""
+    calls: list[dict[str, Any]] = []
+
+    def flash_attn_varlen_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor,
+        kv_starts: Tensor,
+        longest: int,
+        longest_kv: int,
+        **options: Any,
+    ) -> Tensor:
+        assert k.shape[1] % 256 == 0
+        assert k.stride(3) == v.stride(3) == q.stride(2) == 1
+        assert starts.dtype == kv_starts.dtype == options["block_table"].dtype == torch.int32
+        assert (longest, longest_kv) == (int(starts.diff().max()), int(kv_starts.diff().max()))
+        assert options["causal"]
+        calls.append(options)
+        left = options["window_size"][0]
+        out = q.new_empty(q.shape)
+        for s, table in enumerate(options["block_table"].long()):
+            length = int(kv_starts[s + 1] - kv_starts[s])
+            keys, values = (x[table].flatten(0, 1)[:length].transpose(0, 1) for x in (k, v))  # [Hkv, L, D]
+            rows = q[starts[s] : starts[s + 1]].transpose(0, 1)
+            distance = torch.arange(length - rows.shape[1], length)[:, None] - torch.arange(length)
+            visible = (distance >= 0) & (distance <= (left if left >= 0 else length))
+            group = q.shape[1] // k.shape[2]
+            scores = rows @ keys.repeat_interleave(group, 0).transpose(1, 2) * options["softmax_scale"]
+            if options["softcap"]:
+                scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+            weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+            out[starts[s] : starts[s + 1]] = (weights @ values.repeat_interleave(group, 0)).transpose(0, 1)
+        return out
+
+    module: Any = ModuleType("flash_attn")
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    has = backend._has
+    monkeypatch.setattr(backend, "_has", lambda package: package == "flash_attn" or has(package))
+    yield calls
+    sys.modules.pop("crossdock.kernels.flash_attention", None)
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    monkeypatch.setattr(backend, "_has", lambda package: package not in packages)
+
+
+def test_auto_on_a_cpu_is_the_cpp_kernel_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, backend.__name__):
+        assert choose_attention("auto", CPU) is CPP
+    assert caplog.messages == ["attention runs in cpp: the device is a CPU"]
+    assert choose_attention("torch", CPU) is TORCH
+
+
+def test_auto_on_a_gpu_is_triton(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    with caplog.at_level(logging.INFO, backend.__name__):
+        assert choose_attention("auto", CUDA).name == "triton"
+    assert caplog.messages == ["attention runs in triton: the device is cuda:0"]
+
+
+def test_auto_on_a_gpu_without_triton_is_torch_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without(monkeypatch, "triton", "flash_attn")
+    assert choose_attention("auto", CUDA) is TORCH
+    assert caplog.messages == ["attention runs in plain torch, many times slower: triton is not installed"]
+
+
+def test_what_cannot_run_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "triton", "flash_attn")
+    with pytest.raises(ValueError, match="attention_backend triton: the package is not installed"):
+        choose_attention("triton", CUDA)
+    with pytest.raises(ValueError, match="attention_backend flash_attn: the package is not installed"):
+        choose_attention("flash_attn", CUDA)
+    without(monkeypatch)
+    monkeypatch.setattr(backend, "_interprets", lambda: False)
+    with pytest.raises(ValueError, match="attention_backend triton needs a GPU, and the model is on a CPU"):
+        choose_attention("triton", CPU)
+
+
+@pytest.mark.parametrize("shape", [{}, {"window": 24}, {"softcap": 3.0}, {"q_heads": 9, "kv_heads": 3}], ids=str)
+def test_flash_attn_gets_what_it_wants(flash_attn: list[dict[str, Any]], shape: dict[str, Any], seed: int) -> None:
+    chosen = choose_attention("flash_attn", CUDA)
+    case = Case(MIXED, page_size=chosen.page_multiple, seed=seed, **shape)
+    case.pool.zero_()  # the stand-in multiplies what it masks
+    case.fill()
+    out = chosen.paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
+    torch.testing.assert_close(out.double(), case.expected(), atol=2e-5, rtol=2e-5)
+    assert len(flash_attn) == 1
+
+
+@pytest.mark.parametrize("shape", [{"sinks": True}, {"k_dim": 48}, {"k_dim": 512, "v_dim": 512}], ids=str)
+def test_flash_attn_refuses_what_it_cannot_do(flash_attn: list[dict[str, Any]], shape: dict[str, Any]) -> None:
+    case = Case([(1, 9)], page_size=256, **shape)
+    chosen = choose_attention("flash_attn", CUDA)
+    with pytest.raises(ValueError, match="attention_backend flash_attn takes no attention sinks"):
+        chosen.paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
+    assert not flash_attn

@@ -1,0 +1,232 @@
+"""The Triton kernels against float64 written out longhand: interpreted on CPUs, compiled where there is a GPU."""
+
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from .test_attention import Case
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from crossdock.kernels import triton_attention
+from crossdock.kernels.triton_attention import Tiles, paged_attention, store_kv
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+MIXED = [(1, 40), (21, 21), (1, 1), (12, 90), (3, 130)]
+FEW_ROWS = [(1, 200), (3, 70), (1, 33), (4, 4), (1, 1)]
+DECODES = [(1, 40), (1, 1), (1, 257), (1, 64)]
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"window": 1},
+    {"window": 24},
+    {"softcap": 2.0},
+    {"sinks": True},
+    {"sinks": True, "softcap": 5.0, "window": 33},
+    {"k_dim": 48, "v_dim": 16},
+    {"k_dim": 24, "v_dim": 40, "page_size": 24},
+    {"k_dim": 33, "v_dim": 7},
+    {"q_heads": 3, "kv_heads": 3},
+    {"q_heads": 9, "kv_heads": 3, "window": 24},
+    {"q_heads": 8, "kv_heads": 1, "page_size": 64, "sinks": True},
+    {"q_heads": 20, "kv_heads": 1},
+    {"page_size": 1},
+]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the kernels run: on a CPU interpreted, on a GPU compiled."""
+    if (request.param == "cpu") != ("TRITON_INTERPRET" in os.environ):
+        pytest.skip("Triton interprets where there is no GPU, and compiles where there is one")
+    return str(request.param)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles and parts so small that short contexts have several."""
+    monkeypatch.setattr(triton_attention, "tiles_for", lambda *_: Tiles(32, 16, 4, 2))
+    monkeypatch.setattr(triton_attention, "_SPLIT_TOKENS", 32)
+    monkeypatch.setattr(triton_attention, "_FULL_SPLIT_TOKENS", 64)
+
+
+def run(case: Case, device: str) -> Tensor:
+    """The kernel's output for the case, on the CPU again."""
+    pool, batch = case.pool.to(device), case.batch
+    k_pages, v_pages = (
+        pool.as_strided(pages.shape, pages.stride(), pages.storage_offset()) for pages in (case.k_pages, case.v_pages)
+    )
+    for name in ("query_start", "kv_len", "page_table"):
+        setattr(batch, name, getattr(batch, name).to(device))
+    arguments = case.arguments()
+    if case.sink_logits is not None:
+        arguments["sinks"] = case.sink_logits.to(device)
+    q = case.q.to(device) if device == "cpu" else case.q._base.to(device)[:, : case.q[0].numel()].view(case.q.shape)  # type: ignore[union-attr]
+    return paged_attention(q, k_pages, v_pages, batch, **arguments).cpu()
+
+
+def check(case: Case, device: str) -> None:
+    case.fill()
+    out = run(case, device)
+    assert out.is_contiguous()
+    assert out.dtype == case.dtype
+    tolerance = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[case.dtype]
+    torch.testing.assert_close(out.double(), case.expected(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("lengths", [MIXED, FEW_ROWS], ids=["mixed", "few rows"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_matches_longhand(
+    shape: dict[str, Any], lengths: list[tuple[int, int]], device: str, seed: int
+) -> None:
+    check(Case(lengths, seed=seed, **shape), device)
+
+
+@pytest.mark.parametrize("lengths", [MIXED, DECODES, [(40, 40)]], ids=["mixed", "decodes", "one prompt"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    "dtype",
+    # Triton's interpreter multiplies bfloat16 by its bits.
+    [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)],
+)
+def test_the_tiles_that_are_used(
+    dtype: torch.dtype, dim: int, lengths: list[tuple[int, int]], device: str, seed: int
+) -> None:
+    if dtype is torch.bfloat16 and device == "cpu":
+        pytest.skip("not in the interpreter")
+    check(Case(lengths, q_heads=8, kv_heads=2, k_dim=dim, v_dim=dim, dtype=dtype, seed=seed), device)
+
+
+@pytest.mark.usefixtures("small")
+def test_random_batches(device: str, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(6 if device == "cpu" else 60):
+        lengths = []
+        for _ in range(rng.randint(1, 6)):
+            kv = rng.randint(1, 200)
+            lengths.append((1 if rng.random() < 0.6 else rng.randint(1, min(kv, 60)), kv))
+        kv_heads = rng.choice([1, 2])
+        case = Case(
+            lengths,
+            q_heads=kv_heads * rng.choice([1, 3, 4, 8]),
+            kv_heads=kv_heads,
+            k_dim=rng.choice([2, 16, 31, 32, 80]),
+            v_dim=rng.choice([1, 16, 32, 48]),
+            page_size=rng.choice([1, 8, 16, 24, 64]),
+            window=rng.choice([None, None, rng.randint(1, 150)]),
+            softcap=rng.choice([None, None, 1.5, 50.0]),
+            sinks=rng.random() < 0.3,
+            seed=rng.randrange(2**31),
+        )
+        check(case, device)
+
+
+@pytest.mark.usefixtures("small")
+def test_pages_out_of_the_window_are_never_read(device: str, seed: int) -> None:
+    case = Case([(1, 200), (9, 130), (40, 120)], window=20, seed=seed)
+    case.fill()
+    pages = case.batch.page_table
+    spare = next(p for p in range(len(case.k_pages)) if p not in pages)
+    assert case.k_pages[spare].isnan().all()
+    for s, (q_len, kv_len) in enumerate(case.lengths):
+        pages[s, : (kv_len - q_len - 20 + 1) // case.page_size] = spare
+    torch.testing.assert_close(run(case, device).double(), case.expected(), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.usefixtures("small")
+def test_sequences_without_rows_change_nothing(device: str, seed: int) -> None:
+    """A decode batch is padded to a size for which there is a graph."""
+    case = Case(DECODES, seed=seed)
+    case.fill()
+    batch = case.batch
+    batch.query_start = torch.cat([batch.query_start, batch.query_start[-1:].expand(3)])
+    batch.kv_len = torch.cat([batch.kv_len, torch.zeros(3, dtype=torch.int32)])
+    batch.page_table = torch.cat([batch.page_table, torch.zeros_like(batch.page_table[:3])])
+    torch.testing.assert_close(run(case, device).double(), case.expected(), atol=2e-5, rtol=2e-5)
+
+
+def test_scores_far_apart_do_not_overflow(device: str) -> None:
+    case = Case([(40, 90), (1, 64)], seed=1)
+    case.q *= 300
+    case.fill()
+    assert (run(case, device).double() - case.expected()).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [1, 16, 24])
+def test_store_writes_its_slots_and_nothing_else(dtype: torch.dtype, page_size: int, device: str) -> None:
+    case = Case([(5, 20), (1, 17), (30, 30)], k_dim=24, v_dim=40, dtype=dtype, page_size=page_size)
+    fused = torch.randn(36, 2 * (24 + 40)).to(dtype)
+    slots = case.batch.slots
+    slots[[0, 7, 35]] = -1
+    pool, rows = case.pool.to(device), fused.to(device)
+    k_pages, v_pages = (
+        pool.as_strided(pages.shape, pages.stride(), pages.storage_offset()) for pages in (case.k_pages, case.v_pages)
+    )
+    store_kv(rows[:, :48].view(36, 2, 24), rows[:, 48:].view(36, 2, 40), k_pages, v_pages, slots.to(device))
+    kept = slots >= 0
+    pages, offsets = slots[kept] // page_size, slots[kept] % page_size
+    assert torch.equal(k_pages.cpu()[pages, :, offsets], fused[kept, :48].view(-1, 2, 24))
+    assert torch.equal(v_pages.cpu()[pages, :, offsets], fused[kept, 48:].view(-1, 2, 40))
+    assert int((~pool.isnan()).sum()) == fused[kept].numel()
+
+
+def test_they_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
+    """Compiling needs no GPU. The interpreter takes more than the compiler does."""
+    script = """
+        import pathlib
+        import subprocess
+
+        import triton
+        from triton import knobs
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        from crossdock.kernels import triton_attention as ours
+
+        for has_chunks, dim, group, features in [
+            (False, 128, 4, {}), (True, 64, 3, {"WINDOW": 128, "SOFTCAP": 9.0, "SPLITS": 1}),
+            (True, 256, 8, {"HAS_SINKS": True}),
+        ]:
+            tiles = ours.tiles_for(dim, dim, 2, has_chunks)
+            constants = {
+                "GROUP": group, "PAGE": 16, "BLOCK_N": tiles.tokens, "SMALL": 16, "SPLITS": 8, "SPLIT_TILES": 4,
+                "WINDOW": 0, "SOFTCAP": 0.0, "HAS_SINKS": False, "LARGE": tiles.rows if has_chunks else 0,
+                **ours._widths(dim, dim), **features,
+            }
+            kinds = {"scale": "fp32", "query_start": "*i32", "kv_lens": "*i32", "page_table": "*i32"}
+            kinds |= dict.fromkeys(("out", "q", "k_pages", "v_pages", "sinks"), "*bf16")
+            kinds |= dict.fromkeys(("part", "part_lse"), "*fp32" if constants["SPLITS"] > 1 else "*bf16")
+            kernel = ours._attention_kernel
+            names = kernel.arg_names
+            signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+            of_16 = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
+                     if name not in constants and name not in ("S", "table_row", "scale")}
+            compiled = triton.compile(
+                ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, of_16),
+                target=GPUTarget("cuda", 90, 32),
+                options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
+            )
+            ptx = compiled.asm["ptx"]
+            pathlib.Path("kernel.cubin").write_bytes(compiled.asm["cubin"])
+            command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "kernel.cubin"]
+            used = subprocess.check_output(command, text=True)
+            print(tiles, constants, compiled.metadata.shared, used)
+            assert "STACK:0 " in used
+            assert compiled.metadata.shared <= 227 << 10
+            assert has_chunks == ("wgmma.mma_async" in ptx)
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
