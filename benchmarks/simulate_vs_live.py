@@ -71,12 +71,13 @@ def figures(samples: Sequence[Sample]) -> dict[str, float]:
     return row | {"refused": sum(it.refused for it in samples)}
 
 
-def table(live: dict[str, float], before: dict[str, float], after: dict[str, float], caption: str) -> str:
+def table(live: dict[str, float], simulated: Sequence[dict[str, float]], caption: str) -> str:
+    """`simulated`: with the costs as they were before, and as they are afterwards."""
     lines = [caption, "", "| | live | simulated | deviation | with costs as afterwards | deviation |", "|---" * 6 + "|"]
     for name, value in live.items():
         cells = [f"{value:,.4g}"]
-        for simulated in (before, after):
-            other = simulated.get(name, float("nan"))
+        for each in simulated:
+            other = each.get(name, float("nan"))
             cells += [f"{other:,.4g}", f"{other / value - 1:+.1%}" if value else "-"]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
@@ -109,13 +110,13 @@ def main() -> None:
         took = asyncio.run(run_bench(options))
         after = load_fleet(None, f"mixed=1x{address}")
     outcomes = [simulate(fleet, options) for fleet in (before, after)]
-    live, *simulated = (figures(samples) for samples in (took.samples, *(it.samples for it in outcomes)))
+    live, simulated = figures(took.samples), [figures(it.samples) for it in outcomes]
     busy = outcomes[0].replicas[0].busy_s / outcomes[0].duration
     caption = (
         f"{args.model.name}; {hardware()}; {datetime.now(UTC).date()}; {args.rate:g} arrivals per second for "
         f"{args.duration:g} s; the replica is busy {busy:.0%} of the simulated time; times in ms."
     )
-    text = table(live, *simulated, caption)
+    text = table(live, simulated, caption)
     args.output.with_suffix(".md").write_text(text)
     profiles = [fleet.pools[0].profile.model_dump(mode="json") for fleet in (before, after)]
     summary = {"live": live, "simulated": simulated, "busy": busy, "profiles": profiles}
