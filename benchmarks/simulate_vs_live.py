@@ -3,7 +3,8 @@
     python benchmarks/simulate_vs_live.py               # the default model, two minutes of chats and long prompts
 
 The simulator gets what anyone would give it: the profile that the server advertises at /v1/replicas, here after a
-short load of other requests, so that costs are known as they are when serving. Nothing else should run beside it.
+short load of other requests, so that costs are known as they are when serving. A second simulation has the profile as
+it is when the load is over: where only the first is off, costs had changed. Nothing else should run beside it.
 """
 
 import argparse
@@ -70,19 +71,22 @@ def figures(samples: Sequence[Sample]) -> dict[str, float]:
     return row | {"refused": sum(it.refused for it in samples)}
 
 
-def table(live: dict[str, float], simulated: dict[str, float], caption: str) -> str:
-    lines = [caption, "", "| | live | simulated | deviation |", "|---|---|---|---|"]
+def table(live: dict[str, float], simulated: Sequence[dict[str, float]], caption: str) -> str:
+    """`simulated`: with the costs as they were before, and as they are afterwards."""
+    lines = [caption, "", "| | live | simulated | deviation | with costs as afterwards | deviation |", "|---" * 6 + "|"]
     for name, value in live.items():
-        other = simulated.get(name, float("nan"))
-        deviation = f"{other / value - 1:+.1%}" if value else "-"
-        lines.append(f"| {name} | {value:,.4g} | {other:,.4g} | {deviation} |")
+        cells = [f"{value:,.4g}"]
+        for each in simulated:
+            other = each.get(name, float("nan"))
+            cells += [f"{other:,.4g}", f"{other / value - 1:+.1%}" if value else "-"]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="Hugging Face directory (default: the default model)")
-    parser.add_argument("--rate", type=float, default=1.2, help="arrivals per second")
+    parser.add_argument("--rate", type=float, default=0.8, help="arrivals per second")
     parser.add_argument("--long-share", type=float, default=0.08, help="of the arrivals")
     parser.add_argument("--long-tokens", type=int, nargs=2, default=(1024, 3072), metavar=("LEAST", "MOST"))
     parser.add_argument("--duration", type=float, default=120.0, help="seconds of arrivals")
@@ -102,19 +106,20 @@ def main() -> None:
     with serving(OneReplica(), args, args.output.with_suffix(".log")) as (address, _, _):
         options = load(address, args)
         asyncio.run(run_bench(replace(options, duration=args.warmup, seed=args.seed + 1000)))
-        fleet = load_fleet(None, f"mixed=1x{address}")
+        before = load_fleet(None, f"mixed=1x{address}")
         took = asyncio.run(run_bench(options))
-    outcome = simulate(fleet, options)
-    live, simulated = figures(took.samples), figures(outcome.samples)
-    busy = outcome.replicas[0].busy_s / outcome.duration
+        after = load_fleet(None, f"mixed=1x{address}")
+    outcomes = [simulate(fleet, options) for fleet in (before, after)]
+    live, simulated = figures(took.samples), [figures(it.samples) for it in outcomes]
+    busy = outcomes[0].replicas[0].busy_s / outcomes[0].duration
     caption = (
         f"{args.model.name}; {hardware()}; {datetime.now(UTC).date()}; {args.rate:g} arrivals per second for "
         f"{args.duration:g} s; the replica is busy {busy:.0%} of the simulated time; times in ms."
     )
     text = table(live, simulated, caption)
     args.output.with_suffix(".md").write_text(text)
-    profile = fleet.pools[0].profile.model_dump(mode="json")
-    summary = {"live": live, "simulated": simulated, "busy": busy, "profile": profile}
+    profiles = [fleet.pools[0].profile.model_dump(mode="json") for fleet in (before, after)]
+    summary = {"live": live, "simulated": simulated, "busy": busy, "profiles": profiles}
     args.output.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n")
     print(text)
 
