@@ -49,6 +49,7 @@ def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tens
     whose slot is negative are left out."""
     (T, H, Dk), Dv = k.shape, v.shape[2]
     _check(k_pages, v_pages, k, v)
+    k, v = _adjacent(k), _adjacent(v)
     block = 16
     _store_kernel[triton.cdiv(T, block), H](
         *(k, v, k_pages, v_pages, slots, T),
@@ -74,6 +75,7 @@ def paged_attention(
     """`crossdock.kernels.attention.paged_attention` with every tensor on one GPU. Rows of no sequence are undefined."""
     (T, Hq, Dk), (_, Hkv, page_size, Dv) = q.shape, v_pages.shape
     _check(k_pages, v_pages, q)
+    q = _adjacent(q)
     assert batch.page_table.stride(1) == 1 or batch.page_table.shape[1] == 1
     S, group = len(batch.kv_len), Hq // Hkv
     small_rows = max(_SMALL_ROWS, triton.next_power_of_2(group))
@@ -121,11 +123,15 @@ def paged_attention(
 
 def _check(k_pages: Tensor, v_pages: Tensor, *rows: Tensor) -> None:
     for x in rows:
-        assert x.stride(-1) == 1, "elements of a head are adjacent"
         assert (x.device, x.dtype) == (k_pages.device, k_pages.dtype), "rows and pages are of one device and dtype"
     for pages in (k_pages, v_pages):
         adjacent = pages.stride(3) == 1 and (pages.stride(2) == pages.shape[3] or pages.shape[2] == 1)
         assert adjacent, "tokens of a page are adjacent"
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    """With the elements of a head side by side, as nearly all models have them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _widths(key_dim: int, value_dim: int) -> dict[str, int]:
