@@ -49,7 +49,7 @@ def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
         assert time.monotonic() < deadline, "not ready in 120 s"
         time.sleep(0.1)
     yield address
-    serve.delete(APP_NAME)
+    serve.shutdown()
 
 
 @pytest.fixture
