@@ -10,7 +10,8 @@ from crossdock.workers.slo import SloClass
 
 # -- how much --------------------------------------------------------------------------------------------------------
 
-MARGIN = 0.85  # of a stream's slack a step may fill: predictions err, and the token still has to travel
+MARGIN = 0.9  # of a stream's slack a step may fill: the token still has to travel
+_MOST_OVERRUN = 2.0  # beyond it chunks would shrink to nothing for a machine that cannot be predicted
 
 
 @dataclass(slots=True)
@@ -80,18 +81,21 @@ def adaptive_room(
     idle_seconds: float,
     cost: StepCost,
     floor_rank: int = 1 << 30,
+    overrun: float = 1.0,
 ) -> Room:
     """As much as keeps the step inside `slack`, the seconds until the first of the streams in it must have its token.
 
     `contexts`: tokens of each decode in the step. While no stream runs, `slack` is infinite and the step may take
     `idle_seconds`: whoever arrives meanwhile waits for its end. Never more tokens than the ceiling,
     `max_num_batched_tokens`; never less than `floor` for prompts of class `floor_rank` or more urgent ones. The others
-    take what time is left, which may be none: nobody's stream is late for a prompt that is less urgent.
+    take what time is left, which may be none: nobody's stream is late for a prompt that is less urgent. `overrun`: by
+    what factor steps take longer than predicted now and then; they must be in time even so.
     """
     tokens = max_num_batched_tokens - len(contexts)
     fixed = cost.base + cost.decode_seconds(len(contexts), sum(contexts))
     if slack < inf:
-        seconds, reason = slack * MARGIN - fixed, f"slack of {slack * 1e3:.0f} ms, {len(contexts)} decodes"
+        seconds = slack * MARGIN / min(overrun, _MOST_OVERRUN) - fixed
+        reason = f"slack of {slack * 1e3:.0f} ms, {len(contexts)} decodes"
     else:
         seconds, reason = idle_seconds - fixed, f"idle step of {idle_seconds * 1e3:.0f} ms"
     return Room(tokens, max(seconds, 0.0), min(floor, tokens), floor_rank, cost, reason)

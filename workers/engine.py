@@ -180,7 +180,7 @@ class Engine:
         if not is_alone:
             return self.cost_fit.cost.seconds(batch.work)
         predicted = self.cost_fit.observe(batch.work, seconds)
-        self.scheduler.cost = self.cost_fit.cost
+        self.scheduler.cost, self.scheduler.overrun = self.cost_fit.cost, self.cost_fit.overrun
         return predicted
 
     def arrive(self, request_id: str, token_id: int) -> None:

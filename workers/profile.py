@@ -125,9 +125,12 @@ class StepCostFit:
     memory: int = 512  # steps after which an observation's weight has fallen to 1/e
     cost: StepCost = field(init=False)
     num_rejected: int = 0
+    overrun: float = 1.2  # a guess, until steps with chunks have been seen
+    """The 95th percentile of actual / predicted seconds over the latest steps with a chunk in them; 1 or more."""
     _sweep_sums: tuple[NDArray[np.float64], NDArray[np.float64]] = field(init=False)
     _sums: tuple[NDArray[np.float64], NDArray[np.float64]] = field(init=False)
     _errors: deque[float] = field(init=False)
+    _overruns: deque[float] = field(init=False)
     _rejected_in_a_row: int = 0
     _since_fit: int = 0
 
@@ -135,6 +138,7 @@ class StepCostFit:
         if not self.sweep:
             raise ValueError("sweep must have at least one measured step")
         self._errors = deque(maxlen=self.memory)
+        self._overruns = deque(maxlen=self.memory // 4)
         self._sums = np.zeros((5, 5)), np.zeros(5)
         self._sweep_sums = np.zeros((5, 5)), np.zeros(5)
         for work, seconds in self.sweep:
@@ -146,6 +150,8 @@ class StepCostFit:
         predicted = self.cost.seconds(work)
         error = abs(predicted - seconds) / seconds
         self._errors.append(error)
+        if work.prefill_tokens:
+            self._overruns.append(seconds / predicted)
         is_outlier = seconds > _OUTLIER * predicted or predicted > _OUTLIER * seconds
         if is_outlier and self._rejected_in_a_row < _PATIENCE:
             self._rejected_in_a_row += 1
@@ -168,6 +174,8 @@ class StepCostFit:
 
     def _fit(self) -> None:
         self._since_fit = 0
+        if len(self._overruns) >= _FIT_EVERY:
+            self.overrun = max(float(np.quantile(self._overruns, 0.95)), 1.0)
         matrix = self._sweep_sums[0] + self._sums[0]
         vector = self._sweep_sums[1] + self._sums[1]
         base, *rest = (float(value) for value in _non_negative_solution(matrix, vector) / _SCALE)

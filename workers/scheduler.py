@@ -166,6 +166,7 @@ class Scheduler:
     max_model_len: int  # tokens, prompt and output together
     eos_token_ids: Collection[int] = ()
     cost: StepCost | None = None  # what steps take; without it chunks are fixed and nobody is refused
+    overrun: float = 1.0  # by what factor they take longer now and then
     depth: int = 1  # steps in flight at most: pipeline stages
     waiting: list[Request] = field(default_factory=list)
     running: list[Request] = field(default_factory=list)  # in order of admission
@@ -357,6 +358,7 @@ class Scheduler:
                 min(slo.ttft_s for slo in config.slo_classes) / 2,
                 self.cost,
                 min([it.rank for it in streams], default=len(config.slo_classes)),
+                self.overrun,
             )
         if config.max_prefill_tokens and config.max_prefill_tokens < room.tokens:
             room.tokens, room.reason = config.max_prefill_tokens, "max_prefill_tokens"

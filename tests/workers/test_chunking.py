@@ -78,6 +78,16 @@ def test_a_room_says_what_bounds_it() -> None:
     assert "idle" in adaptive_room(512, 32, [], inf, 0.5, COST).reason
 
 
+def test_the_less_steps_can_be_predicted_the_smaller_the_chunk() -> None:
+    """A step that overruns by half is in time all the same; one that is never in time does not stop prompts."""
+    for overrun in (1.0, 1.2, 1.5, 2.0):
+        tokens = adaptive_room(2048, 32, [100] * 4, 0.1, 0.5, COST, overrun=overrun).chunk(0, 10**5, 0, False, 0, 16)
+        step = COST.seconds(StepWork.of([(0, tokens)], [100] * 4))
+        assert step * overrun <= MARGIN * 0.1
+        assert COST.seconds(StepWork.of([(0, tokens + 16)], [100] * 4)) * overrun > MARGIN * 0.1
+    assert adaptive_room(2048, 32, [100] * 4, 0.1, 0.5, COST, overrun=90).chunk(0, 10**5, 0, False, 0, 16) == tokens
+
+
 @given(st.integers(16, 4096), st.floats(0, 1, exclude_max=True), st.integers(0, 5000), st.floats(0.01, 2))
 def test_the_short_lane_keeps_no_more_than_is_wanted(tokens: int, share: float, wanted: int, seconds: float) -> None:
     room = Room(tokens, seconds, 16, cost=COST)

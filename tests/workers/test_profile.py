@@ -137,3 +137,15 @@ def test_a_device_without_a_price_has_no_limit() -> None:
 def test_a_sweep_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="sweep"):
         StepCostFit([])
+
+
+def test_the_overrun_is_what_one_step_in_twenty_exceeds() -> None:
+    """Of steps with a chunk alone: they take 15 % more or less, which no cost explains; decodes err far more."""
+    fit = StepCostFit(sweep(TRUTH))
+    rng = random.Random(3)
+    for number in range(400):
+        work = StepWork.of([(rng.randrange(4000), 64)], [100] * 4)
+        fit.observe(work, TRUTH.seconds(work) * (0.85 if number % 2 else 1.15))
+        decode = StepWork.of([], [100] * 4)
+        fit.observe(decode, TRUTH.seconds(decode) * rng.choice([1, 1, 1, 2.5]))
+    assert 1.15 < fit.overrun < 1.25
