@@ -3,25 +3,31 @@
     python benchmarks/simulate_vs_live.py               # the default model, two minutes of chats and long prompts
 
 The simulator gets what anyone would give it: the profile that the server advertises at /v1/replicas, here after a
-short load of other requests, so that costs are known as they are when serving. A second simulation has the profile as
-it is when the load is over: where only the first is off, costs had changed. Nothing else should run beside it.
+short load of other requests, so that costs are known as they are when serving; steps that differ from their prediction
+by as much as the server says at /metrics; and the seconds that a first token spends outside of the replica, measured on
+requests that come alone. A second simulation has all that as it is when the load is over: where only the first is off,
+costs had changed. Nothing else should run beside it.
 """
 
 import argparse
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
+from statistics import median
 
+import httpx
 from peers.run import hardware, serving
 
 from crossdock.cluster.bench.metrics import DEFAULT_TARGETS, Sample, by_class, spread_ms
 from crossdock.cluster.bench.mix import MIXES
 from crossdock.cluster.bench.run import BenchOptions, bench_jobs, run_bench
+from crossdock.cluster.scrape import QUANTILE, STEP_ERROR, Scrape
 from crossdock.cluster.simulate.fleet import SimulatedFleet, load_fleet
 from crossdock.cluster.simulate.simulation import Outcome, Simulation
 from crossdock.workers.checkpoint import default_model_dir
@@ -48,6 +54,29 @@ def load(address: str, args: argparse.Namespace) -> BenchOptions:
     return BenchOptions(url=address, workload="mix", mix=mix, duration=args.duration, seed=args.seed)
 
 
+def as_now(address: str) -> SimulatedFleet:
+    """The server as it says that it is. Of a normal distribution 90 % are within 1.645 of its spread."""
+    scrape = Scrape.parse(httpx.get(f"{address}/metrics", timeout=30).text, 0.0)
+    error = scrape.total(STEP_ERROR, **{QUANTILE: "0.9"}) or 0.0
+    latency = median(outside(address, f"{number}-{time.time()}") for number in range(9))
+    return load_fleet(None, f"mixed=1x{address}", noise=round(error / 1.645, 3), latency_s=round(latency, 4))
+
+
+def outside(address: str, request_id: str) -> float:
+    """Seconds that the first token of a request spent on the way there and back."""
+    body = {"prompt": request_id, "max_tokens": 1, "stream": True}
+    headers = {"X-Request-Id": request_id}
+    began = time.perf_counter()
+    with httpx.stream("POST", f"{address}/v1/completions", json=body, headers=headers, timeout=30) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        took = time.perf_counter() - began
+        for _ in lines:
+            pass
+    (timeline,) = httpx.get(f"{address}/v1/requests/{request_id}", timeout=30).json()["requests"]
+    return max(took - timeline["first_token_s"], 0.0)
+
+
 def simulate(fleet: SimulatedFleet, options: BenchOptions) -> Outcome:
     """The same jobs, on simulated time."""
     mix = options.mix.within(min(pool.profile.max_model_len for pool in fleet.pools))
@@ -60,7 +89,13 @@ def figures(samples: Sequence[Sample]) -> dict[str, float]:
     """Times in milliseconds, shares in percent."""
     duration = max(sample.ended for sample in samples) - min(sample.sent for sample in samples)
     goodput = by_class(samples, duration, DEFAULT_TARGETS)["goodput"]
-    row = {"requests": len(samples), "good %": 100 * goodput["share"], "good /s": goodput["requests_per_s"]}
+    tokens = sum(sample.prompt_tokens for sample in samples)
+    row = {
+        "requests": len(samples),
+        "prompt tokens": tokens,
+        "good %": 100 * goodput["share"],
+        "good /s": goodput["requests_per_s"],
+    }
     kinds = {"": samples, "chat ": [it for it in samples if it.role != "long"]}
     for kind, its in kinds.items():
         for name, spread in (
@@ -106,20 +141,22 @@ def main() -> None:
     with serving(OneReplica(), args, args.output.with_suffix(".log")) as (address, _, _):
         options = load(address, args)
         asyncio.run(run_bench(replace(options, duration=args.warmup, seed=args.seed + 1000)))
-        before = load_fleet(None, f"mixed=1x{address}")
+        before = as_now(address)
         took = asyncio.run(run_bench(options))
-        after = load_fleet(None, f"mixed=1x{address}")
+        after = as_now(address)
     outcomes = [simulate(fleet, options) for fleet in (before, after)]
     live, simulated = figures(took.samples), [figures(it.samples) for it in outcomes]
     busy = outcomes[0].replicas[0].busy_s / outcomes[0].duration
     caption = (
         f"{args.model.name}; {hardware()}; {datetime.now(UTC).date()}; {args.rate:g} arrivals per second for "
-        f"{args.duration:g} s; the replica is busy {busy:.0%} of the simulated time; times in ms."
+        f"{args.duration:g} s; the replica is busy {busy:.0%} of the simulated time, its steps vary by "
+        f"{before.noise:.0%} and {after.noise:.0%}, a first token spends {1e3 * before.latency_s:.0f} ms outside of it; "
+        "times in ms."
     )
     text = table(live, simulated, caption)
     args.output.with_suffix(".md").write_text(text)
-    profiles = [fleet.pools[0].profile.model_dump(mode="json") for fleet in (before, after)]
-    summary = {"live": live, "simulated": simulated, "busy": busy, "profiles": profiles}
+    fleets = [fleet.model_dump(mode="json") for fleet in (before, after)]
+    summary = {"live": live, "simulated": simulated, "busy": busy, "fleets": fleets}
     args.output.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n")
     print(text)
 

@@ -277,6 +277,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         tensor_parallel_size=model.part.place.tensor_size,
         pipeline_parallel_size=model.part.place.num_stages,
         cost=engine.cost_fit.cost,
+        overrun=engine.cost_fit.overrun,
     )
 
 

@@ -147,18 +147,20 @@ def _num_remaining(request: Request) -> int:
 
 @dataclass(slots=True)
 class Publisher:
-    """Numbers what a replica says of itself, and says it seldom: at most every `interval_s` while it works, at once
-    when it begins to and when it is done."""
+    """Numbers what a replica says of itself, and says it seldom: at once when it begins to work and when it is done; at
+    most every `interval_s` while requests come, end or have their prompts computed; and every `steady_s` while streams
+    only go on, of which there is little to tell."""
 
     scheduler: Scheduler
     incarnation: str
     interval_s: float = 0.05
+    steady_s: float = 1.0
     role: Role | None = None
     sequence: int = 0  # of the last live profile: a request that is added now is in the next one
     _number: int = 0  # of the last page changes
-    _next: float = 0.0
     _was_busy: bool = False
-    _spoke: float = 0.0
+    _spoke: float = 0.0  # when it last did
+    _said: tuple[int, ...] = ()  # `_requests` then
     _work: list[int] = field(default_factory=list)  # by rank, when it last spoke
     _shares: dict[int, float] = field(default_factory=dict)  # by rank
     _step_seconds: float = 0.0
@@ -166,12 +168,14 @@ class Publisher:
 
     def is_due(self, now: float) -> bool:
         """Whether to say something new at `now`, in seconds."""
-        return self._is_busy != self._was_busy or (self._is_busy and now >= self._next)
+        if not self._is_busy or not self._was_busy:
+            return self._is_busy != self._was_busy
+        return now - self._spoke >= (self.interval_s if self._requests != self._said else self.steady_s)
 
     def live(self, now: float, step_seconds: float = 0.0) -> LiveProfile:
         """What is to be said at `now`, after a step that took `step_seconds`; 0: none was since the last time."""
         self.sequence += 1
-        self._next, self._was_busy = now + self.interval_s, self._is_busy
+        self._was_busy, self._said = self._is_busy, self._requests
         self._step_seconds = step_seconds or self._step_seconds
         return observe(
             self.scheduler,
@@ -220,3 +224,9 @@ class Publisher:
     @property
     def _is_busy(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting or self.scheduler.held)
+
+    @property
+    def _requests(self) -> tuple[int, ...]:
+        """Another whenever a request has come, ended, or had some of its prompt computed."""
+        it = self.scheduler
+        return len(it.waiting), len(it.running), len(it.held), it.work_done

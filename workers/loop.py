@@ -191,6 +191,7 @@ class EngineLoop:
             "pages": asdict(engine.pages.counts()),
             "requests": {status.value: requests[status.value] for status in Status if status is not Status.FINISHED},
             "cost": None if fit is None else fit.cost.model_dump(),
+            "overrun": None if fit is None else fit.overrun,
             "step_error": None if fit is None else fit.error(0.5),
             **self.steps.after(seen, tenant),
         }

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import exp
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -52,6 +53,11 @@ class Noise:
     _block: int = -1
     _factors: list[float] = field(default_factory=list)
 
+    @property
+    def overrun(self) -> float:
+        """Its 95th percentile, which a real replica learns of its steps: see `StepCostFit.overrun`."""
+        return max(exp(1.645 * self.spread - self.spread**2 / 2), 1.0)
+
     def factor(self, step: int) -> float:
         """Of the step of that number, whenever it is asked for."""
         if not self.spread:
@@ -92,7 +98,8 @@ class Replica:
     def __post_init__(self) -> None:
         profile = self.pool.profile
         pages = PagePool(profile.num_pages, profile.page_size, self.pool.enable_prefix_caching)
-        self.scheduler = Scheduler(self.pool.engine, pages, profile.max_model_len, cost=profile.cost)
+        overrun = max(profile.overrun, self.noise.overrun)
+        self.scheduler = Scheduler(self.pool.engine, pages, profile.max_model_len, cost=profile.cost, overrun=overrun)
         self.publisher = Publisher(self.scheduler, self.name)
 
     def post(self, action: Action, now: float) -> None:

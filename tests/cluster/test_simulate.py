@@ -410,7 +410,8 @@ def test_noise_has_its_spread_and_forgets_who_asked_when() -> None:
     assert np.log(factors).std() == pytest.approx(0.2, rel=0.05)
     assert [Noise(0.2, (1, 2)).factor(step) for step in (3000, 7, 3000)] == [factors[3000], factors[7], factors[3000]]
     assert Noise(0.2, (2, 2)).factor(0) != factors[0]
-    assert Noise(0.0, (1, 2)).factor(9) == 1
+    assert noise.overrun == pytest.approx(np.quantile(factors, 0.95), rel=0.02)
+    assert Noise(0.0, (1, 2)).factor(9) == Noise(0.0, (1, 2)).overrun == 1
 
 
 # -- comparisons -----------------------------------------------------------------------------------------------------

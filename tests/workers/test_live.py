@@ -139,15 +139,20 @@ def test_it_speaks_when_there_is_something_to_say() -> None:
     it.add(request("a", 9, max_tokens=3))
     assert said.is_due(100.0)  # work at once
     first = said.live(100.0)
+    assert not said.is_due(100.06)  # all is as it was
+    step(it)
     assert not said.is_due(100.04)
-    assert said.is_due(100.06)
+    assert said.is_due(100.06)  # its prompt is computed
     second = said.live(100.06, step_seconds=0.01)
     assert (first.sequence, second.sequence) == (1, 2)
-    assert said.live(100.1).step_seconds == 0.01  # the last step's, for as long as there is no other
+    step(it)
+    assert not said.is_due(101.0)  # the stream goes on
+    assert said.is_due(101.1)
+    assert said.live(101.1).step_seconds == 0.01  # the last step's, for as long as there is no other
     while it.has_work:
         step(it)
-    assert said.is_due(100.11)  # idle at once
-    assert said.live(100.11).step_seconds == 0.0
+    assert said.is_due(101.11)  # idle at once
+    assert said.live(101.11).step_seconds == 0.0
     assert not said.is_due(200.0)
 
 

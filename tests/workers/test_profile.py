@@ -59,6 +59,18 @@ def test_noise_of_ten_percent_leaves_a_small_error() -> None:
     assert fit.error(0.9) < 0.15
 
 
+def test_steps_that_vary_are_predicted_by_their_mean() -> None:
+    """Log-normal, a quarter's spread: least squares relative to the actual seconds would be 12 % short of it."""
+    fit, rng = StepCostFit(sweep(TRUTH)), random.Random(4)
+    ratios = []
+    for number in range(6000):
+        work = some_work(rng)
+        fit.observe(work, TRUTH.seconds(work) * rng.lognormvariate(-(0.25**2) / 2, 0.25))
+        if number >= 2000:
+            ratios.append(fit.cost.seconds(work) / TRUTH.seconds(work))
+    assert np.mean(ratios) == pytest.approx(1, abs=0.02)
+
+
 @settings(max_examples=50)
 @given(st.integers(0, 10_000), st.floats(0, 0.9))
 def test_coefficients_are_never_negative(seed: int, noise: float) -> None:
