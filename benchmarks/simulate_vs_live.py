@@ -5,8 +5,9 @@
 The simulator gets what anyone would give it: the profile that the server advertises at /v1/replicas, here after a
 short load of other requests, so that costs are known as they are when serving; steps that differ from their prediction
 by as much as the server says at /metrics; and the seconds that a first token spends outside of the replica, measured on
-requests that come alone. A second simulation has all that as it is when the load is over: where only the first is off,
-costs had changed. Nothing else should run beside it.
+requests that come alone. How steps vary is chance, so all of it is simulated fifteen times: medians and ranges. A
+second simulation has the costs as they are when the load is over: where only the first is off, they had changed.
+Nothing else should run beside it.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from crossdock.cluster.simulate.simulation import Outcome, Simulation
 from crossdock.workers.checkpoint import default_model_dir
 
 ROOT = Path(__file__).resolve().parents[1]
+SEEDS = 15
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,12 @@ def outside(address: str, request_id: str) -> float:
     return max(took - timeline["first_token_s"], 0.0)
 
 
-def simulate(fleet: SimulatedFleet, options: BenchOptions) -> Outcome:
-    """The same jobs, on simulated time."""
+def simulate(fleet: SimulatedFleet, options: BenchOptions) -> list[Outcome]:
+    """The same jobs on simulated time, again and again."""
     mix = options.mix.within(min(pool.profile.max_model_len for pool in fleet.pools))
     duration = options.duration or 0.0
-    jobs = takewhile(lambda job: (job.due or 0.0) < duration, bench_jobs(replace(options, mix=mix)))
-    return Simulation(fleet, options.seed).run(jobs)
+    jobs = list(takewhile(lambda job: (job.due or 0.0) < duration, bench_jobs(replace(options, mix=mix))))
+    return [Simulation(fleet, seed).run(jobs) for seed in range(SEEDS)]
 
 
 def figures(samples: Sequence[Sample]) -> dict[str, float]:
@@ -106,14 +108,17 @@ def figures(samples: Sequence[Sample]) -> dict[str, float]:
     return row | {"refused": sum(it.refused for it in samples)}
 
 
-def table(live: dict[str, float], simulated: Sequence[dict[str, float]], caption: str) -> str:
-    """`simulated`: with the costs as they were before, and as they are afterwards."""
-    lines = [caption, "", "| | live | simulated | deviation | with costs as afterwards | deviation |", "|---" * 6 + "|"]
+def table(live: dict[str, float], simulated: Sequence[Sequence[dict[str, float]]], caption: str) -> str:
+    """`simulated`: with the costs as they were before, and as they are afterwards; of each, one of every seed."""
+    columns = "simulated: median | range | deviation"
+    lines = [caption, "", f"| | live | {columns} | as afterwards: median | range | deviation |", "|---" * 8 + "|"]
     for name, value in live.items():
         cells = [f"{value:,.4g}"]
-        for each in simulated:
-            other = each.get(name, float("nan"))
-            cells += [f"{other:,.4g}", f"{other / value - 1:+.1%}" if value else "-"]
+        for runs in simulated:
+            others = sorted(run[name] for run in runs)
+            middle = median(others)
+            cells += [f"{middle:,.4g}", f"{others[0]:,.4g} to {others[-1]:,.4g}"]
+            cells += [f"{middle / value - 1:+.1%}" if value else "-"]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -145,12 +150,12 @@ def main() -> None:
         took = asyncio.run(run_bench(options))
         after = as_now(address)
     outcomes = [simulate(fleet, options) for fleet in (before, after)]
-    live, simulated = figures(took.samples), [figures(it.samples) for it in outcomes]
-    busy = outcomes[0].replicas[0].busy_s / outcomes[0].duration
+    live, simulated = figures(took.samples), [[figures(it.samples) for it in its] for its in outcomes]
+    busy = median(it.replicas[0].busy_s / it.duration for it in outcomes[0])
     caption = (
         f"{args.model.name}; {hardware()}; {datetime.now(UTC).date()}; {args.rate:g} arrivals per second for "
         f"{args.duration:g} s; the replica is busy {busy:.0%} of the simulated time, its steps vary by "
-        f"{before.noise:.0%} and {after.noise:.0%}, a first token spends {1e3 * before.latency_s:.0f} ms outside of it; "
+        f"{before.noise:.0%} and {after.noise:.0%}, a first token spends {1e3 * before.latency_s:.0f} ms elsewhere; "
         "times in ms."
     )
     text = table(live, simulated, caption)
