@@ -4,7 +4,7 @@ the only source of either; the static part of its profile says what it can do.""
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, inf
 
 from crossdock.workers.pages import PageHash
 from crossdock.workers.profile import Role
@@ -168,9 +168,14 @@ class Publisher:
 
     def is_due(self, now: float) -> bool:
         """Whether to say something new at `now`, in seconds."""
+        return now >= self.due
+
+    @property
+    def due(self) -> float:
+        """When to say something new, if until then streams only go on."""
         if not self._is_busy or not self._was_busy:
-            return self._is_busy != self._was_busy
-        return now - self._spoke >= (self.interval_s if self._requests != self._said else self.steady_s)
+            return inf if self._is_busy == self._was_busy else -inf
+        return self._spoke + (self.interval_s if self._requests != self._said else self.steady_s)
 
     def live(self, now: float, step_seconds: float = 0.0) -> LiveProfile:
         """What is to be said at `now`, after a step that took `step_seconds`; 0: none was since the last time."""

@@ -143,7 +143,8 @@ class Replica:
         if more:
             num_streams = len(batch.scheduled)
             context = sum(part.start for part in batch.scheduled)
-            while more and not self.publisher.is_due(ends[-1]):
+            due = self.publisher.due
+            while more and ends[-1] < due:
                 more, step, context = more - 1, step + 1, context + num_streams
                 seconds = (cost.base + cost.decode_seconds(num_streams, context)) * self.noise.factor(step)
                 ends.append(ends[-1] + seconds)
