@@ -2,14 +2,17 @@
 
 Usage: python benchmarks/gpu.py [--output gpu.json] [--only SECTION…]
 
-Needs torch, triton, transformers and, for the checks, pytest, but no network. Where crossdock is not installed, this
-gives the checkout its name: `mkdir -p .typing && ln -sfn .. .typing/crossdock && export PYTHONPATH=$PWD/.typing`.
-Times are medians of replays of a CUDA graph, over as many layers' pages as defeat the cache. A section that fails says
-so, and the others run.
+Needs torch, triton, transformers, for the checks pytest and for the engine pydantic, msgpack and llguidance, but no
+network. Where crossdock is not installed, this gives the checkout its name:
+`mkdir -p .typing && ln -sfn .. .typing/crossdock && export PYTHONPATH=$PWD/.typing`. Times of kernels are medians of
+replays of a CUDA graph, over as many layers' pages as defeat the cache. A section that fails says so, and the others
+run.
 """
 
 import argparse
+import gc
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -142,7 +145,9 @@ def checks(_: Result) -> Result:
         "gpu",
         "-p",
         "no:cacheprovider",
+        "--continue-on-collection-errors",
         "tests/kernels/test_triton.py",
+        "tests/workers/test_gpu.py",
     ]
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     tests = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -303,6 +308,30 @@ def step(limits: Result) -> Result:
     return found
 
 
+def engine(limits: Result) -> Result:
+    """The engine with random weights of three shapes: see gpu_engine.py."""
+    from gpu_engine import SECONDS, SHAPES, measured
+
+    found = {}
+    began = time.perf_counter()
+    for number, (shape, values) in enumerate(SHAPES.items()):
+        started = time.perf_counter()
+        if started - began > SECONDS:
+            print(f"  {shape}: no time left")
+            continue
+        try:
+            found[shape] = measured(values, limits, is_first=number == 0)
+        except Exception as error:  # the other shapes are worth having
+            traceback.print_exc()
+            found[shape] = {"failed": repr(error)}
+        gc.collect()
+        torch.cuda.empty_cache()
+        print(f"  {shape} ({time.perf_counter() - started:.0f} s)")
+        for name, row in found[shape].items():
+            print(f"    {name}: {show(row) if isinstance(row, dict) else row}", flush=True)
+    return found
+
+
 def show(row: Result) -> str:
     return ", ".join(
         f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
@@ -313,6 +342,7 @@ SECTIONS: dict[str, Callable[[Result], Result]] = {
     "checks": checks,
     "decode": decode,
     "prefill": prefill,
+    "engine": engine,
     "step": step,
     "tiles": tiles,
 }
@@ -325,6 +355,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device here")
+    logging.basicConfig(level=logging.INFO, format="  %(message)s", stream=sys.stdout)
     torch.manual_seed(0)
     limits = ceilings()
     device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton_attention.triton.__version__}"
@@ -338,6 +369,7 @@ def main() -> None:
         except Exception as error:  # what the others measure is worth having
             traceback.print_exc()
             report[name] = {"failed": repr(error)}
+        gc.collect()
         torch.cuda.empty_cache()
         print(f"  ({time.perf_counter() - started:.0f} s)", flush=True)
         if arguments.output is not None:

@@ -107,7 +107,7 @@ def follower(spec: GangSpec, rank: int, address: Any, file: str) -> None:
 def live(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[list[float], float, StepCost]:
     """The idle share of each of two stages, tokens a second, and what steps cost."""
     config = EngineConfig.model_validate({"kv_cache_memory": ByteSize(600 << 20), "admission": "queue"} | settings)
-    spec = GangSpec(args.model, "auto", 8192, config.page_size, int(config.kv_cache_memory), 1, 1, 2)
+    spec = GangSpec(args.model, "auto", 8192, config.page_size, config.budget, 1, 1, 2)
     busy = Busy()
     with tempfile.TemporaryDirectory() as folder, watched(busy):
         gang = Gang(spec, "127.0.0.1", lambda why: os._exit(f"lost: {why}" != ""))

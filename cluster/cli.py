@@ -173,9 +173,17 @@ def effective_config(
         typer.Option(
             "--kv-cache-memory",
             metavar="SIZE",
-            help="Memory for KV pages, e.g. 2GiB.",
+            help="Memory for KV pages, e.g. 2GiB, which is what CPUs have; on GPUs the default is what is left.",
             rich_help_panel=_ENGINE,
         ),
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(help="Share of a GPU's memory that a rank may use in all.", rich_help_panel=_ENGINE),
+    ] = None,
+    enforce_eager: Annotated[
+        bool | None,
+        typer.Option("--enforce-eager", help="On GPUs: decode steps without CUDA graphs.", rich_help_panel=_ENGINE),
     ] = None,
     attention_backend: Annotated[
         str | None,
@@ -258,6 +266,8 @@ def effective_config(
         "engine.mixed_chunks": mixed_chunks,
         "engine.enable_prefix_caching": enable_prefix_caching,
         "engine.kv_cache_memory": kv_cache_memory,
+        "engine.gpu_memory_utilization": gpu_memory_utilization,
+        "engine.enforce_eager": enforce_eager,
         "engine.attention_backend": attention_backend,
         "engine.page_size": page_size,
         "http.host": host,

@@ -603,10 +603,11 @@ void crossdock_paged_attention(const Attention* a, int is_bf16, int num_threads)
         run<float, Floats>(*a, num_threads);
 }
 
-// One of k and v: rows x[T, H, D] to their slots. Strides and D in bytes.
+// One of k and v: rows x[T, H, D] to their slots, those with a negative one to none. Strides and D in bytes.
 void crossdock_store(const char* x, int64_t x_token, int64_t x_head, char* pages, int64_t page_stride, int64_t head_stride,
                      int64_t page_size, const int64_t* slots, int64_t T, int64_t H, int64_t D) {
     for (int64_t t = 0; t < T; ++t) {
+        if (slots[t] < 0) continue;
         char* to = pages + slots[t] / page_size * page_stride + slots[t] % page_size * D;
         for (int64_t h = 0; h < H; ++h) std::memcpy(to + h * head_stride, x + t * x_token + h * x_head, D);
     }

@@ -32,13 +32,14 @@ class AttentionBatch:
     query_start: Tensor  # [S+1] int32; sequence s owns rows query_start[s]:query_start[s+1]
     kv_len: Tensor  # [S] int32; tokens of s in its pages, this step's rows among them
     page_table: Tensor  # [S, P] int32; entries past kv_len are arbitrary
-    slots: Tensor  # [T] int64; page * page_size + offset, where the row's key and value go
+    slots: Tensor  # [T] int64; page * page_size + offset, where the row's key and value go; negative: nowhere
     max_query_len: int
     max_kv_len: int
 
 
 def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """Write keys [T, Hkv, Dk] and values [T, Hkv, Dv] to their slots of [pages, Hkv, page, Dk] and [..., Dv]."""
+    """Write keys [T, Hkv, Dk] and values [T, Hkv, Dv] to their slots of [pages, Hkv, page, Dk] and [..., Dv]; rows
+    whose slot is negative are left out."""
     library = _library_for(k, v, k_pages, v_pages)
     if library is None:
         reference_store_kv(k, v, k_pages, v_pages, slots)
@@ -142,10 +143,10 @@ def _library_for(x: Tensor, y: Tensor | None, k_pages: Tensor, v_pages: Tensor) 
 
 def reference_store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """`store_kv` in torch."""
-    page_size = k_pages.shape[2]
-    pages, offsets = slots // page_size, slots % page_size
-    k_pages[pages, :, offsets] = k
-    v_pages[pages, :, offsets] = v
+    page_size, kept = k_pages.shape[2], slots >= 0
+    pages, offsets = slots[kept] // page_size, slots[kept] % page_size
+    k_pages[pages, :, offsets] = k[kept]
+    v_pages[pages, :, offsets] = v[kept]
 
 
 def reference_paged_attention(

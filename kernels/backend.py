@@ -60,7 +60,8 @@ def _flash_attn(device: torch.device) -> Attention:
     _require("flash_attn", device)
     from crossdock.kernels.flash_attention import PAGE_MULTIPLE, paged_attention
 
-    return Attention("flash_attn", attention.reference_store_kv, paged_attention, PAGE_MULTIPLE)
+    store_kv = _triton(device).store_kv if _has("triton") else attention.reference_store_kv
+    return Attention("flash_attn", store_kv, paged_attention, PAGE_MULTIPLE)
 
 
 _NAMED: dict[str, Callable[[torch.device], Attention]] = {

@@ -477,6 +477,7 @@ void crossdock_decode_stack(const Stack* stack, const Batch* batch, bf16* hidden
                     if (norm) rms_norm(row + h * s.D, norm, float(s.qk_eps), int(s.D), row + h * s.D);
                     rotate(row + h * s.D, cos, sin, int(s.D));
                 }
+                if (b.slots[t] < 0) continue;
                 const int64_t page = b.slots[t] / s.page_size, offset = b.slots[t] % s.page_size;
                 for (int64_t h = 0; h < s.Hkv; ++h) {
                     const int64_t at = page * s.page_stride + h * s.head_stride + offset * s.D;

@@ -45,8 +45,7 @@ def tiles_for(key_dim: int, value_dim: int, itemsize: int, has_chunks: bool) -> 
 
 
 def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """Write keys [T, Hkv, Dk] and values [T, Hkv, Dv] to their slots of [pages, Hkv, page, Dk] and [..., Dv]; rows
-    whose slot is negative are left out."""
+    """`crossdock.kernels.attention.store_kv` with every tensor on one GPU."""
     (T, H, Dk), Dv = k.shape, v.shape[2]
     _check(k_pages, v_pages, k, v)
     k, v = _adjacent(k), _adjacent(v)

@@ -12,13 +12,16 @@ from torch import Tensor
 
 from crossdock.kernels.backend import AttentionBackend
 from crossdock.kvtransfer.layout import PoolSpec
+from crossdock.workers.budget import Budget, room_for_pages
 from crossdock.workers.gang import Gang, held, pool_spec
 from crossdock.workers.grammar import GrammarCompiler, GrammarState
+from crossdock.workers.graphs import decode_graphs
+from crossdock.workers.inputs import StepInputs
 from crossdock.workers.model import PagedModel
 from crossdock.workers.pages import PagePool
 from crossdock.workers.profile import SchedulingProfile, StepCostFit, StepWork
 from crossdock.workers.request import FinishReason, Request, SamplingParams, Submission, TokenDelta, TokenLogprobs
-from crossdock.workers.runner import Runner, StepInputs
+from crossdock.workers.runner import Runner
 from crossdock.workers.sampler import SampleRow, logprobs_of, sample
 from crossdock.workers.scheduler import Batch, Sampled, Scheduled, Scheduler, SchedulerConfig
 
@@ -27,10 +30,25 @@ class EngineConfig(SchedulerConfig):
     """What an engine may use. Scheduling fields come from `SchedulerConfig`."""
 
     enable_prefix_caching: bool = Field(True, description="Share pages between requests with equal beginnings.")
-    kv_cache_memory: ByteSize = Field(ByteSize(2 << 30), description="Memory for KV pages of each rank, e.g. 2GiB.")
+    kv_cache_memory: ByteSize | None = Field(
+        None, description="Memory for KV pages of each rank, e.g. 2GiB; null: 2GiB on CPUs, on GPUs what is left."
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="Share of its GPU's memory that a rank may use in all, if kv_cache_memory is null."
+    )
+    enforce_eager: bool = Field(False, description="On GPUs: decode steps without CUDA graphs.")
     attention_backend: AttentionBackend = Field(
         "auto", description="What computes attention; auto is our C++ on CPUs and Triton on GPUs."
     )
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(
+            None if self.kv_cache_memory is None else int(self.kv_cache_memory),
+            self.gpu_memory_utilization,
+            self.max_num_batched_tokens,
+            self.max_num_seqs,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +92,35 @@ class Engine:
     _flights: deque[_Flight] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        layout = self.model.layout(self.config.page_size)
-        page_bytes = layout.page_bytes if self.gang is None else max(layout.page_bytes, self.gang.page_bytes)
-        num_pages = int(self.config.kv_cache_memory) // page_bytes
-        needed = -(-self.model.max_model_len // self.config.page_size)
-        if num_pages < needed:
-            raise ValueError(
-                f"kv_cache_memory ({self.config.kv_cache_memory.human_readable()}) holds "
-                f"{num_pages * self.config.page_size} tokens of {page_bytes // self.config.page_size} bytes; one "
-                f"request of max_model_len ({self.model.max_model_len}) needs "
-                f"{ByteSize(needed * page_bytes).human_readable()}"
-            )
+        num_pages = self._num_pages()
         self.model.allocate_pool(num_pages, self.config.page_size)
         self.pages = PagePool(num_pages, self.config.page_size, self.config.enable_prefix_caching)
         self.scheduler = Scheduler(self.config, self.pages, self.model.max_model_len, self.model.eos_token_ids)
-        self._runner = Runner(self.model, self.config.page_size, self.gang.step if self.gang is not None else None)
+        tell = self.gang.step if self.gang is not None else None
+        graphs = None
+        if not self.config.enforce_eager:
+            graphs = decode_graphs(self.model, self.config.page_size, self.config.max_num_seqs)
+        self._runner = Runner(self.model, self.config.page_size, tell, graphs)
         self.scheduler.depth = self.model.part.place.num_stages
         if self.gang is not None:
             self.gang.begin(num_pages)
+
+    def _num_pages(self) -> int:
+        """As many as every rank can hold. ValueError: too few for one request."""
+        config, page_size = self.config, self.config.page_size
+        room = self.gang.room if self.gang is not None else room_for_pages(self.model, config.budget, page_size)
+        num_pages, page_bytes = room
+        needed = -(-self.model.max_model_len // page_size)
+        if num_pages >= needed:
+            return num_pages
+        known = config.budget.known(self.model.device.type)
+        limit = f"gpu_memory_utilization ({config.gpu_memory_utilization:g}) leaves memory that"
+        if known is not None:
+            limit = f"kv_cache_memory ({ByteSize(known).human_readable()})"
+        raise ValueError(
+            f"{limit} holds {num_pages * page_size} tokens of {page_bytes // page_size} bytes; one request of "
+            f"max_model_len ({self.model.max_model_len}) needs {ByteSize(needed * page_bytes).human_readable()}"
+        )
 
     def pool_spec(self, name: str) -> PoolSpec:
         """The KV pool here as other replicas must know it; `name` names the weights."""
@@ -171,7 +200,9 @@ class Engine:
     def _finish(self, batch: Batch, inputs: tuple[StepInputs, list[range]]) -> dict[str, Sampled]:
         logits, rows = self._runner.finish(inputs)
         self._collect_prompt_logprobs(batch, logits, rows)
-        return self._sample(batch, logits, rows)
+        sampled = self._sample(batch, logits, rows)
+        self.model.wait()  # also where nothing was sampled: its pages may be shipped, and it has taken so long
+        return sampled
 
     def _learn(self, batch: Batch, seconds: float, is_alone: bool) -> float:
         """Compares a step with its prediction, and predicts better from then on."""

@@ -28,11 +28,12 @@ import torch.distributed as dist
 
 from crossdock.kernels.backend import AttentionBackend
 from crossdock.kvtransfer.layout import LayerShape, PoolSpec, Shard
+from crossdock.workers.budget import Budget, Room, room_for_pages
 from crossdock.workers.checkpoint import resolve_model
+from crossdock.workers.inputs import StepInputs
 from crossdock.workers.memory import used
 from crossdock.workers.model import PagedModel, load_model
 from crossdock.workers.parallel import Links, Place
-from crossdock.workers.runner import StepInputs
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class GangSpec:
     dtype: str
     max_model_len: int | None
     page_size: int  # tokens
-    kv_cache_memory: int  # bytes, of each rank
+    budget: Budget  # of each rank
     num_threads: int
     tensor_size: int = 1
     num_stages: int = 1
@@ -137,8 +138,8 @@ class Phases:
         self._since = now
 
 
-def load_rank(spec: GangSpec, place: Place, store: Any, say: Callable[[str], None]) -> PagedModel:
-    """Joins the world of the gang and loads this rank's part of the model.
+def load_rank(spec: GangSpec, place: Place, store: Any, say: Callable[[str], None]) -> tuple[PagedModel, Room]:
+    """Joins the world of the gang, loads this rank's part of the model, and finds what room it has for pages.
 
     Raises:
         DoesNotFit: with how much is missing, and what would fit.
@@ -157,11 +158,13 @@ def load_rank(spec: GangSpec, place: Place, store: Any, say: Callable[[str], Non
 
     path = resolve_model(spec.model)
     dtype = None if spec.dtype == "auto" else getattr(torch, spec.dtype)
-    model = load_model(
-        path, dtype, spec.max_model_len, device, links, spec.kv_cache_memory, loaded, spec.attention_backend
-    )
+    kv_bytes = spec.budget.known(device) or 0
+    model = load_model(path, dtype, spec.max_model_len, device, links, kv_bytes, loaded, spec.attention_backend)
     phases.done("logits checked")
-    return model
+    room = room_for_pages(model, spec.budget, spec.page_size)
+    if spec.budget.known(device) is None:
+        phases.done("memory measured")
+    return model, room
 
 
 def held(model: PagedModel) -> Held:
@@ -193,11 +196,14 @@ def pool_spec(
 # -- the driver ------------------------------------------------------------------------------------------------------
 
 
+_NO_ROOM = Room(0, 0)
+
+
 @dataclass(slots=True, eq=False)
 class _Follower:
     channel: Channel
     held: Held | None = None  # once it is ready
-    page_bytes: int = 0
+    room: Room = _NO_ROOM
     blob: bytes | None = None  # of its dock
 
 
@@ -214,7 +220,7 @@ class Gang:
         self._why: str | None = None  # it is lost
         self._is_closing = False
         self._held: Held = ()
-        self._own_page_bytes = 0
+        self._room = _NO_ROOM
         self._listener = socket.create_server((host, 0))
         self._store: Any = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self.address = Address(host, self._listener.getsockname()[1], self._store.port, secrets.token_bytes(16))
@@ -223,15 +229,18 @@ class Gang:
     def load(self) -> PagedModel:
         """The driver's own part, loaded while the others load theirs. RankFailed: one of them could not."""
         _use_interface_of(self.address.host)
-        model = load_rank(self.spec, self.place, self._store, lambda what: logger.info("%s: %s", self.place, what))
-        self._held, self._own_page_bytes = held(model), model.layout(self.spec.page_size).page_bytes
+        model, self._room = load_rank(
+            self.spec, self.place, self._store, lambda what: logger.info("%s: %s", self.place, what)
+        )
+        self._held = held(model)
         self._wait(lambda it: it.held is not None, "did not load its part")
         return model
 
     @property
-    def page_bytes(self) -> int:
-        """Of the largest page of any rank."""
-        return max(self._own_page_bytes, *(follower.page_bytes for follower in self._followers.values()))
+    def room(self) -> Room:
+        """As many pages as every rank has room for, and the bytes of the largest of any rank."""
+        rooms = [self._room, *(follower.room for follower in self._followers.values())]
+        return Room(min(room.num_pages for room in rooms), max(room.page_bytes for room in rooms))
 
     @property
     def everyone(self) -> list[Held]:
@@ -317,7 +326,7 @@ class Gang:
                         case "phase":
                             logger.info("%s: %s", place, fields[0])
                         case "ready":
-                            follower.held, follower.page_bytes = fields
+                            follower.held, follower.room = fields[0], Room(*fields[1])
                         case "opened":
                             follower.blob = fields[0]
                         case "failed":
@@ -368,8 +377,8 @@ def follow(spec: GangSpec, rank: int, address: Address, open_dock: OpenDock) -> 
     try:
         _use_interface_of(channel.own_address)
         store = dist.TCPStore(address.host, address.store_port, is_master=False)  # type: ignore[attr-defined]
-        model = load_rank(spec, spec.place(rank), store, lambda what: channel.send("phase", what))
-        channel.send("ready", held(model), model.layout(spec.page_size).page_bytes)
+        model, room = load_rank(spec, spec.place(rank), store, lambda what: channel.send("phase", what))
+        channel.send("ready", held(model), room)
         _obey(spec, rank, model, inbox, channel, open_dock)
     except Exception as error:
         with contextlib.suppress(OSError):
@@ -402,8 +411,7 @@ def _obey(
                 channel.send("opened", dock.blob)
             case "dock":
                 assert dock is not None
-                if model.device.type == "cuda":
-                    torch.cuda.synchronize()  # pages that are shipped must have been written
+                model.wait()  # pages that are shipped must have been written
                 dock.obey(fields)
             case "end":
                 dist.destroy_process_group()

@@ -29,10 +29,10 @@ def check_fits(
     weights = measure_part(config, place, dtype)
     if weights + kv_bytes <= mine:
         return
-    shared = f" (this host's {_size(free)} for {num_sharing} ranks)" if mine < free else ""
+    shared = f" (this host's {size_of(free)} for {num_sharing} ranks)" if mine < free else ""
     raise DoesNotFit(
-        f"{place} needs {_size(weights)} for weights and {_size(kv_bytes)} for KV pages, and {_size(mine)} are free on "
-        f"{device}{shared}: {_size(weights + kv_bytes - mine)} are missing. "
+        f"{place} needs {size_of(weights)} for weights and {size_of(kv_bytes)} for KV pages, and {size_of(mine)} are "
+        f"free on {device}{shared}: {size_of(weights + kv_bytes - mine)} are missing. "
         f"{_advice(config, place, dtype, kv_bytes, mine)}"
     )
 
@@ -51,8 +51,8 @@ def _advice(config: Any, place: Place, dtype: torch.dtype, kv_bytes: int, mine: 
             break
         if needed + kv_bytes <= mine:
             return (
-                f"tensor_parallel_size {wider.tensor_size} would fit with as much for every rank: {_size(needed)} and "
-                f"{_size(kv_bytes)} each"
+                f"tensor_parallel_size {wider.tensor_size} would fit with as much for every rank: {size_of(needed)} "
+                f"and {size_of(kv_bytes)} each"
             )
     return "No tensor_parallel_size would fit: lower kv_cache_memory, choose a smaller dtype, or more pipeline stages"
 
@@ -60,8 +60,14 @@ def _advice(config: Any, place: Place, dtype: torch.dtype, kv_bytes: int, mine: 
 def used() -> str:
     """What this process uses, for people."""
     if torch.cuda.is_available():
-        return f"{_size(torch.cuda.memory_allocated())} of GPU memory in use"
-    return f"{_size(_kib('/proc/self/status', 'VmRSS'))} of memory in use"
+        return f"{size_of(torch.cuda.memory_allocated())} of GPU memory in use"
+    return f"{size_of(_kib('/proc/self/status', 'VmRSS'))} of memory in use"
+
+
+def used_by_all_but_torch() -> int:
+    """Bytes of the GPU: other processes', and what libraries of this one hold outside torch's allocator."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def _free(device: str) -> int:
@@ -81,5 +87,6 @@ def _kib(file: str, key: str) -> int:
     raise ValueError(f"{file} has no {key}")
 
 
-def _size(num_bytes: int) -> str:
+def size_of(num_bytes: int) -> str:
+    """For people."""
     return f"{num_bytes / (1 << 30):.2f} GiB" if num_bytes >= 1 << 28 else f"{num_bytes / (1 << 20):.1f} MiB"

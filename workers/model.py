@@ -21,7 +21,8 @@ from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import CPP, Attention, AttentionBackend, choose_attention
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
 from crossdock.workers.fusion import NotFusableError, fuse
-from crossdock.workers.memory import check_fits
+from crossdock.workers.joined import join_projections
+from crossdock.workers.memory import check_fits, used_by_all_but_torch
 from crossdock.workers.parallel import Links, Part, Place
 from crossdock.workers.weights import load_part
 
@@ -117,6 +118,7 @@ class PagedModel:
     attention: Attention = CPP
     pages: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     pool: Tensor | None = None
+    used_by_others: int = 0  # bytes of the GPU when loading began, by whomever but torch here
 
     @property
     def device(self) -> torch.device:
@@ -136,7 +138,7 @@ class PagedModel:
         return PoolLayout(self.layers, page_size, self.dtype.itemsize)
 
     def allocate_pool(self, num_pages: int, page_size: int) -> None:
-        """Allocates the one KV tensor of this process, for good.
+        """Allocates the one KV tensor of this process.
 
         Raises:
             ValueError: attention cannot read pages of this size.
@@ -155,6 +157,15 @@ class PagedModel:
         views = [layout.views(layer, num_pages) for layer in range(len(self.layers))]
         self.pages = [(tensor(keys), tensor(values)) for keys, values in views]
         self.pool = pool
+
+    def free_pool(self) -> None:
+        """Before anything else knows of it."""
+        self.pages, self.pool = [], None
+
+    def wait(self) -> None:
+        """Returns when all that was asked for has been computed: on a GPU, calls return before that."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
@@ -209,6 +220,7 @@ def load_model(
         ValueError: `max_model_len` is more than the model was made for, or `attention_backend` cannot run on `device`.
     """
     attention = choose_attention(attention_backend, torch.device(device))
+    used_by_others = used_by_all_but_torch() if device != "cpu" else 0
     config = AutoConfig.from_pretrained(path)
     _refuse_by_config(config)
     dtype = dtype or _default_dtype(config, device)
@@ -232,7 +244,9 @@ def load_model(
         generation = None
     module = module.to(device)
     loaded()
-    return wrap_module(module, max_model_len, generation, part, attention)
+    model = wrap_module(module, max_model_len, generation, part, attention)
+    model.used_by_others = used_by_others
+    return model
 
 
 def wrap_module(
@@ -340,6 +354,12 @@ def _probe(model: PagedModel) -> None:
             f"{config.model_type}: logits through paged attention differ from the model's own by {error:.1%} in norm"
         )
     model.layers = [shape for _, shape, _ in hits]
+    if model.device.type == "cuda" and part.place.size == 1:
+        undo = join_projections(module)
+        joined = model._run(_ForwardContext(model.attention, probe_lengths=lengths), ids, positions, rows)
+        if not (error := _relative_error(joined, theirs)) <= tolerance:
+            logger.info("projections are computed one by one: together they differ by %.1f %%", 100 * error)
+            undo()
     if model.attention is not CPP or model.device.type != "cpu" or model.dtype is not torch.bfloat16:
         return  # on GPUs graphs remove dispatch; float32 is for exactness
     try:

@@ -79,7 +79,7 @@ class Replica:
                 dtype,
                 max_model_len,
                 engine.page_size,
-                int(engine.kv_cache_memory),
+                engine.budget,
                 num_threads,
                 tensor_parallel_size,
                 pipeline_parallel_size,
@@ -257,7 +257,7 @@ def load_engine(path: Path, dtype: str, max_model_len: int | None, config: Engin
         None if dtype == "auto" else getattr(torch, dtype),
         max_model_len,
         device,
-        kv_bytes=int(config.kv_cache_memory),
+        kv_bytes=config.budget.known(device) or 0,
         attention_backend=config.attention_backend,
     )
     return Engine(loaded, config, path)

@@ -112,13 +112,16 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
 
     In vLLM's order: logit bias, penalties, masks, temperature, min-p, top-k, top-p. Log-probabilities are of the logits
     as given, before all of these. A row's answer is the same bit for bit whichever rows are sampled with it.
+
+    On a GPU the host waits once, for the tokens; more often only for log-probabilities, and for rows whose kept set is
+    larger than the first head.
     """
     assert len(logits) == len(rows), f"{len(logits)} rows of logits for {len(rows)} requests"
     if not rows:
         return []
     token_ids = _choose(logits, rows)
     logprobs = _sampled_logprobs(logits, token_ids, rows)
-    return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids.tolist())]
+    return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids)]
 
 
 def logprobs_of(logits: Tensor, token_ids: Sequence[int] | Tensor, top_n: int) -> list[TokenLogprobs]:
@@ -154,7 +157,7 @@ def _likeliest_first(pair: tuple[int, float]) -> tuple[float, int]:
     return -pair[1], pair[0]
 
 
-def _sampled_logprobs(logits: Tensor, token_ids: Tensor, rows: Sequence[SampleRow]) -> dict[int, TokenLogprobs]:
+def _sampled_logprobs(logits: Tensor, token_ids: Sequence[int], rows: Sequence[SampleRow]) -> dict[int, TokenLogprobs]:
     """Row index to log-probabilities, for the rows that asked. Rows that want the same number go together, so that
     which of several equally likely alternatives a row lists is its own affair."""
     by_top_n: dict[int, list[int]] = {}
@@ -163,27 +166,44 @@ def _sampled_logprobs(logits: Tensor, token_ids: Tensor, rows: Sequence[SampleRo
             by_top_n.setdefault(row.params.logprobs, []).append(i)
     answer: dict[int, TokenLogprobs] = {}
     for top_n, group in by_top_n.items():
-        answer.update(zip(group, logprobs_of(logits[group], token_ids[group], top_n), strict=True))
+        chosen = [token_ids[i] for i in group]
+        answer.update(zip(group, logprobs_of(logits[group], chosen, top_n), strict=True))
     return answer
 
 
-def _choose(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+def _choose(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     """Token ids [N]."""
     edited = [i for i, row in enumerate(rows) if row.is_edited]
-    cut = [i for i, row in enumerate(rows) if not row.is_greedy and row.is_filtered]
-    uncut = [i for i, row in enumerate(rows) if not row.is_greedy and not row.is_filtered]
     scores = logits.to(torch.float32, copy=bool(edited))
     for i in edited:
         _edit(scores[i], rows[i])
+    first, *wider = (*(width for width in _HEADS if width < scores.shape[-1]), scores.shape[-1])
+    token_ids: list[int] = _draw(scores, rows, first).tolist()
+    for width in wider:
+        open_rows = [i for i, token_id in enumerate(token_ids) if token_id == _OPEN]
+        if not open_rows:
+            break
+        drawn = _draw_cut(scores[open_rows], [rows[i] for i in open_rows], width).tolist()
+        for i, token_id in zip(open_rows, drawn, strict=True):
+            token_ids[i] = token_id
+    return token_ids
+
+
+def _draw(scores: Tensor, rows: Sequence[SampleRow], width: int) -> Tensor:
+    """Token ids [N], each row's in its own way; `_OPEN` where `_draw_cut` needs a wider head."""
+    cut = [i for i, row in enumerate(rows) if not row.is_greedy and row.is_filtered]
+    uncut = [i for i, row in enumerate(rows) if not row.is_greedy and not row.is_filtered]
     if len(cut) == len(rows):
-        return _draw_cut(scores, rows)
+        return _draw_cut(scores, rows, width)
     if len(uncut) == len(rows):
         return _draw_uncut(scores, rows)
     token_ids = scores.argmax(-1)
     if cut:
-        token_ids[cut] = _draw_cut(scores[cut], [rows[i] for i in cut])
+        at = _sent(torch.tensor(cut), scores.device)
+        token_ids[at] = _draw_cut(scores[at], [rows[i] for i in cut], width)
     if uncut:
-        token_ids[uncut] = _draw_uncut(scores[uncut], [rows[i] for i in uncut])
+        at = _sent(torch.tensor(uncut), scores.device)
+        token_ids[at] = _draw_uncut(scores[at], [rows[i] for i in uncut])
     return token_ids
 
 
@@ -198,8 +218,9 @@ def _draw_uncut(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     )
 
 
-def _draw_cut(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Token ids [N] from what min-p, top-k and top-p leave of each distribution.
+def _draw_cut(scores: Tensor, rows: Sequence[SampleRow], width: int) -> Tensor:
+    """Token ids [N] from what min-p, top-k and top-p leave of each distribution; `_OPEN` where that may be more than
+    the `width` highest.
 
     A row looks at as much of its head as its own kept set needs, so what it draws never depends on its neighbours.
     """
@@ -207,20 +228,15 @@ def _draw_cut(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     lanes, keys = _lanes(scores), _keys(rows, device)
     temperatures, cuts = _temperatures(rows, device), _Cuts.of(rows, device)
     row_sums = _row_sums(scores, rows, temperatures)
-    token_ids = torch.empty(len(rows), dtype=torch.int64, device=device)
-    left = torch.arange(len(rows), device=device)
-    for width in (*(w for w in _HEADS if w < vocab_size), vocab_size):
-        part = scores if len(left) == len(rows) else scores[left]
-        head, ids = part.sort(descending=True) if width == vocab_size else part.topk(width)  # [n, width] each
-        head = head / temperatures[left]
-        floor, is_settled = _floor(head, row_sums[left], cuts.take(left), is_all=width == vocab_size)
-        finish = (head - _log_race(lanes[ids], keys[:, left])).masked_fill_(head < floor, -torch.inf)
-        winner = finish.argmax(-1, keepdim=True)
-        token_ids[left] = ids.gather(-1, winner).squeeze(-1)
-        left = left[~is_settled]
-        if not len(left):
-            break
-    return token_ids
+    head, ids = scores.sort(descending=True) if width == vocab_size else scores.topk(width)  # [N, width] each
+    head = head / temperatures
+    floor, is_settled = _floor(head, row_sums, cuts, is_all=width == vocab_size)
+    finish = (head - _log_race(lanes[ids], keys)).masked_fill_(head < floor, -torch.inf)
+    winner = finish.argmax(-1, keepdim=True)
+    return ids.gather(-1, winner).squeeze(-1).masked_fill_(~is_settled, _OPEN)
+
+
+_OPEN = -1  # for a token that is not known yet
 
 
 def _blocks(scores: Tensor) -> Iterator[slice]:
@@ -231,6 +247,11 @@ def _blocks(scores: Tensor) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU's tensor on `device`, without waiting for what that still computes."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 # Edits: one row at a time, in place.
 
 
@@ -239,19 +260,19 @@ def _edit(scores: Tensor, row: SampleRow) -> None:
     params, device = row.params, scores.device
     if params.logit_bias:
         ids, bias = zip(*params.logit_bias, strict=True)
-        scores.index_add_(0, torch.tensor(ids, device=device), torch.tensor(bias, device=device))
+        scores.index_add_(0, _sent(torch.tensor(ids), device), _sent(torch.tensor(bias), device))
     if row.is_penalized:
         _penalize(scores, row)
     mask = _mask(row, len(scores))
     if mask is not None:
-        scores.masked_fill_(mask.logical_not().to(device, non_blocking=True), -torch.inf)
+        scores.masked_fill_(_sent(mask.logical_not(), device), -torch.inf)
 
 
 def _penalize(scores: Tensor, row: SampleRow) -> None:
     """Repetition penalty (Keskar et al., 2019) over prompt and output; presence and frequency over the output."""
     if row.counts is None:
         row.counts = TokenCounts(row.num_prompt_tokens)
-    ids, counts = (t.to(scores.device, non_blocking=True) for t in row.counts.catch_up(row.token_ids))
+    ids, counts = (_sent(tensor, scores.device) for tensor in row.counts.catch_up(row.token_ids))
     used = scores[ids]
     penalty = row.params.repetition_penalty
     used = torch.where(used > 0, used / penalty, used * penalty)
@@ -286,7 +307,7 @@ def _mask(row: SampleRow, vocab_size: int) -> Tensor | None:
 
 
 def _temperatures(rows: Sequence[SampleRow], device: torch.device) -> Tensor:
-    return torch.tensor([[row.params.temperature] for row in rows], device=device)  # [N, 1]
+    return _sent(torch.tensor([[row.params.temperature] for row in rows]), device)  # [N, 1]
 
 
 def _row_sums(scores: Tensor, rows: Sequence[SampleRow], temperatures: Tensor) -> Tensor:
@@ -314,13 +335,10 @@ class _Cuts(NamedTuple):
     def of(cls, rows: Sequence[SampleRow], device: torch.device) -> "_Cuts":
         params = [row.params for row in rows]
         return cls(
-            torch.tensor([[p.top_k if p.top_k > 0 else 1 << 40] for p in params], device=device),
-            torch.tensor([[p.top_p if p.top_p < 1 else 2.0] for p in params], dtype=torch.float64, device=device),
-            torch.tensor([[p.min_p] for p in params], device=device).log_(),
+            _sent(torch.tensor([[p.top_k if p.top_k > 0 else 1 << 40] for p in params]), device),
+            _sent(torch.tensor([[p.top_p if p.top_p < 1 else 2.0] for p in params], dtype=torch.float64), device),
+            _sent(torch.tensor([[p.min_p] for p in params]).log_(), device),
         )
-
-    def take(self, index: Tensor) -> "_Cuts":
-        return _Cuts(self.top_k[index], self.top_p[index], self.log_min_p[index])
 
 
 def _floor(head: Tensor, row_sums: Tensor, cuts: _Cuts, is_all: bool) -> tuple[Tensor, Tensor]:
@@ -362,7 +380,7 @@ def _keys(rows: Sequence[SampleRow], device: torch.device) -> Tensor:
     """Two 32-bit words a row, [2, N, 1] int32, hashed from seed and position; the second is odd."""
     keys = [_mix64(_mix64(row.params.seed) + len(row.token_ids)) for row in rows]
     words = np.array([keys, [key >> 32 | 1 for key in keys]], dtype=np.uint64).astype(np.uint32).view(np.int32)
-    return torch.from_numpy(words).unsqueeze(-1).to(device)
+    return _sent(torch.from_numpy(words).unsqueeze(-1), device)
 
 
 def _log_race(lanes: Tensor, keys: Tensor) -> Tensor:

@@ -260,8 +260,11 @@ def test_store_writes_its_slots_and_nothing_else(store: Any, dtype: torch.dtype,
     fused = torch.randn(36, 2 * (24 + 40)).to(dtype)
     k = fused[:, :48].view(36, 2, 24)
     v = fused[:, 48:].view(36, 2, 40)
-    store(k, v, case.k_pages, case.v_pages, case.batch.slots)
-    pages, offsets = case.batch.slots // page_size, case.batch.slots % page_size
-    assert torch.equal(case.k_pages[pages, :, offsets], k)
-    assert torch.equal(case.v_pages[pages, :, offsets], v)
-    assert int((~case.pool.isnan()).sum()) == fused.numel()
+    slots = case.batch.slots
+    slots[[0, 7, 35]] = -1
+    store(k, v, case.k_pages, case.v_pages, slots)
+    kept = slots >= 0
+    pages, offsets = slots[kept] // page_size, slots[kept] % page_size
+    assert torch.equal(case.k_pages[pages, :, offsets], k[kept])
+    assert torch.equal(case.v_pages[pages, :, offsets], v[kept])
+    assert int((~case.pool.isnan()).sum()) == fused[kept].numel()

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ByteSize
 
+from crossdock.workers.budget import Budget
 from crossdock.workers.docks import RankDock
 from crossdock.workers.engine import Engine, EngineConfig
 from crossdock.workers.gang import Gang, GangSpec, follow
@@ -17,7 +18,7 @@ SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 80, "max_num_seqs": 8, "kv
 
 
 def spec_of(path: Path, tensor_size: int, num_stages: int, **options: Any) -> GangSpec:
-    defaults = {"dtype": "float32", "max_model_len": None, "page_size": 16, "kv_cache_memory": 4 << 20}
+    defaults = {"dtype": "float32", "max_model_len": None, "page_size": 16, "budget": Budget(4 << 20)}
     return GangSpec(
         str(path),
         num_threads=1,
@@ -31,7 +32,7 @@ def spec_of(path: Path, tensor_size: int, num_stages: int, **options: Any) -> Ga
 def ganged(ranks: Ranks, path: Path, tensor_size: int, num_stages: int, **config: Any) -> Iterator[Engine]:
     """An engine on a gang of which this process is the driver."""
     settings = EngineConfig(**(SETTINGS | config))
-    spec = spec_of(path, tensor_size, num_stages, kv_cache_memory=int(settings.kv_cache_memory))
+    spec = spec_of(path, tensor_size, num_stages, budget=settings.budget)
     lost: list[str] = []
     gang = Gang(spec, "127.0.0.1", lost.append)
     followers = [rank for rank in range(spec.size) if rank != spec.driver]

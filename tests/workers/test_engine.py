@@ -286,3 +286,17 @@ def test_bad_token_ids_are_named(model: PagedModel) -> None:
     with pytest.raises(ValueError, match="token id 49152"):
         it.add(Submission("a", [1, 49152], greedy()))
     assert not it.has_work
+
+
+def test_a_step_is_over_when_all_of_it_has_been_computed(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that samples nothing: its pages are shipped next, and its seconds are learnt from."""
+    said: list[str] = []
+    forward = PagedModel.forward
+    monkeypatch.setattr(PagedModel, "forward", lambda *args: said.append("forward") or forward(*args))
+    monkeypatch.setattr(PagedModel, "wait", lambda _: said.append("wait"))
+    it = engine(model, long_prefill_token_threshold=32)
+    it.add(Submission("a", list(range(100, 180)), greedy(2)))
+    for number, num_tokens in enumerate([0, 0, 1, 1], 1):
+        step = it.step()
+        assert sum(len(delta.token_ids) for delta in step.deltas) == num_tokens
+        assert said == ["forward", "wait"] * number

@@ -16,9 +16,10 @@ import torch
 from pydantic import ByteSize
 from torch import Tensor
 
+from crossdock.workers.budget import Room
 from crossdock.workers.docks import RankDock
 from crossdock.workers.engine import Engine, EngineConfig, warm_up
-from crossdock.workers.gang import Channel, Gang, follow
+from crossdock.workers.gang import Channel, Gang, _Follower, follow
 from crossdock.workers.model import load_model
 from crossdock.workers.request import SamplingParams, Submission
 from crossdock.workers.scheduler import Batch
@@ -130,6 +131,15 @@ def test_warm_up_measures_the_gang(ranks: Ranks, tmp_path: Path) -> None:
         expected = tokens(engine, works())
         assert engine.cost_fit is not None
         assert tokens(engine, works()) == expected
+
+
+def test_ranks_agree_on_as_many_pages_as_the_poorest_has_room_for(path: Path) -> None:
+    gang = Gang(spec_of(path, 2, 2), "127.0.0.1", lambda _: None)
+    gang._room = Room(100, 4096)
+    for rank, room in [(0, Room(90, 4096)), (1, Room(120, 2048)), (3, Room(95, 2048))]:
+        gang._followers[rank] = _Follower(Channel(socket.socket()), (), room)
+    assert gang.room == Room(90, 4096)
+    gang.close()
 
 
 # -- the end of a rank is the end of all ------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -478,6 +479,41 @@ def test_scores_and_noise_are_the_same_alone_bit_for_bit() -> None:
         assert torch.equal(sampler._log_race(lanes, sampler._keys([row], device))[0], noise[i])
         assert torch.equal((one / temperatures)[0], scaled[i])
         assert torch.equal(sampler._row_sums(one, [row], temperatures)[0], sums[i])
+
+
+class Asked(TorchDispatchMode):
+    """Counts what a GPU's host would have to wait for: values that decide what comes next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masked = func is torch.ops.aten.index.Tensor and any(
+            index is not None and index.dtype is torch.bool for index in args[1]
+        )
+        if masked or func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_asks_for_nothing_but_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, however rows are mixed; twice where a kept set passes the first head."""
+    num_lists, tolist = 0, Tensor.tolist
+
+    def counted(self: Tensor) -> Any:
+        nonlocal num_lists
+        num_lists += 1
+        return tolist(self)
+
+    monkeypatch.setattr(Tensor, "tolist", counted)
+    ordinary = [{"temperature": 0.0}, {}, {"top_p": 0.9, "top_k": 50}, {"min_p": 0.1}, {"repetition_penalty": 1.2}]
+    for kinds, expected in (([*ordinary], 1), (ordinary[2:3], 1), (ordinary[1:2], 1), ([{}, {"top_k": 1000}], 2)):
+        rows = [make_row(seed=i, **kinds[i % len(kinds)]) for i in range(10)]
+        num_lists = 0
+        with Asked() as asked:
+            sample(some_logits(10), rows)
+        assert (num_lists, asked.found) == (expected, [])
 
 
 def test_torch_generators_and_threads_do_not_matter() -> None:

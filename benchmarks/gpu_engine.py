@@ -1,0 +1,244 @@
+"""The whole engine on one GPU, with random weights in the shapes of known models: the section `engine` of gpu.py.
+
+Besides what that needs, pydantic, msgpack and llguidance. `step_seconds` is a step without the scheduler: inputs made
+and sent, the forward pass, sampling, and the tokens back on the host.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from crossdock.workers.engine import Engine, EngineConfig, warm_up
+from crossdock.workers.model import wrap_module
+from crossdock.workers.request import Request, SamplingParams, Submission
+from crossdock.workers.sampler import SampleRow
+from crossdock.workers.scheduler import Batch, Scheduled
+
+_DENSE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+SHAPES: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": {
+        "model_type": "llama",
+        **_DENSE,
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+    },
+    "Qwen3-8B": {
+        "model_type": "qwen3",
+        **_DENSE,
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+    },
+    "Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe",
+        **_DENSE,
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        # Random experts all matter, and bfloat16 flips near ties among them: the check of the logits would see it.
+        "initializer_range": 0.002,
+    },
+}
+SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "admission": "queue"}
+SECONDS = 240.0  # no shape is begun later than this: all sections must fit into one call
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of a module's weights by what reads them; all are bfloat16."""
+
+    dense: int
+    head: int
+    experts: int
+    expert_share: float  # of them, that one token uses
+
+    @classmethod
+    def of(cls, module: Any) -> "Weights":
+        sizes = {name: parameter.nbytes for name, parameter in module.named_parameters() if "embed_tokens" not in name}
+        experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        head = module.get_output_embeddings().weight.nbytes
+        config = module.config
+        share = config.num_experts_per_tok / config.num_experts if experts else 0.0
+        return cls(sum(sizes.values()) - experts - head, head, experts, share)
+
+    def read(self, num_tokens: int) -> float:
+        """Bytes that a step must read; tokens choose experts alike."""
+        return self.dense + self.head + self.experts * (1 - (1 - self.expert_share) ** num_tokens)
+
+    def flop(self, num_tokens: int, num_rows: int) -> float:
+        """Two for each weight of two bytes."""
+        return (self.dense + self.experts * self.expert_share) * num_tokens + self.head * num_rows
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(3, 30_000, count).tolist()
+    return found
+
+
+def step_seconds(engine: Engine, parts: Sequence[tuple[int, int]], repeats: int = 7) -> float | None:
+    """The median for a step of so many (start, tokens), decodes first. None: the pool does not hold them."""
+    size = engine.config.page_size
+    if sum(-(-(start + tokens) // size) for start, tokens in parts) > engine.pages.num_available:
+        return None
+    scheduled = []
+    for number, (start, tokens) in enumerate(parts):
+        name = f"part-{number}"
+        request = Request(name, [5] * start + ids(tokens, number), SamplingParams(temperature=0.0))
+        pages = engine.pages.allocate(name, -(-(start + tokens) // size))
+        engine._rows[name] = SampleRow(request.sampling, request.token_ids, request.num_prompt_tokens)
+        scheduled.append(Scheduled(request, start, tokens, pages, samples=True))
+    batch = Batch(scheduled, sum(tokens == 1 for _, tokens in parts))
+    seconds = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        engine._compute(batch)
+        seconds.append(time.perf_counter() - started)
+    for part in scheduled:
+        engine._forget(part.request.id)
+        engine.pages.release(part.request.id)
+    return statistics.median(seconds[1:])
+
+
+def decodes(engine: Engine, weights: Weights, bandwidth: float) -> Result:
+    """Steps with and without graphs, beside what reading weights and KV takes."""
+    found: Result = {}
+    token_bytes = engine.model.layout(engine.config.page_size).token_bytes
+    recorded = engine._runner.graphs
+    for size in (1, 64, 256):
+        for context in (1024, 8192):
+            row: Result = {"least_ms": (weights.read(size) + size * context * token_bytes) / bandwidth * 1e3}
+            for name, graphs in (("graph", recorded), ("eager", None)):
+                engine._runner = replace(engine._runner, graphs=graphs)
+                seconds = step_seconds(engine, [(context - 1, 1)] * size)
+                if seconds is None:
+                    row["does_not_fit"] = True
+                elif name == "eager" or recorded is not None:
+                    row |= {f"{name}_ms": seconds * 1e3, f"{name}_of_least": row["least_ms"] / seconds / 1e3}
+            engine._runner = replace(engine._runner, graphs=recorded)
+            found[f"decode {size} x {context}"] = row
+    return found
+
+
+def prefills(engine: Engine, weights: Weights, matmul: float, tokens: int = 8192, chunk: int = 2048) -> Result:
+    """A prompt in one step, as a share of the matmul peak; and beside 64 decodes, in one step and in chunks."""
+    config = engine.model.config
+    attention = 2 * config.num_attention_heads * config.head_dim * tokens**2 * config.num_hidden_layers
+    alone = step_seconds(engine, [(0, tokens)], 3)
+    streams = [(1023, 1)] * 64
+    whole = step_seconds(engine, [*streams, (0, tokens)], 3)
+    chunks = [step_seconds(engine, [*streams, (start, chunk)], 3) for start in range(0, tokens, chunk)]
+    if alone is None or whole is None or None in chunks:
+        return {f"prefill {tokens}": {"does_not_fit": True}}
+    return {
+        f"prefill {tokens}": {"ms": alone * 1e3, "of_matmul": (weights.flop(tokens, 1) + attention) / alone / matmul},
+        f"prefill {tokens} beside 64 decodes": {
+            "monolithic_ms": whole * 1e3,
+            f"chunks_of_{chunk}_ms": sum(chunks) * 1e3,
+            "longest_gap_ms": max(chunks) * 1e3,
+        },
+    }
+
+
+def gaps(engine: Engine, prompt_tokens: int = 32_768, num_streams: int = 64, seconds: float = 10.0) -> Result:
+    """Between the tokens of running streams: alone, and while long prompts come one after another."""
+    for number in range(num_streams):
+        params = SamplingParams(max_tokens=4096, temperature=0.0, ignore_eos=True)
+        engine.add(Submission(f"stream-{number}", ids(1024, number), params, slo_class="interactive"))
+    last: dict[str, float] = {}
+    while len(last) < num_streams:
+        last |= {delta.request_id: engine.clock() for delta in engine.step().deltas}
+
+    def run(is_loaded: bool, length: float) -> tuple[list[float], int]:
+        found, num_tokens, num_prompts, waiting = [], 0, 0, ""
+        last.clear()
+        until = engine.clock() + length
+        while (now := engine.clock()) < until:
+            if is_loaded and engine.scheduler.get(waiting) is None:
+                waiting = f"prompt-{num_prompts}"
+                num_prompts += 1
+                params = SamplingParams(max_tokens=1, temperature=0.0)
+                engine.add(Submission(waiting, ids(prompt_tokens, 1000 + num_prompts), params))
+            step = engine.step()
+            now = engine.clock()
+            num_tokens += sum(part.num_tokens for part in step.batch.scheduled[step.batch.num_decodes :])
+            for delta in step.deltas:
+                if delta.request_id.startswith("stream"):
+                    if delta.request_id in last:
+                        found.append(now - last[delta.request_id])
+                    last[delta.request_id] = now
+        return sorted(found), num_tokens
+
+    row: Result = {}
+    for name, is_loaded, length in (("quiet", False, seconds / 4), ("loaded", True, seconds)):
+        found, num_tokens = run(is_loaded, length)
+        row |= {f"{name}_p50_ms": found[len(found) // 2] * 1e3, f"{name}_p99_ms": found[len(found) * 99 // 100] * 1e3}
+    engine.fail_all("measured")
+    return {f"64 streams under {prompt_tokens}-token prompts": row | {"prefill_tokens_per_s": num_tokens / seconds}}
+
+
+def together(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> float:
+    """Output tokens per second of so many prompts at once."""
+    started = time.perf_counter()
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+        engine.add(Submission(f"together-{number}", prompt, params))
+    while engine.has_work:
+        engine.step()
+    return len(prompts) * new_tokens / (time.perf_counter() - started)
+
+
+def theirs(module: Any, prompts: Sequence[list[int]], new_tokens: int) -> float:
+    """The same by transformers' continuous batching, which makes a pool of its own of what memory is free."""
+    module.set_attn_implementation("sdpa")
+    config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    started = time.perf_counter()
+    outputs = module.generate_batch(list(prompts), generation_config=config)
+    return sum(len(it.generated_tokens) for it in outputs.values()) / (time.perf_counter() - started)
+
+
+def measured(values: dict[str, Any], limits: Result, is_first: bool, device: str = "cuda") -> Result:
+    """All of one shape; what takes longest of the first one only."""
+    values = dict(values)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device(device):
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    engine = Engine(wrap_module(module), EngineConfig(**SETTINGS))
+    assert engine.model.pool is not None
+    engine.model.pool.normal_()
+    weights = Weights.of(module)
+    found = decodes(engine, weights, limits["bandwidth"])
+    found |= prefills(engine, weights, limits["matmul"])
+    if not is_first:
+        return found
+    warm_up(engine)
+    found |= gaps(engine)
+    prompts = [ids(1024, 5000 + number) for number in range(64)]
+    row: Result = {"tokens_per_s": together(engine, prompts, 256)}
+    found["64 prompts of 1024, 256 tokens each"] = row
+    engine.model.free_pool()
+    del engine
+    gc.collect()
+    torch.cuda.empty_cache()
+    try:
+        row["transformers_tokens_per_s"] = theirs(module, prompts, 256)
+    except Exception as error:  # its interface still moves
+        row["transformers"] = repr(error)
+    return found

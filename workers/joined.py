@@ -1,0 +1,54 @@
+"""A layer's q, k and v projections computed as one: of a decode step, each alone is too little work for a launch."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@torch.inference_mode(False)  # weights are used in other modes too
+def join_projections(module: nn.Module) -> Callable[[], None]:
+    """Of every layer whose projections are plain linears of one input. Their weights become views of one tensor.
+    Returns what lets each be computed alone again."""
+    joined: list[Any] = []
+    for child in module.modules():
+        linears: list[Any] = [getattr(child, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+        if all(type(linear) is nn.Linear for linear in linears) and _are_alike(linears):
+            _Joined(linears)
+            joined += linears
+
+    def undo() -> None:
+        for linear in joined:
+            del linear.forward
+
+    return undo
+
+
+def _are_alike(linears: Sequence[nn.Linear]) -> bool:
+    return len({(linear.in_features, linear.weight.dtype, linear.bias is None) for linear in linears}) == 1
+
+
+class _Joined:
+    """Takes the place of their `forward`. Whichever is called first with an input computes for all; an input that is
+    another is computed anew, so that in any order each answers what it would alone."""
+
+    def __init__(self, linears: Sequence[Any]) -> None:
+        self._weight = torch.cat([linear.weight for linear in linears])  # [sum of N, E]
+        self._bias = torch.cat([linear.bias for linear in linears]) if linears[0].bias is not None else None
+        self._sizes = [linear.out_features for linear in linears]
+        self._input: Tensor | None = None
+        self._parts: Sequence[Tensor] = ()
+        for number, (linear, weight) in enumerate(zip(linears, torch.split(self._weight, self._sizes), strict=True)):
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+            linear.forward = partial(self._part, number)
+
+    def _part(self, number: int, x: Tensor) -> Tensor:
+        if x is not self._input:
+            self._input, self._parts = x, torch.split(F.linear(x, self._weight, self._bias), self._sizes, -1)
+        part = self._parts[number]
+        if number == len(self._sizes) - 1:  # nothing is kept beyond its layer
+            self._input, self._parts = None, ()
+        return part
