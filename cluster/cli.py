@@ -177,6 +177,10 @@ def effective_config(
             rich_help_panel=_ENGINE,
         ),
     ] = None,
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(help="Of KV pages: auto is the model's dtype, fp8 is half of bfloat16.", rich_help_panel=_ENGINE),
+    ] = None,
     gpu_memory_utilization: Annotated[
         float | None,
         typer.Option(help="Share of a GPU's memory that a rank may use in all.", rich_help_panel=_ENGINE),
@@ -266,6 +270,7 @@ def effective_config(
         "engine.mixed_chunks": mixed_chunks,
         "engine.enable_prefix_caching": enable_prefix_caching,
         "engine.kv_cache_memory": kv_cache_memory,
+        "engine.kv_cache_dtype": kv_cache_dtype,
         "engine.gpu_memory_utilization": gpu_memory_utilization,
         "engine.enforce_eager": enforce_eager,
         "engine.attention_backend": attention_backend,

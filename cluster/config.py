@@ -37,7 +37,7 @@ class ModelConfig(BaseModel):
         None, description="Directory, or hub name (org/name or org/name@revision); null is the embedded SmolLM2-135M."
     )
     served_name: str | None = Field(None, min_length=1, description="Clients' name of the model; null derives it.")
-    dtype: Dtype = Field("auto", description="Of weights, activations and KV pages; auto is the checkpoint's.")
+    dtype: Dtype = Field("auto", description="Of weights, activations and mostly KV pages; auto is the checkpoint's.")
     max_model_len: int | None = Field(
         None, ge=1, description="Prompt and output together, in tokens; null is the model's own limit."
     )

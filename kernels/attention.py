@@ -1,6 +1,10 @@
 """Attention over the paged KV pool: one call for a ragged batch in which chunks of prompts and decodes are mixed.
 
 The `reference_` functions in torch are the specification and run anywhere; on a CPU attention.cpp does it faster.
+
+Pages are of the model's dtype or, not for attention.cpp, of float8_e4m3fn: these have a scale for each head's keys and
+one for its values, `k_scale` and `v_scale`, [Hkv] float32. An element x is stored as x / scale, rounded to the nearest
+e4m3 and no further from zero than `E4M3_MAX`, and read as that times scale.
 """
 
 import ctypes
@@ -17,6 +21,8 @@ from crossdock.kernels.build import cpu_flags, cpu_library
 logger = logging.getLogger(__name__)
 
 _MAX_HEAD_DIM = 1024  # of attention.cpp
+E4M3_MAX = 448.0
+"""The largest float8_e4m3fn; beyond it there is only NaN."""
 # Query rows per explicit score matrix: bounds the reference's memory to 256 x context x heads floats.
 _REFERENCE_ROWS = 256
 
@@ -141,12 +147,25 @@ def _library_for(x: Tensor, y: Tensor | None, k_pages: Tensor, v_pages: Tensor) 
     return _library()
 
 
-def reference_store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """`store_kv` in torch."""
+def reference_store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """`store_kv` in torch, and to e4m3 pages where there are scales."""
     page_size, kept = k_pages.shape[2], slots >= 0
-    pages, offsets = slots[kept] // page_size, slots[kept] % page_size
-    k_pages[pages, :, offsets] = k[kept]
-    v_pages[pages, :, offsets] = v[kept]
+    at, offsets = slots[kept] // page_size, slots[kept] % page_size
+    for x, pages, scale in ((k, k_pages, k_scale), (v, v_pages, v_scale)):
+        if scale is None:
+            pages[at, :, offsets] = x[kept]
+        else:
+            codes = (x[kept].float() / scale[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(pages.dtype)
+            pages.view(torch.uint8)[at, :, offsets] = codes.view(torch.uint8)  # torch does not index float8 everywhere
 
 
 def reference_paged_attention(
@@ -159,8 +178,11 @@ def reference_paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
-    """`paged_attention` in torch: gather each sequence's visible tokens, then scaled_dot_product_attention."""
+    """`paged_attention` in torch: gather each sequence's visible tokens, then scaled_dot_product_attention. The scales
+    are those of `reference_store_kv`."""
     out = q.new_empty(q.shape[0], q.shape[1], v_pages.shape[3])
     page_size = k_pages.shape[2]
     starts: list[int] = batch.query_start.tolist()
@@ -170,8 +192,8 @@ def reference_paged_attention(
         first_page = max(0, first_position - window + 1) // page_size if window is not None else 0
         pages = batch.page_table[s, first_page : -(-kv_len // page_size)].long()
         start, length = first_page * page_size, kv_len - first_page * page_size
-        k = k_pages[pages].transpose(0, 1).flatten(1, 2)[:, :length]  # [Hkv, length, Dk]
-        v = v_pages[pages].transpose(0, 1).flatten(1, 2)[:, :length]  # [Hkv, length, Dv]
+        k = _read(k_pages, pages, length, k_scale, q.dtype)  # [Hkv, length, Dk]
+        v = _read(v_pages, pages, length, v_scale, q.dtype)  # [Hkv, length, Dv]
         for row in range(rows.start, rows.stop, _REFERENCE_ROWS):
             end = min(row + _REFERENCE_ROWS, rows.stop)
             position = torch.arange(row, end, device=q.device) - rows.start + first_position
@@ -179,6 +201,14 @@ def reference_paged_attention(
             visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
             out[row:end] = _attend(q[row:end].transpose(0, 1), k, v, visible, scale, softcap, sinks).transpose(0, 1)
     return out
+
+
+def _read(pages: Tensor, numbers: Tensor, length: int, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The first `length` tokens [Hkv, length, D] of the pages of these numbers."""
+    if scale is None:
+        return pages[numbers].transpose(0, 1).flatten(1, 2)[:, :length]
+    codes = pages.view(torch.uint8)[numbers].transpose(0, 1).flatten(1, 2)[:, :length]
+    return (codes.view(pages.dtype).float() * scale[:, None, None]).to(dtype)
 
 
 def _attend(

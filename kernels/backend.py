@@ -14,6 +14,7 @@ from crossdock.kernels import attention
 logger = logging.getLogger(__name__)
 
 AttentionBackend = Literal["auto", "triton", "flash_attn", "torch"]
+KVCacheDtype = Literal["auto", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,23 +22,29 @@ class Attention:
     """`store_kv` and `paged_attention` as kernels/attention.py describes them, of one implementation."""
 
     name: str
-    store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    store_kv: Callable[..., None]
     paged_attention: Callable[..., Tensor]
     page_multiple: int = 1  # tokens; it reads pages of such sizes only
+    takes_fp8: bool = True  # pages of e4m3, with `k_scale` and `v_scale`
 
 
-CPP = Attention("cpp", attention.store_kv, attention.paged_attention)
+CPP = Attention("cpp", attention.store_kv, attention.paged_attention, takes_fp8=False)
 TORCH = Attention("torch", attention.reference_store_kv, attention.reference_paged_attention)
 
 
-def choose_attention(backend: AttentionBackend, device: torch.device) -> Attention:
-    """What `backend` means on `device`.
+def choose_attention(
+    backend: AttentionBackend, device: torch.device, kv_cache_dtype: KVCacheDtype = "auto"
+) -> Attention:
+    """What `backend` means on `device` over pages of `kv_cache_dtype`.
 
     Raises:
-        ValueError: it cannot run there; the message says why.
+        ValueError: it cannot run there, or not with such pages; the message says why.
     """
     if backend != "auto":
         chosen, reason = _NAMED[backend](device), "it was asked for"
+    elif device.type == "cpu" and kv_cache_dtype == "fp8":
+        logger.warning("attention runs in plain torch, several times slower: our C++ takes no fp8 pages")
+        return TORCH
     elif device.type == "cpu":
         chosen, reason = CPP, "the device is a CPU"
     elif not _has("triton"):
@@ -45,6 +52,8 @@ def choose_attention(backend: AttentionBackend, device: torch.device) -> Attenti
         return TORCH
     else:
         chosen, reason = _triton(device), f"the device is {device}"
+    if kv_cache_dtype == "fp8":
+        _require_fp8(chosen, device)
     logger.info("attention runs in %s: %s", chosen.name, reason)
     return chosen
 
@@ -61,7 +70,7 @@ def _flash_attn(device: torch.device) -> Attention:
     from crossdock.kernels.flash_attention import PAGE_MULTIPLE, paged_attention
 
     store_kv = _triton(device).store_kv if _has("triton") else attention.reference_store_kv
-    return Attention("flash_attn", store_kv, paged_attention, PAGE_MULTIPLE)
+    return Attention("flash_attn", store_kv, paged_attention, PAGE_MULTIPLE, takes_fp8=False)
 
 
 _NAMED: dict[str, Callable[[torch.device], Attention]] = {
@@ -77,6 +86,16 @@ def _require(package: str, device: torch.device) -> None:
     if device.type == "cpu" and not _interprets():
         raise ValueError(
             f"attention_backend {package} needs a GPU, and the model is on a CPU; auto and torch run there"
+        )
+
+
+def _require_fp8(chosen: Attention, device: torch.device) -> None:
+    if not chosen.takes_fp8:
+        raise ValueError(f"kv_cache_dtype fp8: attention_backend {chosen.name} takes no such pages; triton does")
+    if chosen.name == "triton" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError(
+            "kv_cache_dtype fp8: Triton has e4m3 on GPUs of compute capability 8.9 (Ada, Hopper) and later, and "
+            "this one is older; kv_cache_dtype auto runs there"
         )
 
 

@@ -3,6 +3,9 @@
 The query heads that share a KV head are rows of one tile, as in FlashInfer and vLLM's unified kernel. A sequence with
 few rows takes a small tile and is split along its context, as in Flash-Decoding; a second pass joins the parts. The
 softmax is online, in base 2 and float32 (FlashAttention-2).
+
+Tiles of e4m3 pages become what the queries are. The scale of a head's keys goes into that of its scores, the scale of
+its values into its output, so that no element is multiplied.
 """
 
 from functools import lru_cache
@@ -44,19 +47,29 @@ def tiles_for(key_dim: int, value_dim: int, itemsize: int, has_chunks: bool) -> 
     return Tiles(128, tokens, 8, 3) if width <= 256 else Tiles(64, tokens, 8, 2)
 
 
-def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """`crossdock.kernels.attention.store_kv` with every tensor on one GPU."""
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """`crossdock.kernels.attention.reference_store_kv` with every tensor on one GPU."""
     (T, H, Dk), Dv = k.shape, v.shape[2]
-    _check(k_pages, v_pages, k, v)
+    _check(k_pages, v_pages, k_scale is not None, k, v)
     k, v = _adjacent(k), _adjacent(v)
     block = 16
     _store_kernel[triton.cdiv(T, block), H](
-        *(k, v, k_pages, v_pages, slots, T),
+        *(k, v, k_pages, v_pages, slots, k_scale, v_scale, T),
         *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         *(k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1)),
         PAGE=k_pages.shape[2],
         **_widths(Dk, Dv),
         BLOCK_T=block,
+        HAS_SCALES=k_scale is not None,
     )
 
 
@@ -70,10 +83,13 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
-    """`crossdock.kernels.attention.paged_attention` with every tensor on one GPU. Rows of no sequence are undefined."""
+    """`crossdock.kernels.attention.reference_paged_attention` with every tensor on one GPU. Rows of no sequence are
+    undefined."""
     (T, Hq, Dk), (_, Hkv, page_size, Dv) = q.shape, v_pages.shape
-    _check(k_pages, v_pages, q)
+    _check(k_pages, v_pages, k_scale is not None, q)
     q = _adjacent(q)
     assert batch.page_table.stride(1) == 1 or batch.page_table.shape[1] == 1
     S, group = len(batch.kv_len), Hq // Hkv
@@ -100,7 +116,7 @@ def paged_attention(
         "HAS_SINKS": sinks is not None,
     }
     _attention_kernel[num_blocks, Hkv, splits](
-        *(*rows, q, k_pages, v_pages, batch.page_table),
+        *(*rows, q, k_pages, v_pages, k_scale, v_scale, batch.page_table),
         *(S, scale * _LOG2_E if softcap is None else scale * 2 * _LOG2_E / softcap),
         *(q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1)),
         batch.page_table.stride(0),
@@ -109,6 +125,7 @@ def paged_attention(
         PAGE=page_size,
         LARGE=large_rows,
         SOFTCAP=(softcap or 0.0) * _LOG2_E,
+        HAS_SCALES=k_scale is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -120,9 +137,10 @@ def paged_attention(
     return out
 
 
-def _check(k_pages: Tensor, v_pages: Tensor, *rows: Tensor) -> None:
+def _check(k_pages: Tensor, v_pages: Tensor, has_scales: bool, *rows: Tensor) -> None:
     for x in rows:
-        assert (x.device, x.dtype) == (k_pages.device, k_pages.dtype), "rows and pages are of one device and dtype"
+        dtype = torch.float8_e4m3fn if has_scales else x.dtype
+        assert (x.device, dtype) == (k_pages.device, k_pages.dtype), "pages are of the rows' device, and dtype or e4m3"
     for pages in (k_pages, v_pages):
         adjacent = pages.stride(3) == 1 and (pages.stride(2) == pages.shape[3] or pages.shape[2] == 1)
         assert adjacent, "tokens of a page are adjacent"
@@ -160,10 +178,10 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 @triton.jit(do_not_specialize=["T"])
 def _store_kernel(
-    k, v, k_pages, v_pages, slots, T,
+    k, v, k_pages, v_pages, slots, k_scale, v_scale, T,
     k_token, k_head, v_token, v_head, k_page, k_page_head, v_page, v_page_head,
     PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1)
@@ -172,10 +190,20 @@ def _store_kernel(
     token, page, offset = token.to(tl.int64)[:, None], (slot // PAGE)[:, None], (slot % PAGE)[:, None]
     i = tl.arange(0, BLOCK_K)[None, :]
     x = tl.load(k + token * k_token + head * k_head + i, mask=live & (i < K_DIM))
+    if HAS_SCALES:
+        x = _quantised(x, k_scale + head, k_pages)
     tl.store(k_pages + page * k_page + head * k_page_head + offset * K_DIM + i, x, mask=live & (i < K_DIM))
     i = tl.arange(0, BLOCK_V)[None, :]
     x = tl.load(v + token * v_token + head * v_head + i, mask=live & (i < V_DIM))
+    if HAS_SCALES:
+        x = _quantised(x, v_scale + head, v_pages)
     tl.store(v_pages + page * v_page + head * v_page_head + offset * V_DIM + i, x, mask=live & (i < V_DIM))
+
+
+@triton.jit
+def _quantised(x, scale, pages):
+    x = tl.div_rn(x.to(tl.float32), tl.load(scale))
+    return tl.minimum(tl.maximum(x, -448.0), 448.0).to(pages.dtype.element_ty)
 
 
 @triton.jit
@@ -200,7 +228,7 @@ def _scan(
         k_at = k_pages + (page * k_page + (token % PAGE) * K_DIM)[:, None] + i
         v_at = v_pages + (page * v_page + (token % PAGE) * V_DIM)[:, None] + j
         k = tl.load(k_at) if not MASKED and K_DIM == BLOCK_K else tl.load(k_at, mask=k_live, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
         if SOFTCAP > 0:
             scores = SOFTCAP - 2 * SOFTCAP / (tl.exp2(scores) + 1)  # tanh
         if MASKED:
@@ -213,14 +241,14 @@ def _scan(
         keep = tl.exp2(top - new_top)
         total = total * keep + tl.sum(weights, 1)
         v = tl.load(v_at) if not MASKED and V_DIM == BLOCK_V else tl.load(v_at, mask=v_live, other=0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * keep[:, None], input_precision="ieee")
         top = new_top
     return acc, total, top
 
 
 @triton.jit
 def _attend(
-    out, part, part_lse, sinks, q, start, length, kv_len, first_token, head, begin, end, place, scale,
+    out, part, part_lse, sinks, q, start, length, kv_len, first_token, head, begin, end, place, scale, out_scale,
     k_pages, v_pages, pages, q_token, q_head, k_page, v_page,
     GROUP: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
@@ -258,7 +286,7 @@ def _attend(
         PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, SOFTCAP, True,
     )  # fmt: skip
     total = tl.where(total > 0, total, 1.0)
-    acc = acc / total[:, None]
+    acc = acc * (out_scale / total)[:, None]
     if IS_PART:
         place = place * ROWS + row
         tl.store(part + place[:, None] * V_DIM + j, acc, mask=live[:, None] & (j < V_DIM))
@@ -281,12 +309,12 @@ def _parts_of(length, kv_len, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SPLIT
 
 @triton.jit(do_not_specialize=["S", "table_row"])
 def _attention_kernel(
-    out, part, part_lse, query_start, kv_lens, sinks, q, k_pages, v_pages, page_table,
+    out, part, part_lse, query_start, kv_lens, sinks, q, k_pages, v_pages, k_scale, v_scale, page_table,
     S, scale, q_token, q_head, k_page, k_head, v_page, v_head, table_row,
     GROUP: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     SMALL: tl.constexpr, LARGE: tl.constexpr, SPLITS: tl.constexpr, SPLIT_TILES: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """One block of a sequence's query tokens and one KV head; where the tokens are few, one part of their context."""
     # Chunks come last in a batch, and the last block of a chunk sees most: the longest programs start first.
@@ -309,6 +337,10 @@ def _attention_kernel(
     pages = page_table + tl.cast(sequence, tl.int64) * table_row
     k_pages += tl.cast(head, tl.int64) * k_head
     v_pages += tl.cast(head, tl.int64) * v_head
+    out_scale = 1.0
+    if HAS_SCALES:
+        scale *= tl.load(k_scale + head)
+        out_scale = tl.load(v_scale + head)
     if LARGE > 0:
         first_token = number * QUERIES
         if (length > SMALL // GROUP) & (split == 0) & (first_token < length):
@@ -318,7 +350,7 @@ def _attention_kernel(
             end = tl.minimum(kv_len - length + first_token + QUERIES, kv_len)
             _attend(
                 out, part, part_lse, sinks, q, start, length, kv_len, first_token, head, begin, end, 0, scale,
-                k_pages, v_pages, pages, q_token, q_head, k_page, v_page,
+                out_scale, k_pages, v_pages, pages, q_token, q_head, k_page, v_page,
                 GROUP, PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, HAS_SINKS, SOFTCAP, LARGE, True, False,
             )  # fmt: skip
     begin, tokens = _parts_of(length, kv_len, BLOCK_N, SPLITS, SPLIT_TILES, WINDOW)
@@ -327,7 +359,7 @@ def _attention_kernel(
         place = (tl.cast(sequence, tl.int64) * tl.num_programs(1) + head) * SPLITS + split
         _attend(
             out, part, part_lse, sinks, q, start, length, kv_len, 0, head, begin, tl.minimum(begin + tokens, kv_len),
-            place, scale, k_pages, v_pages, pages, q_token, q_head, k_page, v_page,
+            place, scale, out_scale, k_pages, v_pages, pages, q_token, q_head, k_page, v_page,
             GROUP, PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, HAS_SINKS, SOFTCAP, SMALL, False, SPLITS > 1,
         )  # fmt: skip
 

@@ -2,8 +2,14 @@
 
 The three that shape this file: nothing moves, on either side, unless somebody polls; a finished write is announced to
 the target only when its initiator looks at it again; and a write once begun cannot be called back, by no means.
+
+A GPU's pages are registered as they lie, and move without passing through a host's memory where UCX has a way for that
+(cuda_ipc, RDMA). It reads and writes them outside of every CUDA stream: whoever asks for a write must have waited for
+the kernels that fill the pages, and kernels that read what has arrived must be launched after `poll` has told of it.
+None of this has been run on a GPU yet.
 """
 
+import ctypes
 import importlib
 import logging
 import logging.config
@@ -86,6 +92,7 @@ class NixlTransport:
         self._agent: Any = None
         self._registration: Any = None
         self._memory = Memory(0, 0)
+        self._has_context = True  # of CUDA, on the polling thread
         self._routes: dict[str, _Route] = {}
         self._open: dict[int, tuple[str, Any]] = {}  # peer, handle
         self._num_writes = 0
@@ -103,13 +110,16 @@ class NixlTransport:
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
         try:
+            if memory.cuda_device is not None:
+                _enter_context(memory.cuda_device)
             self._agent = api.nixl_agent(name, config)
             rows = [(memory.address, memory.nbytes, _device(memory), "")]
             self._registration = self._agent.register_memory(rows, _kind(memory))
             metadata = self._agent.get_agent_metadata()
         except self._setup_errors as error:
-            raise TransportUnavailable(f"NIXL with UCX_TLS={os.environ.get('UCX_TLS', '')}: {error}") from error
-        self._memory = memory
+            hint = "" if memory.cuda_device is None else "; for a GPU's memory it must have cuda_copy, cuda_ipc"
+            raise TransportUnavailable(f"NIXL with UCX_TLS={os.environ.get('UCX_TLS', '')}: {error}{hint}") from error
+        self._memory, self._has_context = memory, memory.cuda_device is None
         data: bytes = msgpack.packb([metadata, memory.address, _device(memory), _kind(memory)])
         return data
 
@@ -163,6 +173,9 @@ class NixlTransport:
             self._events.append(PeerLost(peer, f"{peer}: {_text(error)}"))
 
     def poll(self, seconds: float) -> list[TransportEvent]:
+        if not self._has_context:
+            _enter_context(_device(self._memory))
+            self._has_context = True
         if not self._events and seconds > 0:
             self._woken.wait(min(seconds, _WRITING_SECONDS) if self._open else seconds)
         self._woken.clear()
@@ -236,6 +249,23 @@ def _strided(rows: Sequence[tuple[int, int]], device: int, stride: int, num_page
 def _indices(pages: Sequence[int], num_ranges: int, num_pages: int) -> NDArray[np.int32]:
     starts = np.arange(num_ranges, dtype=np.int32)[:, None] * num_pages
     return np.asarray((starts + np.asarray(pages, dtype=np.int32)).reshape(-1), dtype=np.int32)
+
+
+def _enter_context(device: int) -> None:
+    """Makes PyTorch's context of the device this thread's own. UCX calls CUDA on whichever thread polls, and crashes
+    where it has none (NIXL issue 2102).
+
+    Raises:
+        RuntimeError: CUDA refuses.
+    """
+    cuda, handle, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
+    code = (
+        cuda.cuDeviceGet(ctypes.byref(handle), device)
+        or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
+        or cuda.cuCtxSetCurrent(context)
+    )
+    if code:
+        raise RuntimeError(f"CUDA error {code} on making device {device} current")
 
 
 def _device(memory: Memory) -> int:

@@ -62,7 +62,7 @@ class Docks:
         on_event: Callable[[Event], None],
         clock: Callable[[], float],
     ) -> None:
-        """TransportUnavailable: NIXL is asked for and cannot be used here."""
+        """TransportUnavailable: NIXL is asked for, or the pool is a GPU's, and NIXL cannot be used here."""
         self._gang = gang
         self._on_event = on_event
         self._together = Together(range(len(spec.shards)))
@@ -157,16 +157,19 @@ def _open(
     assert pool is not None
     memory = Memory(pool.data_ptr(), pool.nbytes, pool.device.index if pool.is_cuda else None)
     options: dict[str, Any] = {"clock": clock} if clock is not None else {}
-    return Dock(_transport(config), memory, spec, role, on_event, grace_seconds=config.grace_s, **options)
+    return Dock(_transport(config, memory), memory, spec, role, on_event, grace_seconds=config.grace_s, **options)
 
 
-def _transport(config: TransferConfig) -> Transport:
+def _transport(config: TransferConfig, memory: Memory) -> Transport:
+    is_gpus = memory.cuda_device is not None
+    if config.transport == "tcp" and is_gpus:
+        raise TransportUnavailable("transfer.transport tcp moves ordinary memory only, not a GPU's; nixl moves both")
     if config.transport == "tcp":
         return TcpTransport(config.host or _LOOPBACK)
     try:
         return NixlTransport()
     except TransportUnavailable:
-        if config.transport == "nixl":
+        if config.transport == "nixl" or is_gpus:
             raise
         return TcpTransport(config.host or _LOOPBACK)
 

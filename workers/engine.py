@@ -10,7 +10,7 @@ import torch
 from pydantic import ByteSize, Field
 from torch import Tensor
 
-from crossdock.kernels.backend import AttentionBackend
+from crossdock.kernels.backend import AttentionBackend, KVCacheDtype
 from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.workers.budget import Budget, room_for_pages
 from crossdock.workers.gang import Gang, held, pool_spec
@@ -37,6 +37,9 @@ class EngineConfig(SchedulerConfig):
         0.9, gt=0, le=1, description="Share of its GPU's memory that a rank may use in all, if kv_cache_memory is null."
     )
     enforce_eager: bool = Field(False, description="On GPUs: decode steps without CUDA graphs.")
+    kv_cache_dtype: KVCacheDtype = Field(
+        "auto", description="Of KV pages; auto is the model's dtype, fp8 (e4m3) holds twice as many tokens of bfloat16."
+    )
     attention_backend: AttentionBackend = Field(
         "auto", description="What computes attention; auto is our C++ on CPUs and Triton on GPUs."
     )

@@ -26,7 +26,7 @@ import msgpack
 import torch
 import torch.distributed as dist
 
-from crossdock.kernels.backend import AttentionBackend
+from crossdock.kernels.backend import AttentionBackend, KVCacheDtype
 from crossdock.kvtransfer.layout import LayerShape, PoolSpec, Shard
 from crossdock.workers.budget import Budget, Room, room_for_pages
 from crossdock.workers.checkpoint import resolve_model
@@ -34,11 +34,13 @@ from crossdock.workers.inputs import StepInputs
 from crossdock.workers.memory import used
 from crossdock.workers.model import PagedModel, load_model
 from crossdock.workers.parallel import Links, Place
+from crossdock.workers.scales import exponents, fingerprint_of
 
 logger = logging.getLogger(__name__)
 
 Held: TypeAlias = Sequence[Sequence[int]]
-"""What a rank holds of each of its layers: number, first KV head, last, how many there are, key and value dims."""
+"""What a rank holds of each of its layers: number, first KV head, last, how many there are, key and value dims; where
+pages are e4m3 also the exponents of its heads' scales, all of keys, then all of values."""
 
 _LENGTH = struct.Struct("!I")
 
@@ -62,6 +64,7 @@ class GangSpec:
     deadline_s: float = 60.0  # for any rank's part of one step
     start_s: float = 900.0  # until all have loaded their parts
     attention_backend: AttentionBackend = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
 
     @property
     def size(self) -> int:
@@ -159,7 +162,11 @@ def load_rank(spec: GangSpec, place: Place, store: Any, say: Callable[[str], Non
     path = resolve_model(spec.model)
     dtype = None if spec.dtype == "auto" else getattr(torch, spec.dtype)
     kv_bytes = spec.budget.known(device) or 0
-    model = load_model(path, dtype, spec.max_model_len, device, links, kv_bytes, loaded, spec.attention_backend)
+    model = load_model(
+        *(path, dtype, spec.max_model_len, device, links, kv_bytes, loaded),
+        attention_backend=spec.attention_backend,
+        kv_cache_dtype=spec.kv_cache_dtype,
+    )
     phases.done("logits checked")
     room = room_for_pages(model, spec.budget, spec.page_size)
     if spec.budget.known(device) is None:
@@ -172,7 +179,9 @@ def held(model: PagedModel) -> Held:
     found = []
     for number, shape in enumerate(model.layers, model.part.first_layer):
         start, stop, count = model.part.heads.get(number, (0, shape.num_kv_heads, shape.num_kv_heads))
-        found.append((number, start, stop, count, shape.key_dim, shape.value_dim))
+        scales = model.scales[number - model.part.first_layer] if model.scales else ()
+        powers = [power for scale in scales for power in exponents(scale)]
+        found.append((number, start, stop, count, shape.key_dim, shape.value_dim, *powers))
     return found
 
 
@@ -180,17 +189,29 @@ def pool_spec(
     everyone: Sequence[Held], rank: int, model: PagedModel, name: str, page_size: int, pages: int
 ) -> PoolSpec:
     """The KV pool of `rank` as other replicas must know it; `everyone`: what each rank holds."""
-    layers = {number: LayerShape(count, key, value) for ours in everyone for number, _, _, count, key, value in ours}
+    layers = {number: LayerShape(*shape) for ours in everyone for number, _, _, *shape in (row[:6] for row in ours)}
+    dtype = str(model.kv_dtype).removeprefix("torch.")
+    if model.scales:
+        dtype += f", scales {_fingerprint_of_scales(everyone)}"
     return PoolSpec(
         model=name,
-        dtype=str(model.dtype).removeprefix("torch."),
-        itemsize=model.dtype.itemsize,
+        dtype=dtype,
+        itemsize=model.kv_dtype.itemsize,
         page_size=page_size,
         layers=tuple(layers[number] for number in sorted(layers)),
         shards=tuple(Shard(ours[0][0], tuple((start, stop) for _, start, stop, *_ in ours)) for ours in everyone),
         rank=rank,
         num_pages=pages,
     )
+
+
+def _fingerprint_of_scales(everyone: Sequence[Held]) -> str:
+    """The same for any division of a model among ranks, if those that share a head have it with the same scales."""
+    heads: list[tuple[int, ...]] = []
+    for number, start, stop, _, _, _, *powers in (row for ours in everyone for row in ours):
+        keys, values = powers[: stop - start], powers[stop - start :]
+        heads += zip([number] * (stop - start), range(start, stop), keys, values, strict=True)
+    return fingerprint_of(heads)
 
 
 # -- the driver ------------------------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def connect(
     never mix. `on_event` hands the docks' events, from their threads, to `Handover.handle`, in the engine's.
 
     Raises:
-        TransportUnavailable: NIXL is asked for and cannot be used here.
+        TransportUnavailable: NIXL is asked for, or the pool is a GPU's, and NIXL cannot be used here.
     """
     docks = Docks(engine.model, engine.pool_spec(model), role, config, engine.gang, on_event, engine.clock)
     return Handover(engine, docks, config)

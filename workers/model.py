@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from crossdock.kernels.attention import AttentionBatch
-from crossdock.kernels.backend import CPP, Attention, AttentionBackend, choose_attention
+from crossdock.kernels.backend import CPP, Attention, AttentionBackend, KVCacheDtype, choose_attention
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
 from crossdock.workers.fusion import NotFusableError, fuse
 from crossdock.workers.joined import join_projections
 from crossdock.workers.memory import check_fits, used_by_all_but_torch
 from crossdock.workers.parallel import Links, Part, Place
+from crossdock.workers.scales import example_text, in_float32, scale_for
 from crossdock.workers.weights import load_part
 
 _IMPLEMENTATION = "crossdock"
@@ -34,6 +35,16 @@ class UnsupportedModelError(ValueError):
     """The model would produce wrong tokens here; the message says why."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Hit:
+    """What one layer called attention with in a probe."""
+
+    layer: int
+    shape: LayerShape
+    window: int | None
+    largest: tuple[Tensor, Tensor]  # magnitudes of each head's keys and values, [Hkv]
+
+
 @dataclass(slots=True)
 class _ForwardContext:
     """What attention layers find beside their arguments during one forward pass."""
@@ -41,9 +52,10 @@ class _ForwardContext:
     attention: Attention
     batch: AttentionBatch | None = None  # None: observe the shapes and attend within each sequence of `probe_lengths`
     pages: Sequence[tuple[Tensor, Tensor]] = ()  # of each layer: keys and values, [page, kv_head, token, head_dim]
+    scales: Sequence[tuple[Tensor, Tensor]] = ()  # of each layer's e4m3 pages: keys and values, [Hkv]
     first_layer: int = 0  # whose pages are the first
     probe_lengths: Sequence[int] = ()
-    probe_hits: list[tuple[int, LayerShape, int | None]] = field(default_factory=list)  # layer, shape, window
+    probe_hits: list[_Hit] = field(default_factory=list)
 
     def bound(self) -> tuple[Sequence[tuple[Tensor, Tensor]], AttentionBatch]:
         assert self.batch is not None
@@ -73,17 +85,21 @@ def _attend(
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, heads, head_dim]
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
+    scales: dict[str, Tensor] = {}
     if context.batch is None:
         shape = LayerShape(k.shape[1], k.shape[2], v.shape[2])
-        context.probe_hits.append((layer, shape, sliding_window))
+        largest = k.abs().amax((0, 2)), v.abs().amax((0, 2))
+        context.probe_hits.append(_Hit(layer, shape, sliding_window, largest))
         batch = _one_page_each(context.probe_lengths, k.device, context.attention.page_multiple)
         page_size = _page_for(context.probe_lengths, context.attention.page_multiple)
         k_pages, v_pages = (x.new_zeros(len(batch.kv_len), x.shape[1], page_size, x.shape[2]) for x in (k, v))
     else:
         (k_pages, v_pages), batch = context.pages[layer - context.first_layer], context.batch
-    context.attention.store_kv(k, v, k_pages, v_pages, batch.slots)
+        if context.scales:
+            scales = dict(zip(("k_scale", "v_scale"), context.scales[layer - context.first_layer], strict=True))
+    context.attention.store_kv(k, v, k_pages, v_pages, batch.slots, **scales)
     out = context.attention.paged_attention(
-        q, k_pages, v_pages, batch, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
+        q, k_pages, v_pages, batch, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux, **scales
     )  # [T, H, Dv]
     return out[None], None
 
@@ -118,6 +134,8 @@ class PagedModel:
     attention: Attention = CPP
     pages: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     pool: Tensor | None = None
+    scales: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Of each layer here, where pages are e4m3: of keys and of values, [Hkv] float32, powers of two."""
     used_by_others: int = 0  # bytes of the GPU when loading began, by whomever but torch here
 
     @property
@@ -129,13 +147,18 @@ class PagedModel:
         return next(self.module.parameters()).dtype
 
     @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of the pages."""
+        return torch.float8_e4m3fn if self.scales else self.dtype
+
+    @property
     def vocab_size(self) -> int:
         """Width of the logits; may exceed the tokenizer's vocabulary."""
         size: int = _text_config(self.config).vocab_size
         return size
 
     def layout(self, page_size: int) -> PoolLayout:
-        return PoolLayout(self.layers, page_size, self.dtype.itemsize)
+        return PoolLayout(self.layers, page_size, self.kv_dtype.itemsize)
 
     def allocate_pool(self, num_pages: int, page_size: int) -> None:
         """Allocates the one KV tensor of this process.
@@ -149,7 +172,7 @@ class PagedModel:
                 f"attention_backend {self.attention.name}, whose tiles may not cross pages; triton reads any"
             )
         layout = self.layout(page_size)
-        pool = torch.zeros(num_pages * layout.page_elements, dtype=self.dtype, device=self.device)
+        pool = torch.zeros(num_pages * layout.page_elements, dtype=self.kv_dtype, device=self.device)
 
         def tensor(view: View) -> Tensor:
             return pool.as_strided(view.shape, view.strides, view.offset)
@@ -172,18 +195,26 @@ class PagedModel:
         """One pass over a flat batch. token_ids, positions: [T] int64; rows: [N] int64, which of the T rows' logits
         are wanted. Returns [N, vocab] in the model's dtype; keys and values go to the pages named by `batch`. On a
         stage that others follow there are no logits: [0, vocab]."""
-        context = _ForwardContext(self.attention, batch, self.pages, self.part.first_layer)
+        context = _ForwardContext(self.attention, batch, self.pages, self.scales, self.part.first_layer)
         return self._run(context, token_ids, positions, rows)
 
-    def _run(self, context: _ForwardContext, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    def _run(
+        self,
+        context: _ForwardContext,
+        token_ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         _current.context = context
         try:
-            return self._logits(token_ids, position_ids=positions[None], logits_to_keep=rows)
+            return self._logits(token_ids, dtype, position_ids=positions[None], logits_to_keep=rows)
         finally:
             del _current.context
 
-    def _logits(self, token_ids: Tensor, **inputs: Tensor) -> Tensor:
-        """[N, vocab] of transformers' own forward, from this rank's stage to the next."""
+    def _logits(self, token_ids: Tensor, dtype: torch.dtype | None = None, **inputs: Tensor) -> Tensor:
+        """[N, vocab] of transformers' own forward, from this rank's stage to the next. `dtype`: what it computes in,
+        where that is not the parameters'."""
 
         def forward(entering: Tensor | None) -> Tensor:
             is_ids = entering is None or stage is None or stage.needs_token_ids
@@ -194,9 +225,9 @@ class PagedModel:
         stage = self.part.stage
         if stage is None:
             return forward(None)
-        parameter = next(self.module.parameters())
-        logits = stage.run(forward, len(token_ids), parameter)
-        return logits if logits is not None else parameter.new_empty(0, self.vocab_size)
+        like = torch.empty(0, self.vocab_size, dtype=dtype or self.dtype, device=self.device)
+        logits = stage.run(forward, len(token_ids), like)
+        return logits if logits is not None else like
 
 
 def load_model(
@@ -208,6 +239,7 @@ def load_model(
     kv_bytes: int | None = None,
     loaded: Callable[[], None] = lambda: None,
     attention_backend: AttentionBackend = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> PagedModel:
     """Loads a Hugging Face directory. `dtype` None: the checkpoint's, on CPUs bfloat16 where they have it. `links`: to
     the other ranks of a gang, of which this one loads its part; all must load at once. `kv_bytes`: what else must fit
@@ -217,9 +249,10 @@ def load_model(
         UnsupportedModelError: the architecture would not be computed right through our attention.
         CannotCut: the model cannot be divided among so many ranks.
         DoesNotFit: there is not enough memory.
-        ValueError: `max_model_len` is more than the model was made for, or `attention_backend` cannot run on `device`.
+        ValueError: `max_model_len` is more than the model was made for, or `attention_backend` cannot run on `device`
+            with pages of `kv_cache_dtype`.
     """
-    attention = choose_attention(attention_backend, torch.device(device))
+    attention = choose_attention(attention_backend, torch.device(device), kv_cache_dtype)
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
     config = AutoConfig.from_pretrained(path)
     _refuse_by_config(config)
@@ -244,7 +277,7 @@ def load_model(
         generation = None
     module = module.to(device)
     loaded()
-    model = wrap_module(module, max_model_len, generation, part, attention)
+    model = wrap_module(module, max_model_len, generation, part, attention, kv_cache_dtype)
     model.used_by_others = used_by_others
     return model
 
@@ -255,8 +288,10 @@ def wrap_module(
     generation: GenerationConfig | None = None,
     part: Part | None = None,
     attention: Attention | None = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> PagedModel:
-    """Puts a transformers causal LM, or what `cut` left of it, behind our attention, or refuses it."""
+    """Puts a transformers causal LM, or what `cut` left of it, behind our attention, or refuses it. `kv_cache_dtype`
+    auto is the model's own."""
     config: PretrainedConfig = module.config
     _refuse_by_config(config)
     module.eval().requires_grad_(False)
@@ -272,9 +307,9 @@ def wrap_module(
         token for value in eos if value is not None for token in (value if type(value) is list else [value])
     }
     part = part or Part(Place(), num_layers=text_config.num_hidden_layers)
-    attention = attention or choose_attention("auto", next(module.parameters()).device)
+    attention = attention or choose_attention("auto", next(module.parameters()).device, kv_cache_dtype)
     model = PagedModel(module, config, (), max_model_len, frozenset(eos_token_ids), part, attention)
-    _probe(model)
+    _probe(model, kv_cache_dtype)
     return model
 
 
@@ -321,10 +356,11 @@ def _fix_rope_to(module: nn.Module, max_model_len: int) -> None:
 
 
 @torch.inference_mode()
-def _probe(model: PagedModel) -> None:
+def _probe(model: PagedModel, kv_cache_dtype: KVCacheDtype) -> None:
     """Two sequences in one flat batch must give what each gives alone to the model's own eager attention, with every
     layer reaching our function once. Models that keep state elsewhere, or never call the interface, would otherwise
-    produce fluent nonsense in silence. Sets `model.layers`, and fuses layers where that gives the same again."""
+    produce fluent nonsense in silence. Sets `model.layers` and scales, and fuses layers where that gives the same
+    again."""
     module: Any = model.module
     config, part = model.config, model.part
     generator = torch.Generator().manual_seed(0)
@@ -334,8 +370,8 @@ def _probe(model: PagedModel) -> None:
     rows = torch.arange(sum(lengths), device=model.device)
     context = _ForwardContext(model.attention, probe_lengths=lengths)
     ours = model._run(context, ids, positions, rows)
-    hits = sorted(context.probe_hits, key=lambda hit: hit[0])
-    layers = [layer for layer, _, _ in hits]
+    hits = sorted(context.probe_hits, key=lambda hit: hit.layer)
+    layers = [hit.layer for hit in hits]
     wanted = range(part.first_layer, part.first_layer + part.num_layers)
     if layers != list(wanted):
         missing = sorted(set(wanted) - set(layers))
@@ -353,7 +389,9 @@ def _probe(model: PagedModel) -> None:
         raise UnsupportedModelError(
             f"{config.model_type}: logits through paged attention differ from the model's own by {error:.1%} in norm"
         )
-    model.layers = [shape for _, shape, _ in hits]
+    model.layers = [hit.shape for hit in hits]
+    if kv_cache_dtype == "fp8":
+        model.scales = _find_scales(model)  # by transformers' own layers, whatever takes their place on this device
     if model.device.type == "cuda" and part.place.size == 1:
         undo = join_projections(module)
         joined = model._run(_ForwardContext(model.attention, probe_lengths=lengths), ids, positions, rows)
@@ -365,7 +403,7 @@ def _probe(model: PagedModel) -> None:
     try:
         if part.place.size > 1:
             raise NotFusableError("each rank has a part of them")
-        undo = fuse(module, [window for _, _, window in hits], lambda: _current.context.bound())
+        undo = fuse(module, [hit.window for hit in hits], lambda: _current.context.bound())
     except NotFusableError as reason:
         logger.info("decoder layers run as transformers wrote them: %s", reason)
         return
@@ -374,6 +412,19 @@ def _probe(model: PagedModel) -> None:
     if not (error := _relative_error(fused, theirs)) <= tolerance:
         logger.info("decoder layers run as transformers wrote them: fused ones differ by %.1f %%", 100 * error)
         undo()
+
+
+@torch.inference_mode(False)  # parameters change their dtype for a while
+@torch.no_grad()
+def _find_scales(model: PagedModel) -> list[tuple[Tensor, Tensor]]:
+    """Of each layer here; every rank of a gang comes here at once."""
+    token_ids = example_text(model.max_model_len, model.vocab_size).to(model.device)
+    positions = torch.arange(len(token_ids), device=model.device)
+    context = _ForwardContext(model.attention, probe_lengths=[len(token_ids)])
+    with in_float32(model.module):
+        model._run(context, token_ids, positions, positions[:1], torch.float32)
+    hits = sorted(context.probe_hits, key=lambda hit: hit.layer)
+    return [(scale_for(keys), scale_for(values)) for keys, values in (hit.largest for hit in hits)]
 
 
 def _relative_error(ours: Tensor, theirs: Tensor) -> float:

@@ -85,6 +85,7 @@ class Replica:
                 pipeline_parallel_size,
                 rank_timeout_s,
                 attention_backend=engine.attention_backend,
+                kv_cache_dtype=engine.kv_cache_dtype,
             )
             loaded, profile = await self._load_gang(spec, path, engine)
         name = await asyncio.to_thread(fingerprint, path)
@@ -259,5 +260,6 @@ def load_engine(path: Path, dtype: str, max_model_len: int | None, config: Engin
         device,
         kv_bytes=config.budget.known(device) or 0,
         attention_backend=config.attention_backend,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     return Engine(loaded, config, path)

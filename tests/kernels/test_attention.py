@@ -42,6 +42,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    fp8: bool = False  # pages of e4m3
     seed: int = 0
     k_pages: Tensor = field(init=False)
     v_pages: Tensor = field(init=False)
@@ -53,7 +54,8 @@ class Case:
         num_pages, num_layers, layer = S * P + 3, 3, 1
         # The pool's own layout, [page, head, layer, k|v, token, dim], all NaN until written.
         row = (self.k_dim + self.v_dim) * self.page_size
-        self.pool = torch.full((num_pages * self.kv_heads * num_layers * row,), float("nan"), dtype=self.dtype)
+        elements = num_pages * self.kv_heads * num_layers * row
+        self.pool = torch.full((elements,), float("nan")).to(torch.float8_e4m3fn if self.fp8 else self.dtype)
         strides = (self.kv_heads * num_layers * row, num_layers * row)
         self.k_pages = self.pool.as_strided(
             (num_pages, self.kv_heads, self.page_size, self.k_dim), (*strides, self.k_dim, 1), layer * row
@@ -71,6 +73,11 @@ class Case:
         self.values = [
             torch.randn(kv, self.kv_heads, self.v_dim, generator=rng).to(self.dtype) for _, kv in self.lengths
         ]
+        self.scales: dict[str, Tensor] = {}
+        if self.fp8:  # keys and values as they come back from such pages
+            self.scales = {name: torch.rand(self.kv_heads, generator=rng) + 0.01 for name in ("k_scale", "v_scale")}
+            self.keys = [rounded(keys, self.scales["k_scale"]) for keys in self.keys]
+            self.values = [rounded(values, self.scales["v_scale"]) for values in self.values]
         # One fused buffer, so that q is a strided view as it is in the models.
         fused = torch.randn(T, self.q_heads * self.k_dim + 7, generator=rng).to(self.dtype)
         self.q = fused[:, : self.q_heads * self.k_dim].view(T, self.q_heads, self.k_dim)
@@ -93,7 +100,7 @@ class Case:
     def fill(self) -> None:
         """Write every sequence's keys and values to its pages; all other slots stay NaN."""
         for keys, values, slots in zip(self.keys, self.values, self.slots_of, strict=True):
-            reference_store_kv(keys, values, self.k_pages, self.v_pages, slots)
+            reference_store_kv(keys, values, self.k_pages, self.v_pages, slots, **self.scales)
 
     def arguments(self) -> dict[str, Any]:
         return {
@@ -101,6 +108,7 @@ class Case:
             "window": self.window,
             "softcap": self.softcap,
             "sinks": self.sink_logits,
+            **self.scales,
         }
 
     def expected(self) -> Tensor:
@@ -126,6 +134,14 @@ class Case:
 
     def tolerance(self) -> float:
         return 2e-5 if self.dtype == torch.float32 else 2e-2
+
+
+def rounded(x: Tensor, scale: Tensor) -> Tensor:
+    """What is left of x [T, H, D] in e4m3 with a scale per head: the nearest of all numbers that e4m3 has."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    numbers = numbers[numbers.isfinite()]
+    nearest = (x.double()[..., None] / scale.double()[:, None, None] - numbers).abs().argmin(-1)
+    return (numbers[nearest] * scale[:, None]).float()
 
 
 MIXED = [(1, 40), (37, 37), (1, 1), (20, 90), (1, 257), (3, 130)]
@@ -163,6 +179,12 @@ def check(case: Case, attention: Any) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_matches_longhand(attention: Any, dtype: torch.dtype, shape: dict[str, Any], seed: int) -> None:
     check(Case(MIXED, dtype=dtype, seed=seed, **shape), attention)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [*SHAPES[:7], SHAPES[9]], ids=str)
+def test_attention_over_e4m3_pages_matches_longhand(dtype: torch.dtype, shape: dict[str, Any], seed: int) -> None:
+    check(Case(MIXED, dtype=dtype, seed=seed, fp8=True, **shape), reference_paged_attention)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -268,3 +290,23 @@ def test_store_writes_its_slots_and_nothing_else(store: Any, dtype: torch.dtype,
     assert torch.equal(case.k_pages[pages, :, offsets], k[kept])
     assert torch.equal(case.v_pages[pages, :, offsets], v[kept])
     assert int((~case.pool.isnan()).sum()) == fused[kept].numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_store_rounds_to_the_nearest_e4m3_and_cuts_off(dtype: torch.dtype, seed: int) -> None:
+    """Within half a step of the exact quotient, over all its magnitudes; beyond the largest the largest, never NaN."""
+    case = Case([(30, 30)], k_dim=24, v_dim=40, fp8=True, seed=seed)
+    rng = torch.Generator().manual_seed(seed)
+    k, v = ((torch.randn(30, 2, dim, generator=rng) * torch.logspace(-3, 3.5, dim)).to(dtype) for dim in (24, 40))
+    k[0, 0, 0], k[0, 1, 0] = float("inf"), float("-inf")
+    reference_store_kv(k, v, case.k_pages, case.v_pages, case.batch.slots, **case.scales)
+    at, offsets = case.batch.slots // 16, case.batch.slots % 16
+    for x, pages, scale in ((k, case.k_pages, case.scales["k_scale"]), (v, case.v_pages, case.scales["v_scale"])):
+        stored = pages.float()[at, :, offsets].double()
+        exact = x.double() / scale.double()[:, None]
+        kept = exact.clamp(-448, 448)
+        half_step = torch.exp2(kept.abs().clamp_min(2**-6).log2().floor() - 4)
+        assert ((stored - kept).abs() <= half_step * 1.0001).all()
+        assert (stored.abs() <= 448).all()
+        assert (exact.abs() > 448).any()
+    assert int((~case.pool.float().isnan()).sum()) == k.numel() + v.numel()

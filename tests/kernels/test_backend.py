@@ -1,5 +1,6 @@
 """Which attention is chosen where, and why it says so."""
 
+import importlib.util
 import logging
 import sys
 from collections.abc import Iterator
@@ -121,3 +122,22 @@ def test_flash_attn_refuses_what_it_cannot_do(flash_attn: list[dict[str, Any]], 
     with pytest.raises(ValueError, match="attention_backend flash_attn takes no attention sinks"):
         chosen.paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
     assert not flash_attn
+
+
+def test_fp8_pages_are_read_by_torch_and_triton(
+    flash_attn: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, backend.__name__):
+        assert choose_attention("auto", CPU, "fp8") is TORCH
+    assert caplog.messages == ["attention runs in plain torch, several times slower: our C++ takes no fp8 pages"]
+    with pytest.raises(ValueError, match="kv_cache_dtype fp8: attention_backend flash_attn takes no such pages"):
+        choose_attention("flash_attn", CUDA, "fp8")
+    assert not flash_attn
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert choose_attention("auto", CUDA, "fp8").name == "triton"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(ValueError, match=r"kv_cache_dtype fp8: Triton has e4m3 on GPUs of compute capability 8\.9"):
+        choose_attention("auto", CUDA, "fp8")
+    assert choose_attention("torch", CUDA, "fp8") is TORCH

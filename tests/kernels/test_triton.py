@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from crossdock.kernels.attention import reference_store_kv
+
 from .test_attention import Case
 
 if importlib.util.find_spec("triton") is None:
@@ -41,6 +43,10 @@ SHAPES: list[dict[str, Any]] = [
     {"q_heads": 8, "kv_heads": 1, "page_size": 64, "sinks": True},
     {"q_heads": 20, "kv_heads": 1},
     {"page_size": 1},
+    {"fp8": True},
+    {"fp8": True, "sinks": True, "softcap": 5.0, "window": 33},
+    {"fp8": True, "k_dim": 33, "v_dim": 7, "page_size": 24},
+    {"fp8": True, "q_heads": 8, "kv_heads": 1, "window": 24},
 ]
 
 
@@ -71,6 +77,7 @@ def run(case: Case, device: str) -> Tensor:
     arguments = case.arguments()
     if case.sink_logits is not None:
         arguments["sinks"] = case.sink_logits.to(device)
+    arguments |= {name: scale.to(device) for name, scale in case.scales.items()}
     flat = case.q.as_strided((case.q.untyped_storage().nbytes() // case.q.itemsize,), (1,), 0)
     q = flat.to(device).as_strided(case.q.shape, case.q.stride())  # as strided as it was
     return paged_attention(q, k_pages, v_pages, batch, **arguments).cpu()
@@ -92,24 +99,25 @@ def test_attention_matches_longhand(shape: dict[str, Any], device: str, seed: in
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[5], SHAPES[8], SHAPES[10]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[5], SHAPES[8], SHAPES[10], *SHAPES[-4:]], ids=str)
 def test_batches_without_chunks(shape: dict[str, Any], device: str, seed: int) -> None:
     check(Case(FEW_ROWS, seed=seed, **shape), device)
 
 
 @pytest.mark.parametrize("lengths", [MIXED, DECODES, [(40, 40)]], ids=["mixed", "decodes", "one prompt"])
 @pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(
     "dtype",
     # Triton's interpreter multiplies bfloat16 by its bits.
     [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)],
 )
 def test_the_tiles_that_are_used(
-    dtype: torch.dtype, dim: int, lengths: list[tuple[int, int]], device: str, seed: int
+    dtype: torch.dtype, dim: int, lengths: list[tuple[int, int]], fp8: bool, device: str, seed: int
 ) -> None:
     if dtype is torch.bfloat16 and device == "cpu":
         pytest.skip("not in the interpreter")
-    check(Case(lengths, q_heads=8, kv_heads=2, k_dim=dim, v_dim=dim, dtype=dtype, seed=seed), device)
+    check(Case(lengths, q_heads=8, kv_heads=2, k_dim=dim, v_dim=dim, dtype=dtype, fp8=fp8, seed=seed), device)
 
 
 @pytest.mark.usefixtures("small")
@@ -131,6 +139,7 @@ def test_random_batches(device: str, seed: int) -> None:
             window=rng.choice([None, None, rng.randint(1, 150)]),
             softcap=rng.choice([None, None, 1.5, 50.0]),
             sinks=rng.random() < 0.3,
+            fp8=rng.random() < 0.3,
             seed=rng.randrange(2**31),
         )
         check(case, device)
@@ -192,6 +201,29 @@ def test_store_writes_its_slots_and_nothing_else(dtype: torch.dtype, page_size: 
     assert int((~pool.isnan()).sum()) == fused[kept].numel()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+def test_store_rounds_to_e4m3_and_cuts_off(dtype: torch.dtype, device: str, seed: int) -> None:
+    if dtype is torch.bfloat16 and device == "cpu":
+        pytest.skip("not in the interpreter")
+    case = Case([(30, 30)], k_dim=24, v_dim=40, fp8=True, seed=seed)
+    case.scales = {name: torch.tensor([0.5, 0.125]) for name in case.scales}
+    rng = torch.Generator().manual_seed(seed)
+    rows = [torch.randn(30, 2, dim, generator=rng) * torch.logspace(-3, 3, dim) for dim in (24, 40)]
+    if device == "cpu":  # Triton's interpreter rounds wrongly where that carries: give it what e4m3 has
+        rows = [x.clamp(-400, 400).to(torch.float8_e4m3fn).float() for x in rows]
+    k, v = (x.to(dtype) for x in rows)
+    k[0, 0, :2] = torch.tensor([6e4, -6e4])
+    pool = case.pool.clone().to(device)
+    k_pages, v_pages = (
+        pool.as_strided(pages.shape, pages.stride(), pages.storage_offset()) for pages in (case.k_pages, case.v_pages)
+    )
+    scales = {name: scale.to(device) for name, scale in case.scales.items()}
+    store_kv(k.to(device), v.to(device), k_pages, v_pages, case.batch.slots.to(device), **scales)
+    reference_store_kv(k, v, case.k_pages, case.v_pages, case.batch.slots, **case.scales)
+    assert torch.equal(pool.cpu().view(torch.uint8), case.pool.view(torch.uint8))
+    assert (case.pool.float().abs() == 448).any()
+
+
 def test_they_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
     """Compiling needs no GPU. The interpreter takes more than the compiler does."""
     script = """
@@ -206,19 +238,24 @@ def test_they_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
 
         for has_chunks, dim, group, features in [
             (False, 128, 4, {}), (True, 64, 3, {"WINDOW": 128, "SOFTCAP": 9.0, "SPLITS": 1}),
-            (True, 256, 8, {"HAS_SINKS": True}),
+            (True, 256, 8, {"HAS_SINKS": True}), (False, 128, 4, {"HAS_SCALES": True}),
+            (True, 128, 4, {"HAS_SCALES": True}), (True, 256, 8, {"HAS_SCALES": True}),
         ]:
             tiles = ours.tiles_for(dim, dim, 2, has_chunks)
             constants = {
                 "GROUP": group, "PAGE": 16, "BLOCK_N": tiles.tokens, "SMALL": 16, "SPLITS": 8, "SPLIT_TILES": 4,
                 "WINDOW": 0, "SOFTCAP": 0.0, "HAS_SINKS": False, "LARGE": tiles.rows if has_chunks else 0,
-                **ours._widths(dim, dim), **features,
+                "HAS_SCALES": False, **ours._widths(dim, dim), **features,
             }
             kinds = {"scale": "fp32", "query_start": "*i32", "kv_lens": "*i32", "page_table": "*i32"}
             kinds |= dict.fromkeys(("out", "q", "k_pages", "v_pages", "sinks"), "*bf16")
+            if constants["HAS_SCALES"]:
+                kinds |= {"k_pages": "*fp8e4nv", "v_pages": "*fp8e4nv", "k_scale": "*fp32", "v_scale": "*fp32"}
             kinds |= dict.fromkeys(("part", "part_lse"), "*fp32" if constants["SPLITS"] > 1 else "*bf16")
             kernel = ours._attention_kernel
             names = kernel.arg_names
+            if not constants["HAS_SCALES"]:
+                constants |= {"k_scale": None, "v_scale": None}
             signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
             of_16 = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
                      if name not in constants and name not in ("S", "table_row", "scale")}

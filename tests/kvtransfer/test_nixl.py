@@ -4,11 +4,15 @@ import importlib.util
 import logging
 import subprocess
 import sys
+import threading
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
+from crossdock.kvtransfer import nixl
 from crossdock.kvtransfer.nixl import NixlTransport
-from crossdock.kvtransfer.transport import TransportUnavailable
+from crossdock.kvtransfer.transport import Memory, TransportUnavailable
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +61,71 @@ def test_transports_that_ucx_cannot_use_are_refused_with_their_name(tls: str, ex
         [sys.executable, "-c", _OPEN.format(tls=tls)], capture_output=True, text=True, timeout=60, check=True
     )
     assert child.stdout.splitlines()[-1].startswith(expected)
+
+
+class _Agent:
+    """Stands in for NIXL's, where there is no GPU."""
+
+    registered: Any = None
+
+    def __init__(self, *_: object) -> None: ...
+
+    def register_memory(self, rows: Any, kind: str) -> str:
+        if rows[0][2] == 7:
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        _Agent.registered = rows, kind
+        return "registration"
+
+    def get_agent_metadata(self) -> bytes:
+        return b"metadata"
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        return {}
+
+    def deregister_memory(self, registration: str) -> None:
+        assert registration == "registration"
+
+
+@pytest.fixture
+def contexts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """A NIXL without its library; the threads on which a GPU's context was entered, and the GPU."""
+    entered: list[tuple[str, int]] = []
+    module: Any = ModuleType("nixl")
+    module._bindings = SimpleNamespace()
+    module._api = SimpleNamespace(
+        nixl_agent=_Agent,
+        nixl_agent_config=lambda **_: None,
+        nixl_thread_sync_t=SimpleNamespace(NIXL_THREAD_SYNC_STRICT=0),
+    )
+    monkeypatch.setitem(sys.modules, "nixl", module)
+    monkeypatch.setattr(
+        nixl, "_enter_context", lambda device: entered.append((threading.current_thread().name, device))
+    )
+    return entered
+
+
+def test_a_gpus_memory_is_used_within_its_context_on_either_thread(contexts: list[tuple[str, int]]) -> None:
+    """Of the thread that opens, and of the one that polls from then on."""
+    transport = NixlTransport()
+    transport.open("a", Memory(4096, 100, cuda_device=3))
+    assert _Agent.registered == ([(4096, 100, 3, "")], "VRAM")
+    polling = threading.Thread(target=lambda: [transport.poll(0) for _ in range(3)], name="dock")
+    polling.start()
+    polling.join()
+    assert contexts == [("MainThread", 3), ("dock", 3)]
+    transport.close()
+
+
+def test_ordinary_memory_needs_no_context(contexts: list[tuple[str, int]]) -> None:
+    transport = NixlTransport()
+    transport.open("a", Memory(4096, 100))
+    assert _Agent.registered == ([(4096, 100, 0, "")], "DRAM")
+    transport.poll(0)
+    assert not contexts
+    transport.close()
+
+
+@pytest.mark.usefixtures("contexts")
+def test_a_gpus_memory_that_ucx_cannot_use_is_refused_with_what_it_needs() -> None:
+    with pytest.raises(TransportUnavailable, match="NIXL_ERR_BACKEND; for a GPU's memory it must have cuda_copy"):
+        NixlTransport().open("a", Memory(4096, 100, cuda_device=7))

@@ -1,5 +1,8 @@
 """What several docks report of one transfer is told as by one: arrived when all have it, failed when one has."""
 
+import sys
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +17,8 @@ from crossdock.kvtransfer.events import (
     Released,
     WriterStopped,
 )
-from crossdock.workers.docks import Together, pack_event, unpack_event
+from crossdock.kvtransfer.transport import Memory, TransportUnavailable
+from crossdock.workers.docks import Together, TransferConfig, _transport, pack_event, unpack_event
 
 RANKS = 3
 
@@ -100,3 +104,15 @@ def test_events_travel() -> None:
         assert there == event
         assert getattr(there, "figures", None) == getattr(event, "figures", None)
         assert getattr(there, "detail", None) == getattr(event, "detail", None)
+
+
+def test_a_gpus_pages_need_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked for; ordinary memory goes by TCP where NIXL is not installed."""
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    here, gpus = Memory(0, 100), Memory(0, 100, cuda_device=1)
+    _transport(TransferConfig(transport="auto"), here).close()
+    with pytest.raises(TransportUnavailable, match=r"pip install 'crossdock\[nixl\]'"):
+        _transport(TransferConfig(transport="auto"), gpus)
+    _transport(TransferConfig(transport="tcp"), here).close()
+    with pytest.raises(TransportUnavailable, match=r"transfer.transport tcp moves ordinary memory only.* nixl moves"):
+        _transport(TransferConfig(transport="tcp"), gpus)

@@ -11,10 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from crossdock.workers.engine import Engine, EngineConfig, warm_up
 from crossdock.workers.metrics import EngineMetrics
-from crossdock.workers.model import PagedModel, load_model
+from crossdock.workers.model import PagedModel, load_model, wrap_module
 from crossdock.workers.profile import StepWork
 from crossdock.workers.request import FinishReason, SamplingParams, Submission, TokenDelta
 from crossdock.workers.timeline import Timelines
+
+from .architectures import build
 
 NUM_TOKENS = 12
 TOPICS = [
@@ -279,6 +281,20 @@ def test_cancelled_after_seven_chunks_every_byte_comes_back_and_is_counted(model
 def test_a_pool_too_small_for_one_request_is_refused_with_numbers(model: PagedModel) -> None:
     with pytest.raises(ValueError, match=r"kv_cache_memory .* max_model_len \(8192\) needs"):
         engine(model, memory="10MiB")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_e4m3_pages_are_so_many_more(dtype: torch.dtype) -> None:
+    """Of the same memory, and what is advertised says so."""
+    models = [wrap_module(build("llama", {}).to(dtype), kv_cache_dtype=kind) for kind in ("auto", "fp8")]
+    plain, small = (engine(model, f"{100 * models[0].layout(16).page_bytes}B") for model in models)
+    assert plain.pages.num_pages == 100
+    assert small.pages.num_pages == dtype.itemsize * plain.pages.num_pages
+    assert small.pool_spec("m").nbytes == small.model.pool.nbytes == plain.pool_spec("m").nbytes  # type: ignore[union-attr]
+    assert small.pool_spec("m").compatibility != plain.pool_spec("m").compatibility
+    profile = warm_up(small)
+    assert (profile.num_pages, profile.page_bytes) == (small.pages.num_pages, small.model.layout(16).page_bytes)
+    assert profile.page_bytes * dtype.itemsize == plain.model.layout(16).page_bytes
 
 
 def test_bad_token_ids_are_named(model: PagedModel) -> None:

@@ -58,7 +58,10 @@ class Side:
     ) -> None:
         torch.manual_seed(0)
         settings = {"max_num_batched_tokens": 80, "max_num_seqs": 8, "kv_cache_memory": ByteSize(4 << 20)} | config
-        self.engine = engine or Engine(wrap_module(build("llama", {})), EngineConfig(**settings))  # type: ignore[arg-type]
+        if engine is None:
+            wanted = EngineConfig(**settings)  # type: ignore[arg-type]
+            engine = Engine(wrap_module(build("llama", {}), kv_cache_dtype=wanted.kv_cache_dtype), wanted)
+        self.engine = engine
         self.ended: list[tuple[str, bool, Figures, str]] = []
         transfer = TransferConfig(transport=transport, deadline_s=deadline_s, grace_s=0.1)  # type: ignore[arg-type]
 
@@ -173,6 +176,20 @@ async def test_the_same_tokens_by_either_way(transport: str, budget: int) -> Non
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @story
+async def test_e4m3_pages_travel_as_they_are(transport: str) -> None:
+    """Each side has found its scales itself."""
+    async with pair(transport, max_num_batched_tokens=24, kv_cache_dtype="fp8") as (prefill, decode):
+        works = [submission(prompt) for prompt in prompts(8)]
+        expected = [await decode.generate(replace(work, id=f"local {work.id}")) for work in works]
+        await decode.on_engine(decode.engine.pages.clear_cache)
+        assert [await ship(prefill, decode, work) for work in works] == expected
+        page_bytes = prefill.engine.model.layout(16).page_bytes
+        figures = [figures for _, sending, figures, _ in prefill.ended if sending]
+        assert all(it.num_bytes == it.num_pages * page_bytes for it in figures)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@story
 async def test_only_what_the_decode_side_lacks_is_sent(transport: str) -> None:
     async with pair(transport) as (prefill, decode):
         prompt = prompts()[6]  # 223 tokens: 13 pages and a part
@@ -282,6 +299,15 @@ async def test_pools_that_do_not_fit_are_refused_with_both_printed() -> None:
         for side in (one, other):
             await side.loop.close()
             await side.pump
+
+
+@story
+async def test_e4m3_pages_and_others_are_not_exchanged() -> None:
+    async with closed(Side("tcp", kv_cache_dtype="fp8"), Side("tcp")) as (one, other):
+        with pytest.raises(
+            CannotPair, match=r"dtype +float8_e4m3fn, scales [0-9a-f]{8} \(1 bytes\) +float32 \(4 bytes\)"
+        ):
+            await one.loop.submit("test", replace(submission([1, 2, 3]), leg=Leg.SEND, peer=other.blob))
 
 
 @story
