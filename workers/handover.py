@@ -98,6 +98,7 @@ class Handover:
                 self.engine.scheduler.commit(request.id, num_tokens)
             case Arrived(state=state, figures=figures):
                 self._end(event.request, event.epoch)
+                self.engine.pages.end_quarantine(_owner(event))  # if it was aborted with these words on their way
                 self.on_figures(event.request, False, figures, "arrived")
                 if request is not None and request.status is Status.HELD:
                     token_id = _token(state, self.engine.model.vocab_size)

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -230,6 +231,28 @@ async def test_a_client_that_leaves_frees_both_sides(transport: str, when: str) 
             await decode.loop.abort([work.id])
             assert await prefill.is_clean()
             assert await decode.is_clean()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@story
+async def test_what_arrives_behind_its_client_s_leave_is_free(transport: str) -> None:
+    """The last pages are here and nobody writes any more, but the engine, busy until now, hears of the abort first."""
+    async with pair(transport, max_num_batched_tokens=24) as (prefill, decode):
+        work = submission(prompts()[6], 200)
+        await decode.loop.submit("test", replace(work, leg=Leg.RECEIVE, peer=prefill.blob))
+        await prefill.loop.submit("test", replace(work, leg=Leg.SEND, peer=decode.blob))
+        while not await decode.on_engine(partial(_committed, decode, work.id)):  # type: ignore[call-overload]
+            await asyncio.sleep(0)
+        go_on = threading.Event()
+        busy = asyncio.create_task(decode.on_engine(go_on.wait))
+        leaving = asyncio.create_task(decode.loop.abort([work.id]))
+        assert decode.loop.handover is not None
+        while decode.loop.handover.dock.counts().num_open:
+            await asyncio.sleep(0.001)
+        go_on.set()
+        await asyncio.gather(busy, leaving)
+        assert await decode.is_clean()
+        await prefill.loop.abort([work.id])
 
 
 def _computed(side: Side, name: str) -> int:
