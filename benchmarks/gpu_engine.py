@@ -15,11 +15,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from crossdock.workers.engine import Engine, EngineConfig, warm_up
+from crossdock.workers.engine import Engine, EngineConfig, measure_step, warm_up
 from crossdock.workers.model import wrap_module
-from crossdock.workers.request import Request, SamplingParams, Submission
-from crossdock.workers.sampler import SampleRow
-from crossdock.workers.scheduler import Batch, Scheduled
+from crossdock.workers.request import SamplingParams, Submission
 
 _DENSE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -56,6 +54,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "admission": "queue"}
+VOCABULARY = 30_000  # token ids that are used
 SECONDS = 240.0  # no shape is begun later than this: all sections must fit into one call
 
 Result = dict[str, Any]
@@ -89,32 +88,16 @@ class Weights:
 
 
 def ids(count: int, seed: int = 0) -> list[int]:
-    found: list[int] = np.random.default_rng(seed).integers(3, 30_000, count).tolist()
+    found: list[int] = np.random.default_rng(seed).integers(3, VOCABULARY, count).tolist()
     return found
 
 
-def step_seconds(engine: Engine, parts: Sequence[tuple[int, int]], repeats: int = 7) -> float | None:
-    """The median for a step of so many (start, tokens), decodes first. None: the pool does not hold them."""
-    size = engine.config.page_size
-    if sum(-(-(start + tokens) // size) for start, tokens in parts) > engine.pages.num_available:
-        return None
-    scheduled = []
-    for number, (start, tokens) in enumerate(parts):
-        name = f"part-{number}"
-        request = Request(name, [5] * start + ids(tokens, number), SamplingParams(temperature=0.0))
-        pages = engine.pages.allocate(name, -(-(start + tokens) // size))
-        engine._rows[name] = SampleRow(request.sampling, request.token_ids, request.num_prompt_tokens)
-        scheduled.append(Scheduled(request, start, tokens, pages, samples=True))
-    batch = Batch(scheduled, sum(tokens == 1 for _, tokens in parts))
-    seconds = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
-        engine._compute(batch)
-        seconds.append(time.perf_counter() - started)
-    for part in scheduled:
-        engine._forget(part.request.id)
-        engine.pages.release(part.request.id)
-    return statistics.median(seconds[1:])
+def step_seconds(
+    engine: Engine, chunk: tuple[int, int] | None, num_streams: int = 0, context: int = 0, repeats: int = 7
+) -> float | None:
+    """The median of `measure_step`. None: the pool does not hold it."""
+    step = measure_step(engine, chunk, num_streams, context, repeats + 1, VOCABULARY)
+    return statistics.median(step[1][1:]) if step is not None else None
 
 
 def decodes(engine: Engine, weights: Weights, bandwidth: float) -> Result:
@@ -127,7 +110,7 @@ def decodes(engine: Engine, weights: Weights, bandwidth: float) -> Result:
             row: Result = {"least_ms": (weights.read(size) + size * context * token_bytes) / bandwidth * 1e3}
             for name, graphs in (("graph", recorded), ("eager", None)):
                 engine._runner = replace(engine._runner, graphs=graphs)
-                seconds = step_seconds(engine, [(context - 1, 1)] * size)
+                seconds = step_seconds(engine, None, size, context - 1)
                 if seconds is None:
                     row["does_not_fit"] = True
                 elif name == "eager" or recorded is not None:
@@ -141,10 +124,9 @@ def prefills(engine: Engine, weights: Weights, matmul: float, tokens: int = 8192
     """A prompt in one step, as a share of the matmul peak; and beside 64 decodes, in one step and in chunks."""
     config = engine.model.config
     attention = 2 * config.num_attention_heads * config.head_dim * tokens**2 * config.num_hidden_layers
-    alone = step_seconds(engine, [(0, tokens)], 3)
-    streams = [(1023, 1)] * 64
-    whole = step_seconds(engine, [*streams, (0, tokens)], 3)
-    chunks = [step_seconds(engine, [*streams, (start, chunk)], 3) for start in range(0, tokens, chunk)]
+    alone = step_seconds(engine, (0, tokens), repeats=3)
+    whole = step_seconds(engine, (0, tokens), 64, 1023, 3)
+    chunks = [step_seconds(engine, (start, chunk), 64, 1023, 3) for start in range(0, tokens, chunk)]
     if alone is None or whole is None or None in chunks:
         return {f"prefill {tokens}": {"does_not_fit": True}}
     return {

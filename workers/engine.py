@@ -360,10 +360,16 @@ _SWEPT_CONTEXT = 16_384  # tokens of all streams together
 
 
 def measure_step(
-    engine: Engine, chunk: tuple[int, int] | None, num_streams: int, context: int, repeats: int = 3
+    engine: Engine,
+    chunk: tuple[int, int] | None,
+    num_streams: int,
+    context: int,
+    repeats: int = 3,
+    vocabulary: int = 1,
 ) -> tuple[StepWork, list[float]] | None:
     """The work, and the seconds of each of `repeats` steps, of `chunk`, (start, tokens), beside `num_streams` decodes
-    after `context` tokens each. None: the pool does not hold so much now."""
+    after `context` tokens each. Token ids are spread over the first `vocabulary`: experts are chosen by them. None: the
+    pool does not hold so much now."""
     size = engine.config.page_size
     wanted = [(context, 1)] * num_streams + ([chunk] if chunk is not None else [])
     if sum(-(-(start + tokens) // size) for start, tokens in wanted) > engine.pages.num_available:
@@ -371,7 +377,8 @@ def measure_step(
     parts = []
     for number, (start, tokens) in enumerate(wanted):
         name = f"warm-up-{number}"
-        request = Request(name, [0] * (start + tokens), SamplingParams(temperature=0.0))
+        token_ids = [(number + place) * 7919 % vocabulary for place in range(start + tokens)]
+        request = Request(name, token_ids, SamplingParams(temperature=0.0))
         pages = engine.pages.allocate(name, -(-(start + tokens) // size))
         engine._rows[name] = SampleRow(request.sampling, request.token_ids, request.num_prompt_tokens, ())
         parts.append(Scheduled(request, start, tokens, pages, samples=True))
