@@ -321,6 +321,8 @@ def _row_sums(scores: Tensor, rows: Sequence[SampleRow], temperatures: Tensor) -
             if any(is_nuclear[block]):
                 scaled = scores[block] / temperatures[block]
                 sums[block] = scaled.log_softmax(-1).amax(-1, keepdim=True).neg_().double().exp_()
+        others = [[not it] for it in is_nuclear]  # that share a block with one
+        sums.masked_fill_(_sent(torch.tensor(others), scores.device), torch.inf)
     return sums
 
 

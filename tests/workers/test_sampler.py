@@ -466,6 +466,15 @@ def test_a_row_is_the_same_in_any_company_of_a_real_vocabulary() -> None:
     assert [sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(32)] == together
 
 
+def test_top_p_of_the_top_k_is_the_same_beside_a_row_with_top_p_alone() -> None:
+    """Of more than the first head holds: a share of what top-k leaves, though its neighbour needs its whole row."""
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(100):
+        logits = 3 * torch.randn(2, 5_000, generator=generator)
+        rows = [make_row(seed=seed, top_p=0.9), make_row(seed=seed, top_p=0.5, top_k=300)]
+        assert sample(logits, rows)[1] == sample(logits[1:], rows[1:])[0]
+
+
 def test_scores_and_noise_are_the_same_alone_bit_for_bit() -> None:
     """What the draw compares, not only what it picks: tokens would hide a last bit almost always."""
     logits = some_logits(32, VOCAB - 3)  # odd lengths: rows begin anywhere in a vector register
