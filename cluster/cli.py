@@ -189,6 +189,10 @@ def effective_config(
         bool | None,
         typer.Option("--enforce-eager", help="On GPUs: decode steps without CUDA graphs.", rich_help_panel=_ENGINE),
     ] = None,
+    async_scheduling: Annotated[
+        bool | None,
+        typer.Option(help="Begin a step before the last tokens are known. Default: on GPUs.", rich_help_panel=_ENGINE),
+    ] = None,
     attention_backend: Annotated[
         str | None,
         typer.Option(help="What computes attention: auto, triton, flash_attn or torch.", rich_help_panel=_ENGINE),
@@ -273,6 +277,7 @@ def effective_config(
         "engine.kv_cache_dtype": kv_cache_dtype,
         "engine.gpu_memory_utilization": gpu_memory_utilization,
         "engine.enforce_eager": enforce_eager,
+        "engine.async_scheduling": async_scheduling,
         "engine.attention_backend": attention_backend,
         "engine.page_size": page_size,
         "http.host": host,

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,9 +21,17 @@ from crossdock.workers.inputs import StepInputs
 from crossdock.workers.model import PagedModel
 from crossdock.workers.pages import PagePool
 from crossdock.workers.profile import SchedulingProfile, StepCostFit, StepWork
-from crossdock.workers.request import FinishReason, Request, SamplingParams, Submission, TokenDelta, TokenLogprobs
+from crossdock.workers.request import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    Status,
+    Submission,
+    TokenDelta,
+    TokenLogprobs,
+)
 from crossdock.workers.runner import Runner
-from crossdock.workers.sampler import SampleRow, logprobs_of, sample
+from crossdock.workers.sampler import Drawn, SampleRow, logprobs_of, sample
 from crossdock.workers.scheduler import Batch, Sampled, Scheduled, Scheduler, SchedulerConfig
 
 
@@ -37,6 +46,9 @@ class EngineConfig(SchedulerConfig):
         0.9, gt=0, le=1, description="Share of its GPU's memory that a rank may use in all, if kv_cache_memory is null."
     )
     enforce_eager: bool = Field(False, description="On GPUs: decode steps without CUDA graphs.")
+    async_scheduling: bool | None = Field(
+        None, description="Begin a step before the tokens of the one before it are known; null: on a GPU of its own."
+    )
     kv_cache_dtype: KVCacheDtype = Field(
         "auto", description="Of KV pages; auto is the model's dtype, fp8 (e4m3) holds twice as many tokens of bfloat16."
     )
@@ -67,12 +79,14 @@ class Step:
 
 @dataclass(slots=True)
 class _Flight:
-    """A step that has begun: with pipeline stages the next ones begin before it ends."""
+    """A step that has begun: with pipeline stages, or ahead of its tokens, the next begins before it ends."""
 
     batch: Batch
-    inputs: tuple[StepInputs, list[range]]
+    sampled: Callable[[], dict[str, Sampled]]  # waits for its end
     started: float
-    is_alone: bool  # no other was in flight at the same time: what it took is what it costs
+    is_alone: bool = True  # no other was in flight at the same time: what it took is what it costs
+    found: Tensor | None = None  # its tokens where they are computed, for a step that begins before they are known
+    void: set[str] = field(default_factory=set)  # requests whose tokens before it turned out to be others
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +107,7 @@ class Engine:
     _grammars: dict[str, GrammarState] = field(default_factory=dict)
     _prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
     _flights: deque[_Flight] = field(default_factory=deque)
+    _is_ahead: bool = field(init=False)
 
     def __post_init__(self) -> None:
         num_pages = self._num_pages()
@@ -105,8 +120,16 @@ class Engine:
             graphs = decode_graphs(self.model, self.config.page_size, self.config.max_num_seqs)
         self._runner = Runner(self.model, self.config.page_size, tell, graphs)
         self.scheduler.depth = self.model.part.place.num_stages
+        self._is_ahead = self._may_be_ahead()
         if self.gang is not None:
             self.gang.begin(num_pages)
+
+    def _may_be_ahead(self) -> bool:
+        """Whether steps begin before the tokens of those before them are known. ValueError: they should, and cannot."""
+        wanted, is_whole = self.config.async_scheduling, self.model.part.place.size == 1
+        if wanted and not is_whole:
+            raise ValueError("async_scheduling must be false or null where several ranks share the model")
+        return wanted if wanted is not None else is_whole and self.model.device.type == "cuda"
 
     def _num_pages(self) -> int:
         """As many as every rank can hold. ValueError: too few for one request."""
@@ -158,25 +181,65 @@ class Engine:
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request in whatever state it is, but not in flight. None if it has ended already."""
-        assert not self.is_in_flight(request_id), "its pages would be others' while stages still write to them"
+        assert not self.is_in_flight(request_id), "its pages would be others' while a step still writes to them"
         self._forget(request_id)
         return self.scheduler.abort(request_id)
 
     def step(self) -> Step:
         """Computes one batch: any mix of chunks and decodes in one forward pass. With pipeline stages, as many batches
-        are begun as there are stages, and the oldest is ended."""
-        while len(self._flights) < self.scheduler.depth:
-            started = self.clock()
-            batch = self.scheduler.schedule(started)
-            if not batch:
-                break
+        are begun as there are stages, and the oldest is ended. With `async_scheduling` the next one is begun, as far as
+        it can be foreseen, before the tokens of this one are read: the device goes on while the host does the rest."""
+        begin, most = (self._fly, 2) if self._is_ahead else (self._enter, self.scheduler.depth)
+        while len(self._flights) < most and begin(self.clock()):
+            pass
+        return self._land() if self._flights else Step(Batch((), 0), (), self.clock())
+
+    def _enter(self, now: float) -> bool:
+        """Begins a step on the first of the stages; whether there was one."""
+        batch = self.scheduler.schedule(now)
+        if batch:
             for flight in self._flights:
                 flight.is_alone = False
-            self._flights.append(_Flight(batch, self._runner.begin(batch), started, not self._flights))
-        return self._land() if self._flights else Step(batch, (), started)
+            finish = partial(self._finish, batch, self._runner.begin(batch))
+            self._flights.append(_Flight(batch, finish, now, is_alone=not self._flights))
+        return bool(batch)
+
+    def _fly(self, now: float) -> bool:
+        """Begins a step here, perhaps behind one in flight; whether there was one that could."""
+        if not self._flights:
+            return self._launch(self.scheduler.schedule(now), now)
+        before = self._flights[-1]
+        if before.found is None or self.scheduler.lacks_pages:
+            return False
+        predicted = self.cost_fit.cost.seconds(before.batch.work) if self.cost_fit is not None else 0.0
+        ended = max(before.started + predicted, now)
+        with self.scheduler.foreseen(before.batch, ended):
+            return self._launch(self.scheduler.schedule(ended), now, before.found)
+
+    def _launch(self, batch: Batch, now: float, found: Tensor | None = None) -> bool:
+        if not batch:
+            return False
+        logits, rows = self._runner.finish(self._runner.begin(batch), found)
+        its = [self._rows[part.request.id] for part in batch.scheduled]
+        if all(row.is_plain for row in its):
+            sampling = [row for part, row in zip(batch.scheduled, its, strict=True) if part.samples]
+            drawn = Drawn(logits, sampling)
+            flight = _Flight(batch, partial(self._read, batch, drawn), now, found=drawn.there)
+        else:
+            flight = _Flight(batch, partial(self._sampled, batch, logits, rows), now)
+        self._flights.append(flight)
+        return True
+
+    def _read(self, batch: Batch, drawn: Drawn) -> dict[str, Sampled]:
+        """Waits for a step. Where a token is found only now, the step behind it has begun with another."""
+        ids = [part.request.id for part in batch.scheduled if part.samples]
+        token_ids, late = drawn.read()
+        for flight in self._flights if late else ():
+            flight.void, flight.found = {ids[i] for i in late}, None
+        return {id_: Sampled(token_id) for id_, token_id in zip(ids, token_ids, strict=True)}
 
     def is_in_flight(self, request_id: str) -> bool:
-        """Whether a step that has begun computes some of it. Never between two steps, but with pipeline stages."""
+        """Whether a step that has begun computes some of it. Between two steps, where the next has begun already."""
         return any(part.request.id == request_id for flight in self._flights for part in flight.batch.scheduled)
 
     def land(self) -> list[Step]:
@@ -187,8 +250,11 @@ class Engine:
         """Ends the oldest step in flight."""
         flight = self._flights.popleft()
         batch = flight.batch
-        sampled = self._finish(batch, flight.inputs)
+        sampled = {id_: token for id_, token in flight.sampled().items() if id_ not in flight.void}
         ended = self.clock()
+        if self._is_ahead:
+            for later in self._flights:
+                later.started = ended
         deltas = self.scheduler.update(batch, sampled, ended)
         for delta in deltas:
             delta.prompt_logprobs = self._prompt_logprobs.pop(delta.request_id, None)
@@ -201,7 +267,9 @@ class Engine:
         return self._finish(batch, self._runner.begin(batch))
 
     def _finish(self, batch: Batch, inputs: tuple[StepInputs, list[range]]) -> dict[str, Sampled]:
-        logits, rows = self._runner.finish(inputs)
+        return self._sampled(batch, *self._runner.finish(inputs))
+
+    def _sampled(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, Sampled]:
         self._collect_prompt_logprobs(batch, logits, rows)
         sampled = self._sample(batch, logits, rows)
         self.model.wait()  # also where nothing was sampled: its pages may be shipped, and it has taken so long
@@ -231,6 +299,8 @@ class Engine:
     def fail_all(self, error: str) -> list[tuple[Request, TokenDelta]]:
         """Ends every request with an error, after a step raised. Pages are freed; the engine can go on."""
         self._flights.clear()
+        self.model.wait()
+        self.scheduler.lose_flights()
         failed = []
         for request in self.scheduler.requests():
             self.abort(request.id)
@@ -253,7 +323,11 @@ class Engine:
         return self._grammar_compiler.compile(grammar)  # type: ignore[arg-type]
 
     def _sample(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, Sampled]:
-        parts = [(part, row[-1]) for part, row in zip(batch.scheduled, rows, strict=True) if part.samples]
+        parts = [
+            (part, row[-1])
+            for part, row in zip(batch.scheduled, rows, strict=True)
+            if part.samples and part.request.status is not Status.FINISHED  # else with the step before
+        ]
         if not parts:
             return {}
         if len(parts) < len(logits):

@@ -72,11 +72,11 @@ class DecodeGraphs:
         return inputs.max_query_len == 1 and len(inputs.wanted) == len(inputs.token_ids) <= self._sizes[-1]
 
     @torch.inference_mode()
-    def run(self, inputs: StepInputs) -> Tensor:
-        """Logits [N, vocab], until the next run overwrites them."""
+    def run(self, inputs: StepInputs, found: Tensor | None = None) -> Tensor:
+        """Logits [N, vocab], until the next run overwrites them. `found`: see `StepInputs.on`."""
         num_rows, width = inputs.page_table.shape
         size = self._sizes[bisect_left(self._sizes, num_rows)]
-        given, mine = padded(inputs, size).on(self._model.device), self._inputs
+        given, mine = padded(inputs, size).on(self._model.device, found), self._inputs
         for name in ("token_ids", "positions", "slots", "kv_len"):  # the others are the same in every step
             getattr(mine, name)[:size].copy_(getattr(given, name))
         mine.page_table[:size, :width].copy_(given.page_table)  # what lies beyond is not read

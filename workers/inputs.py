@@ -20,7 +20,7 @@ from crossdock.workers.scheduler import Batch, Scheduled
 class StepInputs:
     """All that a rank must know to compute a step: integers, in one message."""
 
-    token_ids: NDArray[np.int64]  # [T]
+    token_ids: NDArray[np.int64]  # [T]; `~i`: what the step before finds in its row i
     positions: NDArray[np.int64]  # [T]
     slots: NDArray[np.int64]  # [T]
     wanted: NDArray[np.int64]  # [N], which rows' logits
@@ -72,8 +72,9 @@ class StepInputs:
     def max_query_len(self) -> int:
         return int(np.diff(self.query_start).max())
 
-    def on(self, device: torch.device) -> "StepTensors":
-        """The same there. To a GPU it is one copy, which the host does not wait for."""
+    def on(self, device: torch.device, found: Tensor | None = None) -> "StepTensors":
+        """The same there. To a GPU it is one copy, which the host does not wait for. `found`: the tokens [N] of the
+        step before, on `device`, where this one begins with some of them; what is below 0 there counts as 0."""
         arrays = [getattr(self, name) for name in self.__slots__]
         starts = [0, *accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
         staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -81,16 +82,21 @@ class StepInputs:
         for place, array in zip(places, arrays, strict=True):
             staged.numpy()[place] = array.reshape(-1).view(np.uint8)
         there = staged.to(device, non_blocking=True)
-        return StepTensors(
+        tensors = StepTensors(
             *(
                 there[place].view(getattr(torch, array.dtype.name)).view(array.shape)
                 for place, array in zip(places, arrays, strict=True)
             )
         )
+        if found is None or self.token_ids.min() >= 0:
+            return tensors
+        ids = tensors.token_ids
+        known = torch.where(ids < 0, found[(~ids).clamp(min=0)].clamp(min=0), ids)
+        return tensors._replace(token_ids=known)
 
-    def run(self, model: PagedModel) -> Tensor:
-        """This rank's part of the step: logits [N, vocab] on the last stage."""
-        return self.on(model.device).run(model, self.max_query_len, int(self.kv_len.max()))
+    def run(self, model: PagedModel, found: Tensor | None = None) -> Tensor:
+        """This rank's part of the step: logits [N, vocab] on the last stage. `found`: see `on`."""
+        return self.on(model.device, found).run(model, self.max_query_len, int(self.kv_len.max()))
 
 
 _ALIGNMENT = 16  # bytes: Triton compiles a kernel anew for pointers that are less aligned

@@ -1,12 +1,15 @@
-"""A layer's q, k and v projections computed as one: of a decode step, each alone is too little work for a launch."""
+"""Projections of one input computed as one, q, k and v, gate and up: each alone is little work for a launch."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+_OF_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @torch.inference_mode(False)  # weights are used in other modes too
@@ -14,8 +17,8 @@ def join_projections(module: nn.Module) -> Callable[[], None]:
     """Of every layer whose projections are plain linears of one input. Their weights become views of one tensor.
     Returns what lets each be computed alone again."""
     joined: list[Any] = []
-    for child in module.modules():
-        linears: list[Any] = [getattr(child, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    for child, names in product(module.modules(), _OF_ONE_INPUT):
+        linears: list[Any] = [getattr(child, name, None) for name in names]
         if all(type(linear) is nn.Linear for linear in linears) and _are_alike(linears):
             _Joined(linears)
             joined += linears

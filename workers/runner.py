@@ -27,10 +27,10 @@ class Runner:
             self.tell(step[0].pack())
         return step
 
-    def finish(self, step: tuple[StepInputs, list[range]]) -> tuple[Tensor, list[range]]:
+    def finish(self, step: tuple[StepInputs, list[range]], found: Tensor | None = None) -> tuple[Tensor, list[range]]:
         """Logits [N, vocab], valid until the next call, and for each part of the batch its rows. Batches are finished
-        in the order they began."""
+        in the order they began. `found`: see `StepInputs.on`."""
         inputs, rows = step
         if self.graphs is not None and self.graphs.fit(inputs):
-            return self.graphs.run(inputs), rows
-        return inputs.run(self.model), rows
+            return self.graphs.run(inputs, found), rows
+        return inputs.run(self.model, found), rows

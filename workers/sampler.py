@@ -88,6 +88,13 @@ class SampleRow:
         return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
     @property
+    def is_plain(self) -> bool:
+        """Whether its token can be drawn before the host knows the one before, and nothing but the token is wanted."""
+        params = self.params
+        reports = params.logprobs is not None or params.prompt_logprobs is not None
+        return not (self.is_penalized or reports or params.grammar is not None)
+
+    @property
     def must_go_on(self) -> bool:
         return self.num_output_tokens < self.params.min_tokens
 
@@ -122,6 +129,33 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     token_ids = _choose(logits, rows)
     logprobs = _sampled_logprobs(logits, token_ids, rows)
     return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids)]
+
+
+class Drawn:
+    """Tokens of plain rows that a device draws while the host does something else."""
+
+    def __init__(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
+        """Those that `sample` gives for `logits` [N, V], which may change afterwards."""
+        self._scores, self._rows = _edited(logits, rows, copy=True), rows
+        width = min(_HEADS[-1], logits.shape[-1])
+        self.there = _draw(self._scores, rows, width) if rows else logits.new_empty(0, dtype=torch.int64)
+        """Token ids [N] on the device, below 0 where the host has to look further."""
+        self._here, self._event = self.there, None
+        if logits.device.type == "cuda":
+            self._here = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
+            self._here.copy_(self.there, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> tuple[list[int], list[int]]:
+        """Waits for all that was asked of the device until these tokens were. Returns their ids [N], and which of them
+        were found only now."""
+        if self._event is not None:
+            self._event.synchronize()
+        token_ids: list[int] = self._here.tolist()
+        late = [i for i, token_id in enumerate(token_ids) if token_id == _OPEN]
+        _look_further(token_ids, self._scores, self._rows, [self._scores.shape[-1]])
+        return token_ids, late
 
 
 def logprobs_of(logits: Tensor, token_ids: Sequence[int] | Tensor, top_n: int) -> list[TokenLogprobs]:
@@ -173,20 +207,22 @@ def _sampled_logprobs(logits: Tensor, token_ids: Sequence[int], rows: Sequence[S
 
 def _choose(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     """Token ids [N]."""
-    edited = [i for i, row in enumerate(rows) if row.is_edited]
-    scores = logits.to(torch.float32, copy=bool(edited))
-    for i in edited:
-        _edit(scores[i], rows[i])
+    scores = _edited(logits, rows)
     first, *wider = (*(width for width in _HEADS if width < scores.shape[-1]), scores.shape[-1])
     token_ids: list[int] = _draw(scores, rows, first).tolist()
-    for width in wider:
+    _look_further(token_ids, scores, rows, wider)
+    return token_ids
+
+
+def _look_further(token_ids: list[int], scores: Tensor, rows: Sequence[SampleRow], widths: Sequence[int]) -> None:
+    """Replaces what is open in `token_ids`."""
+    for width in widths:
         open_rows = [i for i, token_id in enumerate(token_ids) if token_id == _OPEN]
         if not open_rows:
             break
         drawn = _draw_cut(scores[open_rows], [rows[i] for i in open_rows], width).tolist()
         for i, token_id in zip(open_rows, drawn, strict=True):
             token_ids[i] = token_id
-    return token_ids
 
 
 def _draw(scores: Tensor, rows: Sequence[SampleRow], width: int) -> Tensor:
@@ -253,6 +289,15 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 # Edits: one row at a time, in place.
+
+
+def _edited(logits: Tensor, rows: Sequence[SampleRow], copy: bool = False) -> Tensor:
+    """Scores [N, V] float32, where nothing changes them perhaps the logits themselves, unless a `copy` is wanted."""
+    edited = [i for i, row in enumerate(rows) if row.is_edited]
+    scores = logits.to(torch.float32, copy=copy or bool(edited))
+    for i in edited:
+        _edit(scores[i], rows[i])
+    return scores
 
 
 def _edit(scores: Tensor, row: SampleRow) -> None:

@@ -2,7 +2,8 @@
 out some, running decodes first, then prefills in the order chunking.py gives. No torch, no ray, no clock."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, NamedTuple
@@ -153,7 +154,7 @@ class Scheduler:
     order; `depth` steps may be in flight between the two. `add` comes at any time, all else while nothing is in flight.
 
     With several steps in flight, each takes its share of the streams, and a prompt's next chunk may follow before the
-    one before has ended; what samples is waited for. A request in flight keeps its pages.
+    one before has ended; what samples is waited for, unless it is `foreseen`. A request in flight keeps its pages.
 
     When time or pages run short, this is who slows down, first to last: prompts of the least urgent class, which wait
     for those of the others; its streams, which skip steps while their own promise allows it and lose their pages first;
@@ -175,9 +176,11 @@ class Scheduler:
     work_done: int = 0  # prompt tokens handed out since the start: the clock of response ratios
     prefilled_seconds: float = 0.0  # what `cost` says of that work, the fixed part of steps left out
     work_of: Counter[int] = field(default_factory=Counter)  # of these, by rank
+    lacks_pages: bool = False  # some that are `foreseen` to be kept are wanted: nothing is to be foreseen for now
     _requests: dict[str, Request] = field(default_factory=dict)
     _chunks_last: bool = False  # without mixed_chunks: the last step was one of chunks
     _now: float = 0.0  # of the step being scheduled
+    _foreseen: Collection[str] = ()  # requests of the step that is taken to have ended
 
     def __post_init__(self) -> None:
         capacity = self.pages.num_pages * self.pages.page_size
@@ -236,6 +239,11 @@ class Scheduler:
             self._finish(request, FinishReason.ABORT)
         return request
 
+    def lose_flights(self) -> None:
+        """No step in flight will have its update: nothing is written any more, and all is where it was before."""
+        for request in self._requests.values():
+            request.num_in_flight_tokens = 0
+
     # -- admission: can the promise be kept --------------------------------------------------------------------------
 
     def predict_ttft(self, request: Request) -> tuple[float, float]:
@@ -288,7 +296,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> Batch:
         """The next step, empty when there is nothing to do. `now`: seconds on the clock of the arrival times."""
-        self._now = now
+        self._now, self.lacks_pages = now, False
         batch = self._next_batch()
         for part in batch.scheduled:
             part.request.num_in_flight_tokens += part.num_tokens
@@ -484,6 +492,7 @@ class Scheduler:
 
     def _make_way(self, request: Request, num_pages: int, hits: Sequence[int]) -> bool:
         """Preempts requests of less urgent classes, where that gives the pages `request` wants; else nobody."""
+        self.lacks_pages |= any(other.rank > request.rank and other.id in self._foreseen for other in self.running)
         below = [
             other
             for other in self.running
@@ -508,16 +517,18 @@ class Scheduler:
             if self.pages.num_available:
                 self.pages.allocate(request.owner, 1)
                 break
+            if self._foreseen:
+                self.lacks_pages = True
+                return False
             victim = _last_to_keep([other for other in self.running if not self._keeps_its_pages(other)])
             self._preempt(victim)
             if victim is request:
                 return False
         return True
 
-    @staticmethod
-    def _keeps_its_pages(request: Request) -> bool:
+    def _keeps_its_pages(self, request: Request) -> bool:
         """They are being read to be sent, or written by a step in flight."""
-        return request.leg is Leg.SEND or request.num_in_flight_tokens > 0
+        return request.leg is Leg.SEND or request.num_in_flight_tokens > 0 or request.id in self._foreseen
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue, to be recomputed: its tokens stay, its pages go (their cached prefix may still be there
@@ -579,15 +590,69 @@ class Scheduler:
         """The pages of a held request are all at the other replica: it ends here."""
         self._finish(self._requests[request_id], FinishReason.SHIPPED)
 
+    # -- before it is known what a step finds ------------------------------------------------------------------------
+
+    @contextmanager
+    def foreseen(self, batch: Batch, ended: float) -> Iterator[None]:
+        """As if `batch`, the one step in flight, had ended at `ended`: to schedule the step after it. For a token that
+        is not known stands `~row`, with its row among those that `batch` samples. Who ends whatever it is, is gone; who
+        turns out to have ended was scheduled in vain. Nobody loses pages over what is not certain: see `lacks_pages`.
+        """
+        running, ids = self.running, {request.id for request in self.running}
+        taken = []
+        row = 0
+        for part in batch.scheduled:
+            request = part.request
+            if request.status is Status.RUNNING:
+                taken.append((part, request.due))
+                request.num_in_flight_tokens -= part.num_tokens
+                request.num_computed_tokens += part.num_tokens
+                if part.samples:
+                    request.token_ids.append(~row)
+                    request.due = next_due(request.due, ended, self.config.slo_classes[request.rank].tpot_s)
+            row += part.samples
+        self._foreseen = {part.request.id for part, _ in taken}
+        gone = {part.request.id for part, _ in taken if self._is_over(part)}
+        self.running = [request for request in running if request.id not in gone]
+        try:
+            yield
+        finally:
+            started = [request for request in self.running if request.id not in ids]
+            self.running = [request for request in running if request.status is Status.RUNNING] + started
+            self._foreseen = ()
+            for part, due in taken:
+                request, request.due = part.request, due
+                request.num_in_flight_tokens += part.num_tokens
+                request.num_computed_tokens -= part.num_tokens
+                if part.samples:
+                    request.token_ids.pop()
+
+    def _is_over(self, part: Scheduled) -> bool:
+        """Whether its request does not go on after this part, whatever the token is that it ended with."""
+        request = part.request
+        if part.samples:
+            return request.leg is Leg.SEND or self._is_full(request)
+        return request.num_computed_tokens == request.num_tokens  # only the prompt was wanted
+
+    def _is_full(self, request: Request) -> bool:
+        """Whether its newest token is the last that it may have."""
+        return request.num_output_tokens >= request.sampling.max_tokens or request.num_tokens >= self.max_model_len
+
     # -- update: what the step found ---------------------------------------------------------------------------------
 
     def update(self, batch: Batch, sampled: Mapping[str, Sampled], now: float) -> list[TokenDelta]:
-        """Takes in a computed step that ended at `now`. `sampled` has an entry for every part that `samples`."""
+        """Takes in a computed step that ended at `now`. `sampled` has an entry for every part that `samples`, but for
+        those that were computed from a token which was not the one foreseen: they are to be computed again."""
         deltas, size = [], self.pages.page_size
         for part in batch.scheduled:
             request = part.request
             request.num_in_flight_tokens -= part.num_tokens
-            if request.status is not Status.RUNNING:  # aborted while the step ran
+            if request.status is not Status.RUNNING:
+                is_written = request.num_in_flight_tokens or request.leg is Leg.SEND
+                if request.status is Status.FINISHED and not is_written:
+                    self.pages.release(request.owner)
+                continue
+            if part.samples and request.id not in sampled:
                 continue
             end = request.num_computed_tokens = part.start + part.num_tokens
             if end // size > part.start // size:
@@ -654,15 +719,13 @@ class Scheduler:
     def _append_token(self, request: Request, sampled: Sampled) -> TokenDelta:
         token_id, params = sampled.token_id, request.sampling
         request.token_ids.append(token_id)
-        num_tokens = len(request.token_ids)
-        num_output = num_tokens - len(request.prompt_token_ids)
         is_eos = token_id in self.eos_token_ids and not params.ignore_eos
-        is_stop = (is_eos or token_id in params.stop_token_ids) and num_output > params.min_tokens
+        is_stop = (is_eos or token_id in params.stop_token_ids) and request.num_output_tokens > params.min_tokens
         if sampled.error is not None:
             self._finish(request, FinishReason.ERROR)
         elif is_stop or sampled.ends:
             self._finish(request, FinishReason.STOP)
-        elif num_output >= params.max_tokens or num_tokens >= self.max_model_len:
+        elif self._is_full(request):
             self._finish(request, FinishReason.LENGTH)
         delta = self._delta(request, [token_id])
         if sampled.logprobs is not None:
@@ -679,8 +742,9 @@ class Scheduler:
         return delta
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        """Ends a request. Pages that are being written from afar are quarantined; those that are being read to be sent
-        stay its own until the engine, which knows when that is over, releases `request.owner`."""
+        """Ends a request. Pages that are being written from afar are quarantined; those that a step in flight writes to
+        stay its own until the update of that step, those that are being read to be sent until the engine, which knows
+        when that is over, releases `request.owner`."""
         match request.status:
             case Status.RUNNING:
                 self.running.remove(request)
@@ -690,7 +754,7 @@ class Scheduler:
                 self.held.remove(request)
         if request.status is Status.HELD and request.leg is Leg.RECEIVE:
             self.pages.quarantine(request.owner, request.num_computed_tokens // self.pages.page_size)
-        elif request.leg is not Leg.SEND:
+        elif request.leg is not Leg.SEND and not request.num_in_flight_tokens:
             self.pages.release(request.owner)
         request.status = Status.FINISHED
         request.finish_reason = reason

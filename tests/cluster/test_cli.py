@@ -47,7 +47,7 @@ def test_every_flag_reaches_its_setting() -> None:
         --max-num-partial-prefills 4 --max-long-partial-prefills 1 --prefill-order fcfs --admission queue
         --no-enable-chunked-prefill --no-enable-prefix-caching --kv-cache-memory 1GiB --page-size 32
         --kv-cache-dtype fp8
-        --gpu-memory-utilization 0.7 --enforce-eager
+        --gpu-memory-utilization 0.7 --enforce-eager --no-async-scheduling
         --host 0.0.0.0 --port 9000 --pools big=2,small
         --set pools.small.num_cpus=3 --set http.request_timeout_s=1.5
     """
@@ -63,7 +63,7 @@ def test_every_flag_reaches_its_setting() -> None:
     assert not engine.enable_chunked_prefill
     assert not engine.enable_prefix_caching
     assert (engine.kv_cache_memory, engine.page_size, engine.kv_cache_dtype) == (1 << 30, 32, "fp8")
-    assert (engine.gpu_memory_utilization, engine.enforce_eager) == (0.7, True)
+    assert (engine.gpu_memory_utilization, engine.enforce_eager, engine.async_scheduling) == (0.7, True, False)
     assert (http.host, http.port, http.model_aliases, http.request_timeout_s) == ("0.0.0.0", 9000, ("also",), 1.5)
     assert [(pool.name, pool.replicas, pool.num_cpus) for pool in config.pools] == [
         ("big", 2, 0),

@@ -95,12 +95,13 @@ def tokens(engine: Engine) -> dict[str, list[int]]:
 
 def test_an_engine_gives_the_same_tokens_with_and_without_graphs() -> None:
     answers = []
-    for enforce_eager in (True, False):
-        it = Engine(on_gpu(), EngineConfig(**SETTINGS, enforce_eager=enforce_eager))
+    for enforce_eager, is_ahead in ((True, False), (False, False), (False, True), (True, True)):
+        settings = SETTINGS | {"enforce_eager": enforce_eager, "async_scheduling": is_ahead}
+        it = Engine(on_gpu(), EngineConfig(**settings))
         assert isinstance(it._runner.graphs, DecodeGraphs) is not enforce_eager
         warm_up(it)
         answers.append(tokens(it))
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2] == answers[3]
 
 
 @pytest.fixture
@@ -156,8 +157,23 @@ def test_inputs_arrive_without_waiting(waits: Any) -> None:
     assert torch.isfinite(logits[0]).all()
 
 
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_a_step_behind_another_begins_without_waiting(enforce_eager: bool, waits: Any) -> None:
+    it = Engine(on_gpu(), EngineConfig(**SETTINGS, enforce_eager=enforce_eager))
+    for number, params in enumerate(PARAMS[:3]):
+        params = {"max_tokens": 50, "ignore_eos": True} | params
+        it.add(Submission(f"{number}", [5] * 20, SamplingParams(seed=number, **params)))
+    for _ in range(5):
+        it.step()
+    assert len(it._flights) == 1
+    assert waits(lambda: it._fly(it.clock())) == 0
+    assert len(it._flights) == 2
+    while it.has_work:
+        it.step()
+
+
 def test_a_step_that_samples_nothing_has_ended_when_it_returns() -> None:
-    it = Engine(on_gpu(max_position_embeddings=8192), EngineConfig(**SETTINGS))
+    it = Engine(on_gpu(max_position_embeddings=8192), EngineConfig(**SETTINGS, async_scheduling=False))
     it.add(Submission("long", [5] * 250, SamplingParams(max_tokens=1)))
     step = it.step()
     assert not step.deltas

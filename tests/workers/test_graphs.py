@@ -170,13 +170,13 @@ def test_an_engine_gives_the_same_tokens_with_what_is_recorded() -> None:
     answers, num_replayed = [], 0
 
     class Counted(DecodeGraphs):
-        def run(self, inputs: StepInputs) -> Tensor:
+        def run(self, inputs: StepInputs, found: Tensor | None = None) -> Tensor:
             nonlocal num_replayed
             num_replayed += 1
-            return super().run(inputs)
+            return super().run(inputs, found)
 
-    for is_recorded in (False, True):
-        it = Engine(wrap_module(module), config)
+    for is_recorded, is_ahead in ((False, False), (True, False), (True, True)):
+        it = Engine(wrap_module(module), config.model_copy(update={"async_scheduling": is_ahead}))
         assert it._runner.graphs is None, "on a CPU"
         if is_recorded:
             it._runner = Runner(it.model, 16, None, Counted(it.model, 16, config.max_num_seqs, lambda run: run))
@@ -189,8 +189,8 @@ def test_an_engine_gives_the_same_tokens_with_what_is_recorded() -> None:
             for delta in it.step().deltas:
                 tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
         answers.append(tokens)
-    assert answers[0] == answers[1]
-    assert num_replayed > 20
+    assert answers[0] == answers[1] == answers[2]
+    assert num_replayed > 40
 
 
 def test_a_model_that_cannot_be_recorded_runs_on_and_says_why(

@@ -17,7 +17,8 @@ JOINED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "olmo2", "opt", "qwen3
 
 
 def projections(module: nn.Module) -> list[Any]:
-    return [it for name, it in module.named_modules() if name.endswith(("q_proj", "k_proj", "v_proj"))]
+    names = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    return [it for name, it in module.named_modules() if name.endswith(names)]
 
 
 @pytest.mark.parametrize("name", JOINED)

@@ -1,10 +1,11 @@
 """The scheduling rule: budget kept, pages balanced, everything ends, whatever happens in whatever order."""
 
 import hashlib
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -677,8 +678,19 @@ def test_a_request_that_began_elsewhere_goes_on_where_it_was() -> None:
 # -- any history ---------------------------------------------------------------------------------------------------
 
 
+class Flight(NamedTuple):
+    """A step as a device gets it: from then on only what it finds comes back."""
+
+    batch: Batch
+    token_ids: list[list[int]]  # of each part; below 0: what the step before finds in that row
+    pages: list[list[int]]
+
+
 class AnyHistory(RuleBasedStateMachine):
-    """Add, step and abort in any order, on a pool small enough to preempt, with shared prefixes and salts."""
+    """Add, step and abort in any order, on a pool small enough to preempt, with shared prefixes and salts. The device
+    knows only what lies in its pages, and writes to them as late as it may: when its step ends."""
+
+    most_flights = 1
 
     @initialize(
         pages=st.integers(10, 30),
@@ -732,6 +744,11 @@ class AnyHistory(RuleBasedStateMachine):
         self.live: dict[str, Request] = {}
         self.being_read: set[str] = set()
         self.count = 0
+        self.memory: dict[tuple[int, int], int] = {}  # by page and place in it
+        self.flights: list[Flight] = []
+        self.found: list[int] = []  # by the last step that ended
+        self.late_rows: set[int] = set()  # of the next step that ends: what begins with them begins with something else
+        self.late: set[str] = set()  # requests whose token the step in flight did not begin with
 
     @rule(
         prefix=st.sampled_from([[], [1] * 8, [1] * 8 + [2] * 8, [3] * 20]),
@@ -769,6 +786,9 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.live)))
+        self.land_with(name)
+        if name not in self.live:
+            return
         request = self.live.pop(name)
         assert self.it.abort(name) is request
         if request.leg is Leg.SEND:
@@ -787,8 +807,12 @@ class AnyHistory(RuleBasedStateMachine):
             self.being_read.add(request.owner)
             del self.live[request.id]
         elif (end := request.num_computed_tokens + pages * self.it.pages.page_size) < request.num_tokens:
+            start = request.num_computed_tokens
+            self.write(self.it.pages.pages_of(request.owner), start, request.token_ids[start:end])
             self.it.commit(request.id, end)
         else:
+            start = request.num_computed_tokens
+            self.write(self.it.pages.pages_of(request.owner), start, request.token_ids[start:])
             token = next_token(request.token_ids)
             is_full = request.num_tokens + 1 >= self.it.max_model_len
             if token == EOS or request.sampling.max_tokens == 1 or is_full:  # the sender would have ended it
@@ -812,21 +836,37 @@ class AnyHistory(RuleBasedStateMachine):
         for number in range(self.count):
             self.it.pages.end_quarantine(f"r{number}#1")
 
-    @rule(steps=st.integers(1, 6))
-    def run_steps(self, steps: int) -> None:
+    @rule(steps=st.integers(1, 6), late_rows=st.sets(st.integers(0, 5), max_size=2))
+    def run_steps(self, steps: int, late_rows: set[int]) -> None:
+        self.late_rows = late_rows
         for _ in range(steps):
             self.one_step()
 
     def one_step(self) -> None:
+        while len(self.flights) < self.most_flights and self.begin():
+            pass
+        if self.flights:
+            self.land()
         self.it.grant(self.now)
-        batch = self.it.schedule(self.now)
-        self.now += COST.seconds(batch.work)
+
+    def begin(self) -> bool:
+        if not self.flights:
+            batch = self.it.schedule(self.now)
+            assert len(self.it.running) <= self.it.config.max_num_seqs
+            if batch or not (self.it.held or self.being_read or self.it.pages.counts().quarantined):
+                assert bool(batch) == self.it.has_work, "there is work, so a step must do some"
+            return self.launch(batch)
+        if self.it.lacks_pages or self.late:
+            return False
+        before = self.flights[-1].batch
+        with self.it.foreseen(before, self.now + COST.seconds(before.work)):
+            return self.launch(self.it.schedule(self.now))
+
+    def launch(self, batch: Batch) -> bool:
         assert batch.num_tokens <= self.it.config.max_num_batched_tokens
-        assert len(self.it.running) <= self.it.config.max_num_seqs
+        assert len(batch.scheduled) <= self.it.config.max_num_seqs
         names = [part.request.id for part in batch.scheduled]
         assert len(names) == len(set(names))
-        if batch or not (self.it.held or self.being_read or self.it.pages.counts().quarantined):
-            assert bool(batch) == self.it.has_work, "there is work, so a step must do some"
         for number, part in enumerate(batch.scheduled):
             each, end = part.request, part.start + part.num_tokens
             assert part.start == each.num_computed_tokens
@@ -837,19 +877,52 @@ class AnyHistory(RuleBasedStateMachine):
                 assert each.num_output_tokens > 0
                 assert part.num_tokens == 1
                 assert part.samples
+                assert each.num_output_tokens < each.sampling.max_tokens, "it is known to have ended"
+                assert each.num_tokens < 40
             assert part.reason
             threshold = self.it.config.long_prefill_token_threshold
             assert not threshold or not self.it.config.enable_chunked_prefill or part.num_tokens <= threshold
         if not self.it.config.mixed_chunks:
             assert batch.num_decodes in (0, len(batch.scheduled)), "chunks and decodes take turns"
-        tokens = {p.request.id: Sampled(next_token(p.request.token_ids)) for p in batch.scheduled if p.samples}
-        for delta in self.it.update(batch, tokens, self.now):
+        if batch:
+            ids = [part.request.token_ids[part.start : part.start + part.num_tokens] for part in batch.scheduled]
+            self.flights.append(Flight(batch, ids, [list(part.pages) for part in batch.scheduled]))
+        return bool(batch)
+
+    def land(self) -> None:
+        batch, token_ids, pages = self.flights.pop(0)
+        self.now += COST.seconds(batch.work)
+        for part, ids, its in zip(batch.scheduled, token_ids, pages, strict=True):
+            self.write(its, part.start, [self.found[~token] if token < 0 else token for token in ids])
+        reads = [self.read(its, part.start + part.num_tokens) for part, its in zip(batch.scheduled, pages, strict=True)]
+        sampling = [(part, read) for part, read in zip(batch.scheduled, reads, strict=True) if part.samples]
+        self.found = [next_token(read) for _, read in sampling]
+        names = [part.request.id for part, _ in sampling]
+        said = {name: Sampled(token) for name, token in zip(names, self.found, strict=True) if name not in self.late}
+        self.found = [EOS if row in self.late_rows else token for row, token in enumerate(self.found)]
+        self.late = {name for row, name in enumerate(names) if self.flights and row in self.late_rows}
+        self.late_rows = set()
+        for delta in self.it.update(batch, said, self.now):
             if delta.finish_reason is not None:
                 done = self.live.pop(delta.request_id)
                 if done.leg is Leg.SEND:
                     self.being_read.add(done.owner)
                 expected = reference_output(done.prompt_token_ids, done.sampling, 40)
                 assert done.token_ids[done.num_prompt_tokens :] == expected
+
+    def land_with(self, name: str) -> None:
+        """Before something happens to a request, whatever computes it ends."""
+        if any(part.request.id == name for flight in self.flights for part in flight.batch.scheduled):
+            while self.flights:
+                self.land()
+
+    def write(self, pages: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
+        for at, token in enumerate(token_ids, start):
+            self.memory[pages[at // self.it.pages.page_size], at % self.it.pages.page_size] = token
+
+    def read(self, pages: Sequence[int], end: int) -> list[int]:
+        size = self.it.pages.page_size
+        return [self.memory[pages[at // size], at % size] for at in range(end)]
 
     @invariant()
     def pages_balance(self) -> None:
@@ -858,6 +931,7 @@ class AnyHistory(RuleBasedStateMachine):
         counts = self.it.pages.counts()
         assert counts.free + counts.owned + counts.cached + counts.quarantined == counts.total
         owners = {each.owner for each in [*self.it.running, *self.it.held]} | self.being_read
+        owners |= {part.request.owner for flight in self.flights for part in flight.batch.scheduled}
         held = {page for owner in owners for page in self.it.pages.pages_of(owner)}
         assert counts.owned == len(held)
         for each in self.it.waiting:
@@ -882,15 +956,26 @@ class AnyHistory(RuleBasedStateMachine):
                     self.it.take_over(name, self.now)
             limit -= 1
             assert limit, "not everything ends"
+        while self.flights:
+            self.land()
         self.writers_and_readers_stop()
         assert self.it.pages.counts().owned == self.it.pages.counts().quarantined == 0
         assert not self.it.has_work
 
 
-AnyHistory.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+class AnyHistoryAhead(AnyHistory):
+    """The same with each step begun before the tokens of the one before it are known."""
+
+    most_flights = 2
+
+
+for machine in (AnyHistory, AnyHistoryAhead):
+    machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestAnyHistory = AnyHistory.TestCase
+TestAnyHistoryAhead = AnyHistoryAhead.TestCase
 
 
 @pytest.mark.soak
-def test_any_history_at_length() -> None:
-    run_state_machine_as_test(AnyHistory, settings=settings(max_examples=5000, stateful_step_count=100, deadline=None))
+@pytest.mark.parametrize("machine", [AnyHistory, AnyHistoryAhead])
+def test_any_history_at_length(machine: type[AnyHistory]) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=5000, stateful_step_count=100, deadline=None))
