@@ -22,7 +22,7 @@ from crossdock.workers.chunking import (
     skip_decodes,
     steps_without_skips,
 )
-from crossdock.workers.pages import PagePool, hash_pages
+from crossdock.workers.pages import PageHash, PagePool, hash_pages
 from crossdock.workers.profile import StepCost, StepWork
 from crossdock.workers.request import FinishReason, Leg, Overloaded, Request, Status, TokenDelta, TokenLogprobs
 from crossdock.workers.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass, rank_of
@@ -457,9 +457,14 @@ class Scheduler:
         """Cached pages this request can start from. At least one token is left to compute: its logits are wanted."""
         if not self.pages.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
             return []
+        return self.pages.match_prefix(self._hashes(request)[: (request.num_tokens - 1) // self.pages.page_size])
+
+    def _hashes(self, request: Request) -> Sequence[PageHash]:
+        """Of its full pages. Each is hashed once."""
         size = self.pages.page_size
-        request.page_hashes = hash_pages(request.token_ids, size, request.cache_salt, request.page_hashes)
-        return self.pages.match_prefix(request.page_hashes[: (request.num_tokens - 1) // size])
+        if len(request.page_hashes) < request.num_tokens // size:
+            request.page_hashes = hash_pages(request.token_ids, size, request.cache_salt, request.page_hashes)
+        return request.page_hashes
 
     def _admit(self, request: Request, hits: Sequence[int]) -> bool:
         """Reserves pages for *all* tokens the request has, before its first chunk: no prompt starts that cannot end."""
@@ -648,8 +653,7 @@ class Scheduler:
         size = self.pages.page_size
         num_full = request.num_computed_tokens // size
         if num_full > start // size and self.pages.enable_prefix_caching:
-            request.page_hashes = hash_pages(request.token_ids, size, request.cache_salt, request.page_hashes)
-            self.pages.index(request.owner, request.page_hashes[:num_full], first=start // size)
+            self.pages.index(request.owner, self._hashes(request)[:num_full], first=start // size)
 
     def _append_token(self, request: Request, sampled: Sampled) -> TokenDelta:
         token_id, params = sampled.token_id, request.sampling
