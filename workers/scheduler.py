@@ -423,8 +423,8 @@ class Scheduler:
 
     def num_places(self, rank: int) -> int:
         """How many more of class `rank` may hold pages: of the places, some are kept for more urgent classes."""
-        arriving = (other for other in self.held if other.leg is Leg.RECEIVE)  # one that is sent decodes elsewhere
-        taken = [other.rank for other in (*self.running, *arriving)]
+        taken = [other.rank for other in self.running]
+        taken += [other.rank for other in self.held if other.leg is Leg.RECEIVE]  # one that is sent decodes elsewhere
         kept = reserved_slots(self.config.slo_classes, self.config.max_num_seqs, taken, rank)
         return self.config.max_num_seqs - len(taken) - kept
 
@@ -642,9 +642,10 @@ class Scheduler:
                 self.pages.allocate(request.owner, missing)
             if request.num_computed_tokens // size > start // size:
                 self._index_pages(request, start)
-            tpot = self.config.slo_classes[request.rank].tpot_s
+            due, tpot = request.due, self.config.slo_classes[request.rank].tpot_s
             for end in ends:
-                request.due = next_due(request.due, end, tpot)
+                due = next_due(due, end, tpot)
+            request.due = due
             parts.append(part._replace(start=request.num_computed_tokens))
         self._now = ends[-1]
         return Batch(parts, len(parts))
