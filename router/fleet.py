@@ -177,7 +177,8 @@ class Fleet:
         rank = self._rank(query.slo_class)
         cached = self._cached(query)
         age = np.minimum(now - self._news, self.config.ttl_s)
-        age[list(self._stale)] = 0.0  # nobody knows whether it has gone on
+        if self._stale:
+            age[list(self._stale)] = 0.0  # nobody knows whether it has gone on
         it = predict(self._loads, query, rank, cached, age, self.classes)
         slo = self.classes[rank]
         self.num_chosen += 1
@@ -285,7 +286,7 @@ class Fleet:
         for slot in self._dirty - self._stale:
             it = self._slots[slot]
             if it is not None:
-                self._note(slot, row(it.profile, it.live, it.unseen.values(), self.classes))
+                row(it.profile, it.live, it.unseen.values(), self.classes).put(self._loads, slot)
         self._dirty.clear()
         worst = self._busiest() if self._stale else None
         for slot in self._stale:
@@ -293,7 +294,7 @@ class Fleet:
             assert it is not None
             live = max((it.live, worst), key=_work)
             booked = [*it.unseen.values(), *it.seen.values()]
-            self._note(slot, row(it.profile, live and replace(live, cost=()), booked, self.classes))
+            row(it.profile, live and replace(live, cost=()), booked, self.classes).put(self._loads, slot)
 
     def _find_stale(self, now: float) -> None:
         """Who has been silent for too long, or has not said anything yet."""
@@ -302,12 +303,6 @@ class Fleet:
         self._dirty |= stale ^ self._stale
         self._stale = stale
         self._all_heard = float(self._heard.min())
-
-    def _note(self, slot: int, its: tuple[list[float], list[float]]) -> None:
-        """Its row is that now."""
-        columns, prompts = its
-        self._loads.columns[:, slot] = columns
-        self._loads.prompts.reshape(-1, len(self._slots))[:, slot] = prompts or 0.0
 
     def _busiest(self) -> LiveProfile | None:
         """What the busiest of the replicas that are not silent has to do."""

@@ -113,7 +113,7 @@ class Loads:
     future_lateness: Floats  # and for those that are on the way
     # where that lies
     columns: Floats  # [column, replica]: all of the above, in that order
-    prompts: Floats  # [said or given since, number or seconds together, rank, place, replica]: by length
+    prompts: Floats  # [0 said or 1 given since, 0 number or 1 seconds together, rank, place, replica]: by length
 
 
 _COLUMNS = Loads.__slots__[:-2]
@@ -124,7 +124,7 @@ NUM_LENGTHS = len(LENGTHS) + 1
 
 
 def blank(num_replicas: int, num_ranks: int) -> Loads:
-    """Loads of so many slots with no replica in them, for `columns` and `prompts` to be filled as `row` says."""
+    """Loads of so many slots with no replica in them."""
     columns = np.zeros((len(_COLUMNS) + len(_PER_RANK) * (num_ranks - 1), num_replicas))
     views: dict[str, Floats] = {}
     at = 0
@@ -139,31 +139,48 @@ def blank(num_replicas: int, num_ranks: int) -> Loads:
     return loads
 
 
+@dataclass(slots=True)
+class Row:
+    """One replica's part of `Loads`."""
+
+    columns: list[float]
+    prompts: list[tuple[int, int, int, float, float]]  # (said or given since, rank, place, number, seconds together)
+
+    def put(self, loads: Loads, slot: int) -> None:
+        loads.columns[:, slot] = self.columns
+        loads.prompts[..., slot] = 0.0
+        for given, rank, place, count, seconds in self.prompts:
+            loads.prompts[given, 0, rank, place, slot] = count
+            loads.prompts[given, 1, rank, place, slot] = seconds
+
+
 def row(
     profile: SchedulingProfile, live: LiveProfile | None, booked: Iterable[Booking], classes: Sequence[SloClass]
-) -> tuple[list[float], list[float]]:
-    """One replica's `columns`, and its `prompts`: none where none wait. `booked`: what is not in `live`."""
+) -> Row:
+    """One replica's row. `booked`: what is not in `live`."""
     num_ranks = len(classes)
     cost = live.cost if live is not None and live.cost else profile.cost.coefficients
     base, per_token, per_attended, per_decode, per_context = cost
-    said, given = _Prompts([0] * num_ranks), _Prompts([0] * num_ranks)
+    queue = _Queue()
     streams, arriving = [0.0] * num_ranks, [0.0] * num_ranks
     places, pages = [float(profile.max_num_seqs)] * num_ranks, [float(profile.num_pages)] * num_ranks
     prompt_shares: Sequence[float] = ()
     context = future_context = remaining = step = 0.0
     rate = profile.bytes_per_second
     if live is not None:
-        for prompts in live.prompts:
-            rank = min(prompts.rank, num_ranks - 1)
-            said.add(rank, prompts.length, prompts.count, prompts.seconds)
-            arriving[rank] += prompts.count
-            future_context += prompts.tokens
+        for group in live.prompts:
+            rank = min(group.rank, num_ranks - 1)
+            queue.add(0, rank, group.length, group.count, group.seconds)
+            arriving[rank] += group.count
+            future_context += group.tokens
         num_leaving = sum(live.leaving)
         if num_leaving:  # whose tokens are whose, it does not say
             future_context *= 1 - min(num_leaving / max(sum(arriving), 1), 1)
         streams = _by_rank(live.streams, num_ranks)
-        coming, leaving = _by_rank(live.arriving, num_ranks), _by_rank(live.leaving, num_ranks)
-        arriving = [here + there - away for here, there, away in zip(arriving, coming, leaving, strict=True)]
+        for rank, count in enumerate(_by_rank(live.arriving, num_ranks)):
+            arriving[rank] += count
+        for rank, count in enumerate(_by_rank(live.leaving, num_ranks)):
+            arriving[rank] -= count
         places[: len(live.places)] = live.places[:num_ranks]
         pages[: len(live.free_pages)] = live.free_pages[:num_ranks]
         prompt_shares = live.prompt_shares
@@ -172,7 +189,7 @@ def row(
     for it in booked:
         rank = min(it.rank, num_ranks - 1)
         if it.seconds and not it.has_first:
-            given.add(rank, bisect(LENGTHS, it.seconds), 1, it.seconds)
+            queue.add(1, rank, bisect(LENGTHS, it.seconds), 1, it.seconds)
         if it.decodes and it.has_first:
             streams[rank] += 1
             context += it.tokens
@@ -184,14 +201,17 @@ def row(
             pages = [free - it.pages for free in pages]
             places = [free - 1 for free in places]
     num_streams, num_arriving = sum(streams), max(sum(arriving), 0.0)
-    everyone = [running + max(coming, 0.0) for running, coming in zip(streams, arriving, strict=True)]
+    everyone = [*streams]
+    for rank, count in enumerate(arriving):
+        if count > 0:
+            everyone[rank] += count
     decodes = base + per_decode * num_streams + per_context * context
     tightest = next((rank for rank, count in enumerate(streams) if count), num_ranks)
     is_adaptive, budget = profile.chunk_policy == "adaptive", profile.max_num_batched_tokens
     share = 1.0
     if num_streams:
         if is_adaptive:
-            period = min([slo.tpot_s for slo, count in zip(classes, streams, strict=True) if count])
+            period = min([classes[rank].tpot_s for rank, count in enumerate(streams) if count])
         else:
             room = budget - num_streams
             period = decodes + room * (per_token + per_attended * room / 2)
@@ -199,9 +219,7 @@ def row(
     future_gap = decodes + per_decode * num_arriving + per_context * future_context
     mean_context = (context + future_context) / max(num_streams + num_arriving, 1.0)
     page_size, begins = profile.page_size, zip(pages, places, strict=True)
-    counts, seconds, urgent = said.packed()
-    booked_counts, booked_seconds, booked_urgent = given.packed()
-    has_prompts = said.by_length or given.by_length
+    prompts, (num_said, num_given), (urgent, booked_urgent) = queue.placed(num_ranks)
     columns = [
         base,
         per_token,
@@ -213,7 +231,7 @@ def row(
         page_size,
         profile.page_bytes,
         rate,
-        profile.admission == "reject" and bool(num_streams or num_arriving or has_prompts),
+        profile.admission == "reject" and bool(num_streams or num_arriving or prompts),
         step / 2,
         profile.min_chunk_tokens if is_adaptive else max(budget - num_streams, 1.0),
         share,
@@ -228,39 +246,39 @@ def row(
         *[max(share - sum(prompt_shares[:rank]), 0.05) for rank in range(num_ranks)],
         *urgent,
         *booked_urgent,
-        *map(max, said.num_lengths, given.num_lengths),
+        *map(max, num_said, num_given),
         *streams,
         *everyone,
         lateness(decodes, streams, classes),
         lateness(future_gap, everyone, classes),
     ]
-    return columns, [*counts, *seconds, *booked_counts, *booked_seconds] if has_prompts else []
+    return Row(columns, prompts)
 
 
 @dataclass(slots=True)
-class _Prompts:
-    """Prompts that wait at one replica."""
+class _Queue:
+    """The prompts that wait at one replica."""
 
-    num_lengths: list[int]  # by rank
-    by_length: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-    """By rank and length: how many, and their seconds together."""
+    groups: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
+    """By 0 said or 1 given since, rank and length: how many, and their seconds together."""
 
-    def add(self, rank: int, length: int, count: float, seconds: float) -> None:
-        counted, together = self.by_length.get((rank, length), (0.0, 0.0))
-        self.num_lengths[rank] += not counted
-        self.by_length[rank, length] = counted + count, together + seconds
+    def add(self, given: int, rank: int, length: int, count: float, seconds: float) -> None:
+        counted, together = self.groups.get((given, rank, length), (0.0, 0.0))
+        self.groups[given, rank, length] = counted + count, together + seconds
 
-    def packed(self) -> tuple[list[float], list[float], list[float]]:
-        """Numbers and seconds, of a rank's each length in turn, and by rank the seconds of those more urgent."""
-        num_ranks = len(self.num_lengths)
-        counts, seconds = [0.0] * (num_ranks * NUM_LENGTHS), [0.0] * (num_ranks * NUM_LENGTHS)
-        if not self.by_length:
-            return counts, seconds, [0.0] * num_ranks
-        ends = [rank * NUM_LENGTHS for rank in range(num_ranks)]
-        for (rank, _), (count, together) in sorted(self.by_length.items()):
-            counts[ends[rank]], seconds[ends[rank]] = count, together
-            ends[rank] += 1
-        return counts, seconds, [sum(seconds[: rank * NUM_LENGTHS]) for rank in range(num_ranks)]
+    def placed(
+        self, num_ranks: int
+    ) -> tuple[list[tuple[int, int, int, float, float]], tuple[list[int], ...], tuple[list[float], ...]]:
+        """As in `Row.prompts`; and for those said and those given, by rank, how many places they take up, and the
+        seconds of those of more urgent classes."""
+        prompts = []
+        taken, before = ([0] * num_ranks, [0] * num_ranks), ([0.0] * num_ranks, [0.0] * num_ranks)
+        for (given, rank, _), (count, seconds) in sorted(self.groups.items()):
+            prompts.append((given, rank, taken[given][rank], count, seconds))
+            taken[given][rank] += 1
+            for less_urgent in range(rank + 1, num_ranks):
+                before[given][less_urgent] += seconds
+        return prompts, taken, before
 
 
 def _by_rank(said: Sequence[float], num_ranks: int) -> list[float]:
@@ -275,9 +293,9 @@ def _by_rank(said: Sequence[float], num_ranks: int) -> list[float]:
 def lateness(gap: float, streams: Sequence[float], classes: Sequence[SloClass]) -> float:
     """Seconds per token by which streams are late where a step takes `gap`, each times its class's weight."""
     late = 0.0
-    for count, slo in zip(streams, classes, strict=True):
+    for rank, slo in enumerate(classes):
         if gap > slo.tpot_s:
-            late += count * slo.weight * (gap - slo.tpot_s)
+            late += streams[rank] * slo.weight * (gap - slo.tpot_s)
     return late
 
 
@@ -337,7 +355,7 @@ def _prefill_seconds(loads: Loads, rest: Floats, cached: Floats, per_token: Floa
     """`StepCost.prefill_seconds` of every replica."""
     num_chunks: Floats | float = 1.0
     contexts = cached  # tokens before each chunk, summed
-    if (rest > loads.budget).any():
+    if rest.max() > loads.budget.min():
         num_chunks = np.ceil(rest / loads.budget)
         contexts = num_chunks * (cached + loads.budget * (num_chunks - 1) / 2)
     return num_chunks * loads.base + rest * per_token + loads.per_context * contexts
@@ -346,7 +364,8 @@ def _prefill_seconds(loads: Loads, rest: Floats, cached: Floats, per_token: Floa
 def _among(loads: Loads, rank: int, width: int, done: Floats, own: Floats) -> Floats:
     """Seconds of the prompts of its own class that go before it, each of which delays it by its own length at most."""
     (counts, seconds), (booked_counts, booked_seconds) = loads.prompts[:, :, rank, :width]
-    left = np.clip(1 - (done - loads.urgent[rank]) / np.maximum(seconds.sum(axis=0), 1e-9), 0.0, 1.0)
+    left = 1 - (done - loads.urgent[rank]) / np.maximum(seconds.sum(axis=0), 1e-9)
+    left = np.minimum(np.maximum(left, 0.0), 1.0)
     among: Floats = np.minimum(seconds * left, counts * own).sum(axis=0)
     among += np.minimum(booked_seconds, booked_counts * own).sum(axis=0)
     return among
