@@ -8,7 +8,7 @@ said something that includes them.
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, inf
 from typing import Literal
 
 import numpy as np
@@ -25,11 +25,10 @@ from crossdock.router.placement import (
     Prediction,
     Query,
     Slots,
+    blank,
     choose,
-    num_columns,
     predict,
     row,
-    views,
 )
 from crossdock.router.prefixes import Prefixes
 from crossdock.workers.live import LiveProfile, PageChanges
@@ -64,9 +63,6 @@ class _Replica:
     slot: int
     profile: SchedulingProfile
     live: LiveProfile | None = None
-    heard: float = 0.0  # when it last said anything
-    news: float = 0.0  # when it last said something new
-    is_stale: bool = True
     unseen: dict[str, Booking] = field(default_factory=dict)  # by request
     seen: dict[str, Booking] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)  # of the unseen: the live profile after which they are in it
@@ -95,15 +91,17 @@ class Fleet:
     num_chosen: int = 0
     _replicas: dict[str, _Replica] = field(default_factory=dict)
     _slots: list[_Replica | None] = field(default_factory=list)
-    _table: Floats = field(init=False)
     _loads: Loads = field(init=False)
-    _facts: NDArray[np.float64] = field(init=False)  # [fact, slot]: heard, news
+    _heard: Floats = field(init=False)  # when it last said anything; an empty slot is never late
+    _news: Floats = field(init=False)  # when it last said something new
+    _all_heard: float = inf  # since when each has said something, or before
     _groups: NDArray[np.int64] = field(init=False)
     _names: NDArray[np.uint32] = field(init=False)
     _roles: dict[str, Slots] = field(default_factory=dict)
+    _everyone: dict[bool, Candidates] = field(default_factory=dict)  # by whether the request may ship
     _group_of: dict[str, int] = field(default_factory=dict)  # by compatibility
-    _dirty: set[int] = field(default_factory=set)
-    _stale: set[int] = field(default_factory=set)
+    _dirty: set[int] = field(default_factory=set)  # whose rows are to be made anew; they know of nothing `seen`
+    _stale: set[int] = field(default_factory=set)  # theirs are, at each choice; they do
     _placed: dict[str, tuple[tuple[str, ...], Sequence[PageHash]]] = field(default_factory=dict)  # by request
 
     def __post_init__(self) -> None:
@@ -120,14 +118,15 @@ class Fleet:
             self.classes = profile.slo_classes
             self._allocate(len(self._slots))
         slot = self._slots.index(None) if None in self._slots else self._grow()
-        it = self._replicas[name] = self._slots[slot] = _Replica(name, slot, profile, None, now, now)
+        it = self._replicas[name] = self._slots[slot] = _Replica(name, slot, profile)
         self._names[slot] = zlib.crc32(name.encode())
         pairable = profile.compatibility if profile.peer else f"alone {name}"
         self._groups[slot] = self._group_of.setdefault(pairable, len(self._group_of))
-        self._facts[:, slot] = now
+        self._heard[slot] = self._news[slot] = now
+        self._all_heard = min(self._all_heard, now)
         self._dirty.add(slot)
         self._stale.add(it.slot)
-        self._roles.clear()
+        self._forget_roles()
 
     def leave(self, name: str) -> None:
         """A replica takes nothing new. Its bookings are over."""
@@ -135,23 +134,24 @@ class Fleet:
         if it is None:
             return
         self._slots[it.slot] = None
+        self._heard[it.slot] = inf
         self._dirty.discard(it.slot)
         self._stale.discard(it.slot)
         self.prefixes.forget(it.slot)
-        self._roles.clear()
+        self._forget_roles()
 
     def hear(self, name: str, live: LiveProfile, now: float) -> None:
         """What a replica says of itself. What it had said before, late or again, only shows that it lives."""
         it = self._replicas.get(name)
         if it is None:
             return
-        it.heard = self._facts[0, it.slot] = now
+        self._heard[it.slot] = now
         if it.live is not None and it.live.incarnation == live.incarnation and it.live.sequence >= live.sequence:
             return
         if it.role != (live.role or it.profile.role):
-            self._roles.clear()
+            self._forget_roles()
         it.live = live
-        it.news = self._facts[1, it.slot] = now
+        self._news[it.slot] = now
         for request_id in [key for key, taken in it.taken.items() if taken < live.sequence]:
             del it.taken[request_id]
             it.seen[request_id] = it.unseen.pop(request_id)
@@ -176,8 +176,9 @@ class Fleet:
         self._refresh(now)
         rank = self._rank(query.slo_class)
         cached = self._cached(query)
-        age = np.minimum(now - self._facts[1], self.config.ttl_s)
-        age[list(self._stale)] = 0.0  # nobody knows whether it has gone on
+        age = np.minimum(now - self._news, self.config.ttl_s)
+        if self._stale:
+            age[list(self._stale)] = 0.0  # nobody knows whether it has gone on
         it = predict(self._loads, query, rank, cached, age, self.classes)
         slo = self.classes[rank]
         self.num_chosen += 1
@@ -224,7 +225,8 @@ class Fleet:
             booking = it and (it.unseen.get(request_id) or it.seen.get(request_id))
             if it and booking and not booking.has_first:
                 it.change(request_id, replace(booking, has_first=True))
-                self._dirty.add(it.slot)
+                if request_id in it.unseen:
+                    self._dirty.add(it.slot)
 
     def settle(self, request_id: str) -> None:
         """It is over, or was never taken."""
@@ -233,10 +235,10 @@ class Fleet:
             it = self._replicas.get(name)
             if it is not None:
                 self.prefixes.end_expected(it.slot, hashes)
-                it.unseen.pop(request_id, None)
                 it.seen.pop(request_id, None)
                 it.taken.pop(request_id, None)
-                self._dirty.add(it.slot)
+                if it.unseen.pop(request_id, None) is not None:
+                    self._dirty.add(it.slot)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -267,41 +269,40 @@ class Fleet:
 
     def _allocate(self, capacity: int) -> None:
         """Tables for so many replicas and as many classes as there are; all rows have to be made anew."""
-        ranks = max(len(self.classes), 1)
-        table = np.zeros((capacity, num_columns(ranks)), order="F")
         groups, names = np.zeros(capacity, dtype=np.int64), np.zeros(capacity, dtype=np.uint32)
-        facts = np.zeros((2, capacity))
+        heard, news = np.full(capacity, inf), np.zeros(capacity)
         if self._slots:
             had = len(self._slots)
-            groups[:had], names[:had], facts[:, :had] = self._groups, self._names, self._facts
+            groups[:had], names[:had], heard[:had], news[:had] = self._groups, self._names, self._heard, self._news
         self._slots += [None] * (capacity - len(self._slots))
-        self._table, self._groups, self._names, self._facts = table, groups, names, facts
-        self._loads = views(table, ranks)
-        for column in (self._loads.budget, self._loads.page_size, self._loads.stream_pages, self._loads.share):
-            column[:] = 1.0  # of slots without a replica: nothing is divided by zero
-        self._loads.bytes_per_second[:] = 1.0
+        self._groups, self._names, self._heard, self._news = groups, names, heard, news
+        self._loads = blank(capacity, max(len(self.classes), 1))
         self._dirty.update(it.slot for it in self._replicas.values())
 
     def _refresh(self, now: float) -> None:
         """Brings the rows of all replicas of which something has changed up to date."""
-        silent = np.flatnonzero(now - self._facts[0] > self.config.ttl_s)
-        stale = {it.slot for slot in silent if (it := self._slots[slot]) is not None}
-        stale |= {it.slot for slot in self._stale if (it := self._slots[slot]) is not None and it.live is None}
-        self._dirty |= stale ^ self._stale
-        self._stale = stale
-        for slot in self._dirty - stale:
+        if self._stale or now - self._all_heard > self.config.ttl_s:
+            self._find_stale(now)
+        for slot in self._dirty - self._stale:
             it = self._slots[slot]
             if it is not None:
-                self._table[slot] = row(it.profile, it.live, it.unseen.values(), self.classes)
-        if stale:
-            worst = self._busiest()
-            for slot in stale:
-                it = self._slots[slot]
-                assert it is not None
-                live = max((it.live, worst), key=_work)
-                booked = [*it.unseen.values(), *it.seen.values()]
-                self._table[slot] = row(it.profile, live and replace(live, cost=()), booked, self.classes)
+                row(it.profile, it.live, it.unseen.values(), self.classes).put(self._loads, slot)
         self._dirty.clear()
+        worst = self._busiest() if self._stale else None
+        for slot in self._stale:
+            it = self._slots[slot]
+            assert it is not None
+            live = max((it.live, worst), key=_work)
+            booked = [*it.unseen.values(), *it.seen.values()]
+            row(it.profile, live and replace(live, cost=()), booked, self.classes).put(self._loads, slot)
+
+    def _find_stale(self, now: float) -> None:
+        """Who has been silent for too long, or has not said anything yet."""
+        stale = set(np.flatnonzero(now - self._heard > self.config.ttl_s).tolist())
+        stale |= {slot for slot in self._stale if (it := self._slots[slot]) is not None and it.live is None}
+        self._dirty |= stale ^ self._stale
+        self._stale = stale
+        self._all_heard = float(self._heard.min())
 
     def _busiest(self) -> LiveProfile | None:
         """What the busiest of the replicas that are not silent has to do."""
@@ -319,14 +320,15 @@ class Fleet:
                 slots &= ~(1 << slot)
         return cached
 
-    def _slots_of(self, role: str) -> Slots:
-        if not self._roles:
-            for each in ("mixed", "prefill", "decode"):
-                its = [it.slot for it in self._replicas.values() if it.role == each]
-                self._roles[each] = np.array(sorted(its), dtype=np.intp)
-        return self._roles[role]
-
     def _candidates(self, query: Query, exclude: Collection[str]) -> Candidates:
+        ships = self.config.shipping != "never" and query.may_ship and query.num_tokens >= self.page_size
+        if exclude:
+            return self._those_but(exclude, ships)
+        if ships not in self._everyone:
+            self._everyone[ships] = self._those_but((), ships)
+        return self._everyone[ships]
+
+    def _those_but(self, exclude: Collection[str], ships: bool) -> Candidates:
         mixed, prefills, decodes = (self._slots_of(role) for role in ("mixed", "prefill", "decode"))
         if exclude:
             out = [it.slot for name in exclude if (it := self._replicas.get(name)) is not None]
@@ -335,7 +337,6 @@ class Fleet:
         if not len(alone):
             raise LookupError("no replica is left to choose from")
         near, far = np.concatenate([prefills, mixed]), np.concatenate([decodes, mixed])
-        ships = self.config.shipping != "never" and query.may_ship and query.num_tokens >= self.page_size
         if not ships or not len(prefills) + len(decodes):
             near = far = near[:0]
         elif self.config.shipping == "always":
@@ -343,6 +344,17 @@ class Fleet:
             if len(paired):
                 alone, near = alone[:0], paired
         return Candidates(alone, near, far, self._groups, self._names)
+
+    def _slots_of(self, role: str) -> Slots:
+        if not self._roles:
+            for each in ("mixed", "prefill", "decode"):
+                its = [it.slot for it in self._replicas.values() if it.role == each]
+                self._roles[each] = np.array(sorted(its), dtype=np.intp)
+        return self._roles[role]
+
+    def _forget_roles(self) -> None:
+        self._roles.clear()
+        self._everyone.clear()
 
     def _follow(
         self, policy: Callable[[baselines.View], int], query: Query, cached: Floats, candidates: Candidates
@@ -402,8 +414,8 @@ class Fleet:
         assert first is not None
         assert last is not None
         ttft = float(it.ttft[prefill])
-        weight = self.classes[self._rank(query.slo_class)].weight
-        late = weight * max(ttft - float(it.deadline[prefill]), 0.0)
+        slo = self.classes[self._rank(query.slo_class)]
+        late = slo.weight * max(ttft - slo.ttft_deadline(float(it.prefill[prefill])), 0.0)
         late += float(it.prompt_late[prefill] + it.stream_late[decode])
         reason: str = self.config.policy
         if self.config.policy == "seconds":

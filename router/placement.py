@@ -10,7 +10,7 @@ is fewer seconds and needs no rule of its own; nor does the choice between one r
 import zlib
 from bisect import bisect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import TypeAlias
 
@@ -77,7 +77,7 @@ class Booking:
 
 @dataclass(slots=True)
 class Loads:
-    """What replicas can do and have to do. One entry each; `[replica, rank]` where it is per class."""
+    """What replicas can do and have to do. One entry each; `[rank, replica]` where it is per class."""
 
     # what they can do
     base: Floats
@@ -87,180 +87,216 @@ class Loads:
     per_context: Floats
     budget: Floats  # tokens a step may carry
     adaptive: Floats  # 1: chunks fit the streams' promises; 0: they fill the budget
-    floor: Floats  # adaptive: tokens of a prompt that a step carries all the same
-    rejects: Floats  # 1: refuses what would be late
     page_size: Floats
     page_bytes: Floats
     bytes_per_second: Floats
-    longest: Floats  # tokens, prompt and output
     # what they have to do
-    busy: Floats  # 1: something
-    step: Floats  # seconds of the running step
+    refuses: Floats  # 1: it has something, and takes nothing more that would be late
+    step: Floats  # seconds of the running step that are left, on average
+    chunk: Floats  # tokens of a prompt that a step carries, at least
     share: Floats  # of a step's time that streams leave to prompts
     gap: Floats  # seconds of a step of all streams and no prompt
     tightest: Floats  # rank of the most urgent stream
     future_gap: Floats  # of a step of all streams, those included that are on the way
     turnover: Floats  # seconds from one stream's end to the next
     stream_pages: Floats  # that each gives back
-    pages: Floats  # [replica, rank]
-    places: Floats  # [replica, rank]
-    overtaking: Floats  # [replica, rank]: share of its time that goes into prompts of more urgent classes
-    urgent: Floats  # [replica, rank]: seconds of prompts of more urgent classes, as it last said
-    booked_urgent: Floats  # [replica, rank]: and of those given to it since
-    streams: Floats  # [replica, rank]
-    all_streams: Floats  # [replica, rank]: those included that are on the way
+    pages: Floats  # [rank, replica]
+    places: Floats  # [rank, replica]
+    at_once: Floats  # [rank, replica]: tokens of the longest prompt that waits for neither pages nor a place
+    own_share: Floats  # [rank, replica]: of a step's time, without what goes into prompts of more urgent classes
+    urgent: Floats  # [rank, replica]: seconds of prompts of more urgent classes, as it last said
+    booked_urgent: Floats  # [rank, replica]: and of those given to it since
+    num_lengths: Floats  # [rank, replica]: that prompts have, which take up the first so many places of `prompts`
+    streams: Floats  # [rank, replica]
+    all_streams: Floats  # [rank, replica]: those included that are on the way
     lateness: Floats  # weighted seconds that a step of all streams is late for those that run
     future_lateness: Floats  # and for those that are on the way
-    counts: Floats  # [replica, rank, length]: prompts, as it last said
-    seconds: Floats  # [replica, rank, length]: of these prompts together
-    booked_counts: Floats  # [replica, rank, length]: prompts given to it since
-    booked_seconds: Floats  # [replica, rank, length]
+    # where that lies
+    columns: Floats  # [column, replica]: all of the above, in that order
+    prompts: Floats  # [0 said or 1 given since, 0 number or 1 seconds together, rank, place, replica]: by length
 
 
-_SHARED = ("pages", "places", "overtaking", "urgent", "booked_urgent", "streams", "all_streams")  # one column per rank
-_BINNED = ("counts", "seconds", "booked_counts", "booked_seconds")
+_COLUMNS = Loads.__slots__[:-2]
+_PER_RANK = frozenset(
+    ("pages", "places", "at_once", "own_share", "urgent", "booked_urgent", "num_lengths", "streams", "all_streams")
+)
 NUM_LENGTHS = len(LENGTHS) + 1
 
 
-def num_columns(num_ranks: int) -> int:
-    return len(Loads.__slots__) + len(_SHARED) * (num_ranks - 1) + len(_BINNED) * (num_ranks * NUM_LENGTHS - 1)
-
-
-def views(table: Floats, num_ranks: int) -> Loads:
-    """`Loads` as windows on the columns of `table`, whose rows `row` makes."""
-    columns: list[Floats] = []
+def blank(num_replicas: int, num_ranks: int) -> Loads:
+    """Loads of so many slots with no replica in them."""
+    columns = np.zeros((len(_COLUMNS) + len(_PER_RANK) * (num_ranks - 1), num_replicas))
+    views: dict[str, Floats] = {}
     at = 0
-    for name in Loads.__slots__:
-        if name in _SHARED:
-            columns.append(table[:, at : at + num_ranks])
-            at += num_ranks
-        elif name in _BINNED:
-            width = num_ranks * NUM_LENGTHS
-            columns.append(
-                np.lib.stride_tricks.as_strided(
-                    table[:, at:],
-                    (len(table), num_ranks, NUM_LENGTHS),
-                    (table.strides[0], table.strides[1] * NUM_LENGTHS, table.strides[1]),
-                )
-            )
-            at += width
-        else:
-            columns.append(table[:, at])
-            at += 1
-    return Loads(*columns)
+    for name in _COLUMNS:
+        width = num_ranks if name in _PER_RANK else 1
+        views[name] = columns[at : at + width] if name in _PER_RANK else columns[at]
+        at += width
+    loads = Loads(**views, columns=columns, prompts=np.zeros((2, 2, num_ranks, NUM_LENGTHS, num_replicas)))
+    for divisor in (loads.page_size, loads.bytes_per_second, loads.share, loads.own_share, loads.stream_pages):
+        divisor[:] = 1.0
+    loads.budget[:] = loads.at_once[:] = 1e12  # tokens: an empty slot is none of the few that need a closer look
+    return loads
+
+
+@dataclass(slots=True)
+class Row:
+    """One replica's part of `Loads`."""
+
+    columns: list[float]
+    prompts: list[tuple[int, int, int, float, float]]  # (said or given since, rank, place, number, seconds together)
+
+    def put(self, loads: Loads, slot: int) -> None:
+        loads.columns[:, slot] = self.columns
+        loads.prompts[..., slot] = 0.0
+        for given, rank, place, count, seconds in self.prompts:
+            loads.prompts[given, 0, rank, place, slot] = count
+            loads.prompts[given, 1, rank, place, slot] = seconds
 
 
 def row(
     profile: SchedulingProfile, live: LiveProfile | None, booked: Iterable[Booking], classes: Sequence[SloClass]
-) -> list[float]:
+) -> Row:
     """One replica's row. `booked`: what is not in `live`."""
-    ranks = range(len(classes))
+    num_ranks = len(classes)
     cost = live.cost if live is not None and live.cost else profile.cost.coefficients
     base, per_token, per_attended, per_decode, per_context = cost
-    counts, seconds, booked_counts, booked_seconds = ([0.0] * (len(classes) * NUM_LENGTHS) for _ in _BINNED)
-    streams, arriving = [0.0] * len(classes), [0.0] * len(classes)
-    places, pages = [float(profile.max_num_seqs)] * len(classes), [float(profile.num_pages)] * len(classes)
-    overtaking = [0.0] * len(classes)
+    queue = _Queue()
+    streams, arriving = [0.0] * num_ranks, [0.0] * num_ranks
+    places, pages = [float(profile.max_num_seqs)] * num_ranks, [float(profile.num_pages)] * num_ranks
+    prompt_shares: Sequence[float] = ()
     context = future_context = remaining = step = 0.0
     rate = profile.bytes_per_second
     if live is not None:
-        last = len(classes) - 1  # in an upgrade a replica may have more classes than this router knows
-        for prompts in live.prompts:
-            at = min(prompts.rank, last) * NUM_LENGTHS + prompts.length
-            counts[at] += prompts.count
-            seconds[at] += prompts.seconds
-            arriving[min(prompts.rank, last)] += prompts.count
-            future_context += prompts.tokens
-        for rank, count in enumerate(live.streams):
-            streams[min(rank, last)] += count
-        for rank, count in enumerate(live.arriving):
-            arriving[min(rank, last)] += count
-        for rank, count in enumerate(live.leaving):
-            arriving[min(rank, last)] -= count
-        num_prompts = sum(prompts.count for prompts in live.prompts)
-        future_context *= 1 - min(sum(live.leaving) / max(num_prompts, 1), 1)  # whose tokens are whose, it does not say
-        for column, said in ((places, live.places), (pages, live.free_pages)):
-            column[: len(said)] = map(float, said[: len(classes)])
-        for rank in ranks:
-            overtaking[rank] = sum(live.prompt_shares[:rank])
+        for group in live.prompts:
+            rank = min(group.rank, num_ranks - 1)
+            queue.add(0, rank, group.length, group.count, group.seconds)
+            arriving[rank] += group.count
+            future_context += group.tokens
+        num_leaving = sum(live.leaving)
+        if num_leaving:  # whose tokens are whose, it does not say
+            future_context *= 1 - min(num_leaving / max(sum(arriving), 1), 1)
+        streams = _by_rank(live.streams, num_ranks)
+        for rank, count in enumerate(_by_rank(live.arriving, num_ranks)):
+            arriving[rank] += count
+        for rank, count in enumerate(_by_rank(live.leaving, num_ranks)):
+            arriving[rank] -= count
+        places[: len(live.places)] = live.places[:num_ranks]
+        pages[: len(live.free_pages)] = live.free_pages[:num_ranks]
+        prompt_shares = live.prompt_shares
         context, remaining = live.context_tokens, live.remaining_tokens
         step, rate = live.step_seconds, live.bytes_per_second or rate
     for it in booked:
-        here = min(it.rank, len(classes) - 1)
+        rank = min(it.rank, num_ranks - 1)
         if it.seconds and not it.has_first:
-            at = here * NUM_LENGTHS + bisect(LENGTHS, it.seconds)
-            booked_counts[at] += 1
-            booked_seconds[at] += it.seconds
+            queue.add(1, rank, bisect(LENGTHS, it.seconds), 1, it.seconds)
         if it.decodes and it.has_first:
-            streams[here] += 1
+            streams[rank] += 1
             context += it.tokens
             remaining += EXPECTED_TOKENS
         elif it.decodes:
-            arriving[here] += 1
+            arriving[rank] += 1
             future_context += it.tokens
         if it.decodes or not it.has_first:
             pages = [free - it.pages for free in pages]
             places = [free - 1 for free in places]
     num_streams, num_arriving = sum(streams), max(sum(arriving), 0.0)
-    everyone = [running + max(coming, 0.0) for running, coming in zip(streams, arriving, strict=True)]
+    everyone = [*streams]
+    for rank, count in enumerate(arriving):
+        if count > 0:
+            everyone[rank] += count
     decodes = base + per_decode * num_streams + per_context * context
-    tightest = next((rank for rank in ranks if streams[rank]), len(classes))
+    tightest = next((rank for rank, count in enumerate(streams) if count), num_ranks)
+    is_adaptive, budget = profile.chunk_policy == "adaptive", profile.max_num_batched_tokens
     share = 1.0
     if num_streams:
-        if profile.chunk_policy == "adaptive":
-            period = min(slo.tpot_s for slo, count in zip(classes, streams, strict=True) if count)
+        if is_adaptive:
+            period = min([classes[rank].tpot_s for rank, count in enumerate(streams) if count])
         else:
-            room = profile.max_num_batched_tokens - num_streams
+            room = budget - num_streams
             period = decodes + room * (per_token + per_attended * room / 2)
         share = max(1 - min(decodes / period, 1.0), 0.05)
     future_gap = decodes + per_decode * num_arriving + per_context * future_context
     mean_context = (context + future_context) / max(num_streams + num_arriving, 1.0)
-    turnover = 2 * remaining / num_streams**2 * max(decodes, base) if num_streams else 0.0
-    return [
+    page_size, begins = profile.page_size, zip(pages, places, strict=True)
+    prompts, (num_said, num_given), (urgent, booked_urgent) = queue.placed(num_ranks)
+    columns = [
         base,
         per_token,
         per_attended,
         per_decode,
         per_context,
-        profile.max_num_batched_tokens,
-        profile.chunk_policy == "adaptive",
-        profile.min_chunk_tokens,
-        profile.admission == "reject",
-        profile.page_size,
+        budget,
+        is_adaptive,
+        page_size,
         profile.page_bytes,
         rate,
-        profile.max_model_len,
-        bool(num_streams or num_arriving or any(counts) or any(booked_counts)),
-        step,
+        profile.admission == "reject" and bool(num_streams or num_arriving or prompts),
+        step / 2,
+        profile.min_chunk_tokens if is_adaptive else max(budget - num_streams, 1.0),
         share,
         decodes,
         tightest,
         future_gap,
-        turnover,
-        max(mean_context / profile.page_size, 1.0),
+        2 * remaining / num_streams**2 * max(decodes, base) if num_streams else 0.0,
+        max(mean_context / page_size, 1.0),
         *pages,
         *places,
-        *overtaking,
-        *(sum(seconds[: rank * NUM_LENGTHS]) for rank in ranks),
-        *(sum(booked_seconds[: rank * NUM_LENGTHS]) for rank in ranks),
+        *[(free - 1) * page_size if place >= 1 else -1.0 for free, place in begins],
+        *[max(share - sum(prompt_shares[:rank]), 0.05) for rank in range(num_ranks)],
+        *urgent,
+        *booked_urgent,
+        *map(max, num_said, num_given),
         *streams,
         *everyone,
         lateness(decodes, streams, classes),
         lateness(future_gap, everyone, classes),
-        *counts,
-        *seconds,
-        *booked_counts,
-        *booked_seconds,
     ]
+    return Row(columns, prompts)
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The prompts that wait at one replica."""
+
+    groups: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
+    """By 0 said or 1 given since, rank and length: how many, and their seconds together."""
+
+    def add(self, given: int, rank: int, length: int, count: float, seconds: float) -> None:
+        counted, together = self.groups.get((given, rank, length), (0.0, 0.0))
+        self.groups[given, rank, length] = counted + count, together + seconds
+
+    def placed(
+        self, num_ranks: int
+    ) -> tuple[list[tuple[int, int, int, float, float]], tuple[list[int], ...], tuple[list[float], ...]]:
+        """As in `Row.prompts`; and for those said and those given, by rank, how many places they take up, and the
+        seconds of those of more urgent classes."""
+        prompts = []
+        taken, before = ([0] * num_ranks, [0] * num_ranks), ([0.0] * num_ranks, [0.0] * num_ranks)
+        for (given, rank, _), (count, seconds) in sorted(self.groups.items()):
+            prompts.append((given, rank, taken[given][rank], count, seconds))
+            taken[given][rank] += 1
+            for less_urgent in range(rank + 1, num_ranks):
+                before[given][less_urgent] += seconds
+        return prompts, taken, before
+
+
+def _by_rank(said: Sequence[float], num_ranks: int) -> list[float]:
+    """In an upgrade a replica may have more classes than this router knows, or fewer."""
+    if len(said) == num_ranks:
+        return [*said]
+    known = [*said[:num_ranks], *[0.0] * (num_ranks - len(said))]
+    known[-1] += sum(said[num_ranks:])
+    return known
 
 
 def lateness(gap: float, streams: Sequence[float], classes: Sequence[SloClass]) -> float:
     """Seconds per token by which streams are late where a step takes `gap`, each times its class's weight."""
-    return sum(
-        count * slo.weight * (gap - slo.tpot_s)
-        for count, slo in zip(streams, classes, strict=True)
-        if count and gap > slo.tpot_s
-    )
+    late = 0.0
+    for rank, slo in enumerate(classes):
+        if gap > slo.tpot_s:
+            late += streams[rank] * slo.weight * (gap - slo.tpot_s)
+    return late
 
 
 @dataclass(slots=True)
@@ -268,9 +304,8 @@ class Prediction:
     """Of one request at every replica, as if that one did all of it. Seconds."""
 
     prefill: Floats  # of its uncached prompt alone
-    refused: Floats  # until its first token as the replica's own admission reckons; it knows nothing of places
+    ahead: Floats  # of what is computed before that, as the replica's own admission reckons
     ttft: Floats
-    deadline: Floats  # of the first token, as the replica promises it
     room: Floats  # until there are a place and pages for it
     gap: Floats  # between its tokens
     prompt_late: Floats  # what streams are late by for its prompt, weighted
@@ -285,49 +320,73 @@ def predict(
     slo = classes[rank]
     total = query.num_tokens
     rest = total - cached
-    per_token = loads.per_token + loads.per_attended * (cached + rest / 2)
-    num_chunks = np.ceil(rest / loads.budget)
-    contexts = num_chunks * (cached + loads.budget * (num_chunks - 1) / 2)  # tokens before each chunk, summed
-    own = num_chunks * loads.base + rest * per_token + loads.per_context * contexts
+    context = cached + rest / 2
+    per_token = loads.per_token + loads.per_attended * context
+    own = _prefill_seconds(loads, rest, cached, per_token)
     # chunking.predicted_ttft, whose prompts come here by class and length. Since it last spoke, it has gone on.
     done = age * loads.share
-    urgent = np.maximum(loads.urgent[:, rank] - done, 0.0) + loads.booked_urgent[:, rank]
-    peers = loads.seconds[:, rank]
-    left = peers.sum(axis=1)
-    left = np.clip(1 - (done - loads.urgent[:, rank]) / np.maximum(left, 1e-9), 0.0, 1.0)
-    among = np.minimum(peers * left[:, None], loads.counts[:, rank] * own[:, None]).sum(axis=1)
-    among += np.minimum(loads.booked_seconds[:, rank], loads.booked_counts[:, rank] * own[:, None]).sum(axis=1)
-    refused = (urgent + among + own) / loads.share
-    share = np.maximum(loads.share - loads.overtaking[:, rank], 0.05)  # who is more urgent and comes later goes first
-    missing = np.maximum(1 - loads.places[:, rank], 0.0)
-    pages = np.ceil((total - cached) / loads.page_size) + 1
-    missing = np.maximum(missing, np.maximum(pages - loads.pages[:, rank], 0.0) / loads.stream_pages)
-    room = missing * loads.turnover
-    ttft = np.maximum((urgent + among) / share, room) + own / share + loads.step / 2
+    ahead = np.maximum(loads.urgent[rank] - done, 0.0) + loads.booked_urgent[rank]
+    width = int(loads.num_lengths[rank].max())
+    if width:
+        ahead += _among(loads, rank, width, done, own)
+    room = _room(loads, rank, rest)
+    share = loads.own_share[rank]  # who is more urgent and comes later goes first
+    ttft = np.maximum(ahead / share, room) + own / share + loads.step
 
-    chunk = np.where(loads.adaptive > 0, loads.floor, np.maximum(loads.budget - loads.streams.sum(axis=1), 1.0))
-    chunk = np.minimum(chunk, rest)
-    context = cached + rest / 2
-    mixed = loads.gap + chunk * (loads.per_token + loads.per_attended * context) + loads.per_context * context
-    carries = (loads.adaptive == 0) | (rank <= loads.tightest)  # nobody waits for the prompt of a less urgent class
-    more = _lateness(mixed, loads.streams, classes) - loads.lateness
-    prompt_late = np.where(carries, more * rest / np.maximum(chunk, 1.0), 0.0)
+    chunk = np.minimum(loads.chunk, rest)
+    mixed = loads.gap + chunk * per_token + loads.per_context * context
+    prompt_late = stream_late = np.zeros(len(rest))
+    tightest = min([it.tpot_s for it in classes])
+    if mixed.max() > tightest:  # else nobody is late, and that is all
+        carries = (loads.adaptive == 0) | (rank <= loads.tightest)  # nobody waits for the prompt of a less urgent class
+        more = _lateness(mixed, loads.streams, classes) - loads.lateness
+        prompt_late = np.where(carries, more * rest / np.maximum(chunk, 1.0), 0.0)
 
     num_output = min(query.max_tokens, EXPECTED_TOKENS)
     token = loads.per_decode + loads.per_context * total
     gap = loads.future_gap + token
-    more = _lateness(gap, loads.all_streams, classes) - loads.future_lateness
-    stream_late = num_output * (more + slo.weight * np.maximum(gap - slo.tpot_s, 0.0))
-    deadline = np.maximum(slo.ttft_s, 2 * own)
-    return Prediction(own, refused, ttft, deadline, room, gap, prompt_late, stream_late, num_output * token)
+    if gap.max() > tightest:
+        more = _lateness(gap, loads.all_streams, classes) - loads.future_lateness
+        stream_late = num_output * (more + slo.weight * np.maximum(gap - slo.tpot_s, 0.0))
+    return Prediction(own, ahead, ttft, room, gap, prompt_late, stream_late, num_output * token)
+
+
+def _prefill_seconds(loads: Loads, rest: Floats, cached: Floats, per_token: Floats) -> Floats:
+    """`StepCost.prefill_seconds` of every replica."""
+    num_chunks: Floats | float = 1.0
+    contexts = cached  # tokens before each chunk, summed
+    if rest.max() > loads.budget.min():
+        num_chunks = np.ceil(rest / loads.budget)
+        contexts = num_chunks * (cached + loads.budget * (num_chunks - 1) / 2)
+    return num_chunks * loads.base + rest * per_token + loads.per_context * contexts
+
+
+def _among(loads: Loads, rank: int, width: int, done: Floats, own: Floats) -> Floats:
+    """Seconds of the prompts of its own class that go before it, each of which delays it by its own length at most."""
+    (counts, seconds), (booked_counts, booked_seconds) = loads.prompts[:, :, rank, :width]
+    left = 1 - (done - loads.urgent[rank]) / np.maximum(seconds.sum(axis=0), 1e-9)
+    left = np.minimum(np.maximum(left, 0.0), 1.0)
+    among: Floats = np.minimum(seconds * left, counts * own).sum(axis=0)
+    among += np.minimum(booked_seconds, booked_counts * own).sum(axis=0)
+    return among
+
+
+def _room(loads: Loads, rank: int, rest: Floats) -> Floats:
+    """Seconds until so many streams have ended that there are a place and pages for the rest of the prompt."""
+    if not (rest > loads.at_once[rank]).any():
+        return np.zeros(len(rest))
+    pages = np.ceil(rest / loads.page_size) + 1
+    missing = np.maximum(1 - loads.places[rank], 0.0)
+    missing = np.maximum(missing, np.maximum(pages - loads.pages[rank], 0.0) / loads.stream_pages)
+    room: Floats = missing * loads.turnover
+    return room
 
 
 def _lateness(gap: Floats, streams: Floats, classes: Sequence[SloClass]) -> Floats:
     """`lateness`, of every replica."""
-    late: Floats = sum(
-        (np.maximum(gap - slo.tpot_s, 0.0) * (slo.weight * streams[:, rank]) for rank, slo in enumerate(classes)),
-        np.zeros(len(gap)),
-    )
+    late = np.zeros(len(gap))
+    for slo, count in zip(classes, streams, strict=True):
+        late += np.maximum(gap - slo.tpot_s, 0.0) * (slo.weight * count)
     return late
 
 
@@ -359,9 +418,7 @@ def choose(loads: Loads, query: Query, cached: Floats, it: Prediction, slo: SloC
     """
     alone, prefills, decodes = candidates.alone, candidates.prefills, candidates.decodes
     first = np.concatenate([alone, prefills]) if len(prefills) else alone
-    if query.may_refuse:
-        _admit(loads, it, slo, first)
-    due = RISK * max(slo.ttft_s, 2 * float(it.prefill[first].min()))
+    due = RISK * slo.ttft_deadline(float(it.prefill[first].min()))
     num_output = min(query.max_tokens, EXPECTED_TOKENS)
     here = slo.weight * it.ttft + WORK * it.prefill
     here += LATE * (slo.weight * np.maximum(it.ttft - due, 0.0) + it.prompt_late)
@@ -370,7 +427,7 @@ def choose(loads: Loads, query: Query, cached: Floats, it: Prediction, slo: SloC
     spread = 1 + TIE / 2**32 * (jitter * np.uint32(2654435761))  # wraps: a hash, the same at every router
     best: Choice | None = None
     if len(alone):
-        cost = (here[alone] + there[alone]) * spread[alone]
+        cost = ((here + there) * spread)[alone]
         at = int(cost.argmin())
         best = Choice(int(alone[at]), int(alone[at]), float(cost[at]))
     for group in np.unique(candidates.groups[prefills]) if len(prefills) and len(decodes) else ():
@@ -384,17 +441,27 @@ def choose(loads: Loads, query: Query, cached: Floats, it: Prediction, slo: SloC
             row, column = divmod(int(cost.argmin()), len(far))
             best = Choice(int(near[row]), int(far[column]), float(cost[row, column]))
     assert best is not None, "somebody must be there to choose from"
+    if query.may_refuse and _refuses(loads, it, slo, best.prefill):
+        _admit(loads, it, slo, first)
     return best
+
+
+def _refuses(loads: Loads, it: Prediction, slo: SloClass, slot: int) -> bool:
+    """Whether a replica would refuse the request. What its admission reckons with knows nothing of places."""
+    seconds = (it.ahead[slot] + it.prefill[slot]) / loads.share[slot]
+    return bool(loads.refuses[slot] and seconds > slo.ttft_deadline(it.prefill[slot]))
 
 
 def _admit(loads: Loads, it: Prediction, slo: SloClass, first: Slots) -> None:
     """Overloaded, where each of `first` would refuse the request."""
-    late = np.where((loads.rejects[first] > 0) & (loads.busy[first] > 0), (it.refused - it.deadline)[first], -inf)
+    refused = (it.ahead[first] + it.prefill[first]) / loads.share[first]
+    deadline = np.maximum(slo.ttft_s, 2 * it.prefill[first])
+    late = np.where(loads.refuses[first] > 0, refused - deadline, -inf)
     at = int(late.argmin())
     if late[at] > 0:
         raise Overloaded(
-            f"the first token would come in {it.refused[first[at]]:.1f} s; class {slo.name!r} promises "
-            f"{it.deadline[first[at]]:.1f} s. Retry in {late[at]:.1f} s, or ask for a less urgent class",
+            f"the first token would come in {refused[at]:.1f} s; class {slo.name!r} promises "
+            f"{deadline[at]:.1f} s. Retry in {late[at]:.1f} s, or ask for a less urgent class",
             retry_after=float(late[at]),
         )
 

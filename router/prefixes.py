@@ -98,7 +98,9 @@ class Prefixes:
     def _hold(self, slot: int, hashes: Sequence[PageHash]) -> None:
         bit = 1 << slot
         for page_hash in hashes:
-            self._holders[page_hash] = self._holders.get(page_hash, 0) | bit
+            holders = self._holders.get(page_hash, 0)
+            if not holders & bit:
+                self._holders[page_hash] = holders | bit if holders else bit  # one integer for all that it alone has
         while len(self._holders) > self.max_pages:
             page_hash, holders = self._holders.popitem(last=False)
             while holders:

@@ -186,10 +186,11 @@ def prefill_reason(request: Request, now: float, work_done: int, starvation_s: f
 
 def reserved_slots(classes: Sequence[SloClass], max_num_seqs: int, running_ranks: Sequence[int], rank: int) -> int:
     """Of the free places for streams, how many are kept for classes more urgent than `rank`."""
-    return sum(
-        max(int(slo.decode_share * max_num_seqs) - running_ranks.count(urgent), 0)
-        for urgent, slo in enumerate(classes[:rank])
-    )
+    kept = 0
+    for urgent, slo in enumerate(classes[:rank]):
+        if slo.decode_share:
+            kept += max(int(slo.decode_share * max_num_seqs) - running_ranks.count(urgent), 0)
+    return kept
 
 
 def predicted_ttft(own_seconds: float, rank: int, backlog: Iterable[tuple[int, float]], prefill_share: float) -> float:

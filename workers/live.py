@@ -173,8 +173,9 @@ class Publisher:
     @property
     def due(self) -> float:
         """When to say something new, if until then streams only go on."""
-        if not self._is_busy or not self._was_busy:
-            return inf if self._is_busy == self._was_busy else -inf
+        is_busy = self._is_busy
+        if not is_busy or not self._was_busy:
+            return inf if is_busy == self._was_busy else -inf
         return self._spoke + (self.interval_s if self._requests != self._said else self.steady_s)
 
     def live(self, now: float, step_seconds: float = 0.0) -> LiveProfile:

@@ -53,10 +53,11 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._free = deque(range(num_pages))
+        self._new = range(num_pages)  # free, and never used
+        self._free = deque[int]()  # free again
         self._num_owners = [0] * num_pages
         self._owned: dict[str, list[int]] = {}
-        self._hash_of: dict[int, PageHash] = {}
+        self._hash_of: list[PageHash | None] = [None] * num_pages  # of those that are indexed
         self._index: dict[PageHash, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # indexed and unowned, least recently used first
         self._quarantine: dict[str, list[int]] = {}
@@ -67,13 +68,13 @@ class PagePool:
     @property
     def num_available(self) -> int:
         """Pages that `allocate` could hand out now: the free, and the cached that it may evict."""
-        return len(self._free) + len(self._cached)
+        return len(self._new) + len(self._free) + len(self._cached)
 
     def pages_of(self, owner: str) -> Sequence[int]:
         return self._owned.get(owner, ())
 
     def counts(self) -> PageCounts:
-        free, cached = len(self._free), len(self._cached)
+        free, cached = len(self._new) + len(self._free), len(self._cached)
         quarantined = sum(map(len, self._quarantine.values()))
         owned = sum(1 for owners in self._num_owners if owners)
         return PageCounts(free, owned, cached, quarantined, self.num_pages)
@@ -115,7 +116,9 @@ class PagePool:
     def allocate(self, owner: str, num_pages: int) -> list[int]:
         """`num_pages` fresh pages for `owner`, evicting the least recently used cached ones where none is free."""
         assert num_pages <= self.num_available, f"{num_pages} pages wanted, {self.num_available} available"
-        pages = [self._free.popleft() if self._free else self._evict() for _ in range(num_pages)]
+        pages = [*self._new[:num_pages]]
+        self._new = self._new[num_pages:]
+        pages += [self._free.popleft() if self._free else self._evict() for _ in range(num_pages - len(pages))]
         for page in pages:
             self._num_owners[page] = 1
         self._owned.setdefault(owner, []).extend(pages)
@@ -128,13 +131,11 @@ class PagePool:
         """
         if not self.enable_prefix_caching:
             return
-        pages = self._owned[owner]
-        for number in range(first, len(hashes)):
-            page = pages[number]
-            if hashes[number] not in self._index and page not in self._hash_of:
-                self._index[hashes[number]] = page
-                self._hash_of[page] = hashes[number]
-                self._note(hashes[number], True)
+        for page, page_hash in zip(self._owned[owner][first : len(hashes)], hashes[first:], strict=True):
+            if page_hash not in self._index and self._hash_of[page] is None:
+                self._index[page_hash] = page
+                self._hash_of[page] = page_hash
+                self._note(page_hash, True)
 
     def release(self, owner: str) -> int:
         """Ends all that `owner` holds, in whatever state it is; unknown owners hold nothing. Returns how many pages
@@ -166,7 +167,7 @@ class PagePool:
         num_cached = len(self._cached)
         while self._cached:
             self._free.append(self._evict())
-        for page in list(self._hash_of):
+        for page in [*self._index.values()]:
             self._forget(page)
         return num_cached
 
@@ -176,10 +177,10 @@ class PagePool:
             self._num_owners[page] -= 1
             if self._num_owners[page] == 0:
                 num_unowned += 1
-                if page in self._hash_of:
-                    self._cached[page] = None
-                else:
+                if self._hash_of[page] is None:
                     self._free.append(page)
+                else:
+                    self._cached[page] = None
         return num_unowned
 
     def _evict(self) -> int:
@@ -188,7 +189,7 @@ class PagePool:
         return page
 
     def _forget(self, page: int) -> None:
-        page_hash = self._hash_of.pop(page, None)
+        page_hash, self._hash_of[page] = self._hash_of[page], None
         if page_hash is not None:
             del self._index[page_hash]
             self._note(page_hash, False)

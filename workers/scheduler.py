@@ -23,7 +23,7 @@ from crossdock.workers.chunking import (
     skip_decodes,
     steps_without_skips,
 )
-from crossdock.workers.pages import PagePool, hash_pages
+from crossdock.workers.pages import PageHash, PagePool, hash_pages
 from crossdock.workers.profile import StepCost, StepWork
 from crossdock.workers.request import FinishReason, Leg, Overloaded, Request, Status, TokenDelta, TokenLogprobs
 from crossdock.workers.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass, rank_of
@@ -431,8 +431,8 @@ class Scheduler:
 
     def num_places(self, rank: int) -> int:
         """How many more of class `rank` may hold pages: of the places, some are kept for more urgent classes."""
-        arriving = (other for other in self.held if other.leg is Leg.RECEIVE)  # one that is sent decodes elsewhere
-        taken = [other.rank for other in (*self.running, *arriving)]
+        taken = [other.rank for other in self.running]
+        taken += [other.rank for other in self.held if other.leg is Leg.RECEIVE]  # one that is sent decodes elsewhere
         kept = reserved_slots(self.config.slo_classes, self.config.max_num_seqs, taken, rank)
         return self.config.max_num_seqs - len(taken) - kept
 
@@ -465,9 +465,14 @@ class Scheduler:
         """Cached pages this request can start from. At least one token is left to compute: its logits are wanted."""
         if not self.pages.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
             return []
+        return self.pages.match_prefix(self._hashes(request)[: (request.num_tokens - 1) // self.pages.page_size])
+
+    def _hashes(self, request: Request) -> Sequence[PageHash]:
+        """Of its full pages. Each is hashed once."""
         size = self.pages.page_size
-        request.page_hashes = hash_pages(request.token_ids, size, request.cache_salt, request.page_hashes)
-        return self.pages.match_prefix(request.page_hashes[: (request.num_tokens - 1) // size])
+        if len(request.page_hashes) < request.num_tokens // size:
+            request.page_hashes = hash_pages(request.token_ids, size, request.cache_salt, request.page_hashes)
+        return request.page_hashes
 
     def _admit(self, request: Request, hits: Sequence[int]) -> bool:
         """Reserves pages for *all* tokens the request has, before its first chunk: no prompt starts that cannot end."""
@@ -702,9 +707,10 @@ class Scheduler:
                 self.pages.allocate(request.owner, missing)
             if request.num_computed_tokens // size > start // size:
                 self._index_pages(request, start)
-            tpot = self.config.slo_classes[request.rank].tpot_s
+            due, tpot = request.due, self.config.slo_classes[request.rank].tpot_s
             for end in ends:
-                request.due = next_due(request.due, end, tpot)
+                due = next_due(due, end, tpot)
+            request.due = due
             parts.append(part._replace(start=request.num_computed_tokens))
         self._now = ends[-1]
         return Batch(parts, len(parts))
@@ -713,8 +719,7 @@ class Scheduler:
         size = self.pages.page_size
         num_full = request.num_computed_tokens // size
         if num_full > start // size and self.pages.enable_prefix_caching:
-            request.page_hashes = hash_pages(request.token_ids, size, request.cache_salt, request.page_hashes)
-            self.pages.index(request.owner, request.page_hashes[:num_full], first=start // size)
+            self.pages.index(request.owner, self._hashes(request)[:num_full], first=start // size)
 
     def _append_token(self, request: Request, sampled: Sampled) -> TokenDelta:
         token_id, params = sampled.token_id, request.sampling

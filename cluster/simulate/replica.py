@@ -138,16 +138,16 @@ class Replica:
     def _begin(self, batch: Batch, now: float) -> None:
         self._batch = batch
         cost, step = self.pool.profile.cost, self.num_steps
-        ends = [now + cost.seconds(batch.work) * self.noise.factor(step)]
+        end = now + cost.seconds(batch.work) * self.noise.factor(step)
+        ends = [end]
         more = self.scheduler.steady_steps(batch) - 1 if self.at_once else 0
         if more:
-            num_streams = len(batch.scheduled)
-            context = sum(part.start for part in batch.scheduled)
-            due = self.publisher.due
-            while more and ends[-1] < due:
+            due, num_streams = self.publisher.due, len(batch.scheduled)
+            context = sum([part.start for part in batch.scheduled])
+            while more and end < due:
                 more, step, context = more - 1, step + 1, context + num_streams
-                seconds = (cost.base + cost.decode_seconds(num_streams, context)) * self.noise.factor(step)
-                ends.append(ends[-1] + seconds)
+                end += (cost.base + cost.decode_seconds(num_streams, context)) * self.noise.factor(step)
+                ends.append(end)
         self._started = now
         self._plan(ends)
 

@@ -38,6 +38,7 @@ class Call:
     sample: Sample
     router: Fleet
     query: Query
+    prompt: list[int]  # tokens
     placement: Placement | None = None
     decode: Replica | None = None
     prefill: Replica | None = None  # until its pages are shipped
@@ -127,10 +128,11 @@ class Simulation:
         sample.service_tier = slo_class
         self._outcome.samples.append(sample)
         call_id = str(number)
-        hashes = hash_pages(token_ids(job), self._page_size)
-        query = Query(call_id, job.prompt_tokens, hashes, slo_class, job.output_tokens)
+        prompt = token_ids(job)
+        hashes = hash_pages(prompt, self._page_size)
+        query = Query(call_id, len(prompt), hashes, slo_class, job.output_tokens)
         router = self.routers[number % len(self.routers)]
-        call = self.calls[call_id] = Call(call_id, job, slo_class, sample, router, query)
+        call = self.calls[call_id] = Call(call_id, job, slo_class, sample, router, query, prompt)
         self._place(call, now)
 
     def _place(self, call: Call, now: float) -> None:
@@ -165,10 +167,9 @@ class Simulation:
         """Between two steps of the replica: it takes the request, or refuses."""
         if call.epoch != epoch or call.decode is None:
             return  # the other replica has refused already
-        prompt = token_ids(call.job)
         request = Request(
             call.id,
-            prompt,
+            call.prompt,
             _sampling(call.job.output_tokens),
             slo_class=call.slo_class,
             output_token_ids=[TOKEN] * call.given,
@@ -313,7 +314,7 @@ class Simulation:
             return
         given = len(call.sample.times)
         may_ship = call.losses < MOST_PLACEMENTS - 2
-        num_tokens = call.job.prompt_tokens + given
+        num_tokens = len(call.prompt) + given
         call.query = replace(call.query, num_tokens=num_tokens, may_ship=may_ship, may_refuse=not given)
         self._place(call, now)
 

@@ -166,7 +166,8 @@ def test_when_all_is_said_and_done_a_router_knows_what_a_new_one_knows(rng: rand
     fresh._refresh(now)
     for name in up:
         one, other = fleet._replicas[name].slot, fresh._replicas[name].slot
-        assert np.array_equal(fleet._table[one], fresh._table[other])
+        assert np.array_equal(fleet._loads.columns[:, one], fresh._loads.columns[:, other])
+        assert np.array_equal(fleet._loads.prompts[..., one], fresh._loads.prompts[..., other])
     assert all(
         _same(fleet, fresh, query(f"{number}", size, slo_class=slo_class), now)
         for number, (size, slo_class) in enumerate((size, it) for size in (10, 3000) for it in CLASSES)
