@@ -252,6 +252,10 @@ class Dispatcher:
         next best. If none takes it, raises the refusal that asks for the shortest wait. Those that it was `lost` at
         before come last."""
         refusals: dict[str, Overloaded | ReplicaLost] = {}
+        with contextlib.suppress(TimeoutError):  # in an upgrade all that are up may be new, and have said nothing yet
+            async with self._deadline(submission, _ANSWER_S):
+                while self._links and not len(self.fleet):
+                    await asyncio.sleep(0.02)
         query = self._query(submission)
         while True:
             flight = self._choose(submission, query, refusals, lost)

@@ -117,6 +117,24 @@ def test_a_request_from_end_to_end() -> None:
     asyncio.run(story())
 
 
+def test_a_replica_that_has_just_been_heard_of_is_waited_for() -> None:
+    """In an upgrade the last old one may leave before a new one has said its first word."""
+
+    async def story() -> None:
+        old, new, dispatcher = InProcess(), InProcess(), Dispatcher("tiny")
+        dispatcher.join("old", old, old.profile)
+        await ready(dispatcher)
+        dispatcher.leave("old")
+        dispatcher.join("new", new, new.profile)
+        assert not dispatcher.ready()
+        assert len(await tokens(dispatcher, "between the two")) == 20
+        await dispatcher.close()
+        await old.loop.close()
+        await new.loop.close()
+
+    asyncio.run(story())
+
+
 class Refusing(InProcess):
     """An overloaded replica: it refuses all, and asks for a wait of `retry_after` seconds."""
 
