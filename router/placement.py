@@ -441,29 +441,24 @@ def choose(loads: Loads, query: Query, cached: Floats, it: Prediction, slo: SloC
             row, column = divmod(int(cost.argmin()), len(far))
             best = Choice(int(near[row]), int(far[column]), float(cost[row, column]))
     assert best is not None, "somebody must be there to choose from"
-    if query.may_refuse and _refuses(loads, it, slo, best.prefill):
-        _admit(loads, it, slo, first)
+    if query.may_refuse and _late(loads, it, slo, best.prefill) > 0:
+        late = _late(loads, it, slo, first)
+        at = int(late.argmin())
+        if late[at] > 0:
+            promised = slo.ttft_deadline(float(it.prefill[first[at]]))
+            raise Overloaded(
+                f"the first token would come in {promised + late[at]:.1f} s; class {slo.name!r} promises "
+                f"{promised:.1f} s. Retry in {late[at]:.1f} s, or ask for a less urgent class",
+                retry_after=float(late[at]),
+            )
     return best
 
 
-def _refuses(loads: Loads, it: Prediction, slo: SloClass, slot: int) -> bool:
-    """Whether a replica would refuse the request. What its admission reckons with knows nothing of places."""
-    seconds = (it.ahead[slot] + it.prefill[slot]) / loads.share[slot]
-    return bool(loads.refuses[slot] and seconds > slo.ttft_deadline(it.prefill[slot]))
-
-
-def _admit(loads: Loads, it: Prediction, slo: SloClass, first: Slots) -> None:
-    """Overloaded, where each of `first` would refuse the request."""
-    refused = (it.ahead[first] + it.prefill[first]) / loads.share[first]
-    deadline = np.maximum(slo.ttft_s, 2 * it.prefill[first])
-    late = np.where(loads.refuses[first] > 0, refused - deadline, -inf)
-    at = int(late.argmin())
-    if late[at] > 0:
-        raise Overloaded(
-            f"the first token would come in {refused[at]:.1f} s; class {slo.name!r} promises "
-            f"{deadline[at]:.1f} s. Retry in {late[at]:.1f} s, or ask for a less urgent class",
-            retry_after=float(late[at]),
-        )
+def _late(loads: Loads, it: Prediction, slo: SloClass, slots: Slots | int) -> Floats:
+    """Seconds after the promise that replicas think the first token would come, which they refuse where above 0; -inf
+    of those that take all. Their admission knows nothing of places."""
+    seconds = (it.ahead[slots] + it.prefill[slots]) / loads.share[slots]
+    return np.where(loads.refuses[slots] > 0, seconds - np.maximum(slo.ttft_s, 2 * it.prefill[slots]), -inf)
 
 
 def _least(slots: Slots, cost: Floats) -> Slots:
