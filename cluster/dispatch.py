@@ -62,7 +62,7 @@ class EngineClient(Protocol):
 
 _MOST_PLACEMENTS = 4  # of one request; the last two on one replica alone, whatever the pools
 _SILENCE_S = 10.0  # without a message, even an empty one, after which a replica counts as lost
-_ANSWER_S = 5.0  # for what is only reported: a scrape must not wait for a hung replica
+_ANSWER_S = 5.0  # for what a replica is asked, or about to say: a scrape must not wait for one that hangs
 _DEAD_PEERS = 64  # remembered for replicas that were out of reach when they died
 _REJOIN_S = 1.0  # until a lost replica, which is still a member, is tried again
 _PATIENCE_S = 5.0  # without a token, at least, before a replica is asked whether it is still at it
@@ -252,10 +252,11 @@ class Dispatcher:
         next best. If none takes it, raises the refusal that asks for the shortest wait. Those that it was `lost` at
         before come last."""
         refusals: dict[str, Overloaded | ReplicaLost] = {}
-        with contextlib.suppress(TimeoutError):  # in an upgrade all that are up may be new, and have said nothing yet
-            async with self._deadline(submission, _ANSWER_S):
-                while self._links and not len(self.fleet):
-                    await asyncio.sleep(0.02)
+        if self._links and not self.ready():  # in an upgrade all that are up may be new, and have said nothing yet
+            with contextlib.suppress(TimeoutError):
+                async with self._deadline(submission, _ANSWER_S):
+                    while self._links and not self.ready():
+                        await asyncio.sleep(0.02)
         query = self._query(submission)
         while True:
             flight = self._choose(submission, query, refusals, lost)
