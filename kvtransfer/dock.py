@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 MAX_STATE_BYTES = MAX_BYTES - 4096
 _MOST_DEAD = 1024  # peers remembered
+_CALM = 0.125  # of the time that nothing has happened, how long nobody looks: what then comes is late by so much of it
+_MOST_CALM_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class Dock:
         self._counts = DockCounts(0, 0, 0, 0)
         self._is_closing = False
         self._error: BaseException | None = None
+        self._stirred = clock()  # when something last happened
         self._thread = threading.Thread(target=self._run, name=f"dock {role}", daemon=True)
         self._thread.start()
 
@@ -246,6 +249,8 @@ class Dock:
 
     def _turn(self) -> None:
         events = self._transport.poll(self._patience())
+        if events or self._calls:
+            self._stirred = self._clock()
         while self._calls:
             self._carry_out(self._calls[0](self._clock()))
             self._count()
@@ -267,7 +272,10 @@ class Dock:
             return 0.0
         if not self._counts.num_open:
             return self._transport.idle_seconds
-        return min(self._transport.busy_seconds, max(0.0, self._next_deadline() - self._clock()))
+        # A transfer is open for as long as its prompt is computed, and silent for most of that.
+        now, busy = self._clock(), self._transport.busy_seconds
+        seconds = max(busy, min((now - self._stirred) * _CALM, _MOST_CALM_SECONDS))
+        return min(seconds, max(0.0, self._next_deadline() - now))
 
     def _count(self) -> None:
         num_unknown = self._sender.num_unknown + self._receiver.num_unknown
