@@ -73,12 +73,16 @@ class Handover:
             else:
                 self.dock.chunk(request.id, pages, request.num_computed_tokens)
             self._told[request.id] = self.engine.clock()
+        self.grant()
+        self._keep_patient(self.engine.clock())
+
+    def grant(self) -> None:
+        """Who waits for pages gets them, as far as there are any: the other replica may write to them from now on."""
         now = self.engine.clock()
         for request in self.engine.scheduler.grant(now):
             first = request.num_computed_tokens // self.engine.config.page_size
             self.dock.grant(request.id, request.epoch, first, self.engine.pages.pages_of(request.owner)[first:])
             self._told[request.id] = now
-        self._keep_patient(now)
 
     def _keep_patient(self, now: float) -> None:
         for request_id, told in self._told.items():

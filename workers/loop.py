@@ -227,6 +227,8 @@ class EngineLoop:
                 self._inbox.popleft()()
             self._num_turns += 1
             self._publish()
+            if self.handover is not None:
+                self.handover.grant()  # before the step, or a request that has just come waits for the end of two
             step = self._step() if self.engine.has_work else None
             self._is_blocked = step is not None and not step.batch
             if self.handover is not None:

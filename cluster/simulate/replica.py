@@ -126,6 +126,7 @@ class Replica:
         while True:
             while self._inbox:
                 self._inbox.popleft()(now)
+            self._grant(now)
             batch = self.scheduler.schedule(now) if self.scheduler.has_work else None
             if not batch:
                 self._after(now)
@@ -189,8 +190,11 @@ class Replica:
         self._after(now)
         self._go_round(now)
 
-    def _after(self, now: float) -> None:
+    def _grant(self, now: float) -> None:
         for request in self.scheduler.grant(now):
             self.observer.granted(self, request, now)
+
+    def _after(self, now: float) -> None:
+        self._grant(now)
         if self.publisher.is_due(now):
             self.observer.published(self, now)

@@ -18,11 +18,11 @@ from pydantic import ByteSize
 
 from crossdock.kvtransfer.events import Figures
 from crossdock.workers.docks import TransferConfig
-from crossdock.workers.engine import Engine, EngineConfig
+from crossdock.workers.engine import Engine, EngineConfig, Step
 from crossdock.workers.handover import CannotPair, connect
 from crossdock.workers.loop import Channel, EngineLoop
 from crossdock.workers.model import wrap_module
-from crossdock.workers.request import FinishReason, Leg, SamplingParams, Submission, TokenDelta
+from crossdock.workers.request import FinishReason, Leg, SamplingParams, Status, Submission, TokenDelta
 from tests.workers.architectures import build
 from tests.workers.gangs import ganged
 from tests.workers.ranks import Ranks, saved
@@ -211,6 +211,28 @@ async def test_pages_travel_while_the_next_chunk_is_computed(transport: str) -> 
         assert how == "shipped"
         assert figures.num_writes > 1
         assert figures.hidden_bytes > figures.num_bytes / 2
+
+
+@story
+async def test_who_comes_during_a_step_has_pages_before_the_next() -> None:
+    """Or what the other replica has computed meanwhile waits for the end of two steps."""
+    async with pair("tcp", max_num_batched_tokens=24) as (prefill, decode):
+        begun: list[Status] = []
+        step, expected = decode.loop._step, submission(prompts()[6])
+
+        def watched() -> Step | None:
+            request = decode.engine.scheduler.get(expected.id)
+            begun.extend([request.status] if request is not None else [])
+            return step()
+
+        decode.loop._step = watched  # type: ignore[method-assign]
+        own = asyncio.create_task(decode.generate(submission(prompts()[13], 100)))
+        while not decode.engine.scheduler.running:
+            await asyncio.sleep(0)
+        await ship(prefill, decode, expected)
+        await own
+        assert begun
+        assert Status.WAITING not in begun
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
