@@ -98,7 +98,7 @@ def effective_config(
     ] = None,
     min_chunk_tokens: Annotated[
         int | None,
-        typer.Option(help="adaptive: prompt tokens a step carries at least; 0: two pages.", rich_help_panel=_CHUNKS),
+        typer.Option(help="adaptive: prompt tokens a step carries at least; 0: one page.", rich_help_panel=_CHUNKS),
     ] = None,
     max_prefill_tokens: Annotated[
         int | None,

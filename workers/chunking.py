@@ -11,6 +11,9 @@ from crossdock.workers.slo import SloClass
 # -- how much --------------------------------------------------------------------------------------------------------
 
 MARGIN = 0.9  # of a stream's slack a step may fill: the token still has to travel
+BANK = 1.25  # of its TPOT, the longest gap that is planned for a stream, which has been that much ahead
+IDLE = 0.25  # of the tightest time to first token, how long a step may keep those waiting who come while it runs
+LEAST_SHARE = 0.02  # of the time: what a prompt is taken to get where streams leave nothing
 _MOST_OVERRUN = 2.0  # beyond it chunks would shrink to nothing for a machine that cannot be predicted
 
 
@@ -83,22 +86,30 @@ def adaptive_room(
     floor_rank: int = 1 << 30,
     overrun: float = 1.0,
 ) -> Room:
-    """As much as keeps the step inside `slack`, the seconds until the first of the streams in it must have its token.
+    """As much as keeps the step inside `slack`, the seconds until the first of the streams must have its token, and
+    inside `idle_seconds`: whoever arrives meanwhile waits for its end.
 
-    `contexts`: tokens of each decode in the step. While no stream runs, `slack` is infinite and the step may take
-    `idle_seconds`: whoever arrives meanwhile waits for its end. Never more tokens than the ceiling,
-    `max_num_batched_tokens`; never less than `floor` for prompts of class `floor_rank` or more urgent ones. The others
-    take what time is left, which may be none: nobody's stream is late for a prompt that is less urgent. `overrun`: by
-    what factor steps take longer than predicted now and then; they must be in time even so.
+    `contexts`: tokens of each decode in the step. While no stream runs or is about to, `slack` is infinite. Never more
+    tokens than the ceiling, `max_num_batched_tokens`; never less than `floor` for prompts of class `floor_rank` or more
+    urgent ones. The others take what time is left, which may be none: nobody's stream is late for a prompt that is less
+    urgent. `overrun`: by what factor steps take longer than predicted now and then; they must be in time even so.
     """
     tokens = max_num_batched_tokens - len(contexts)
     fixed = cost.base + cost.decode_seconds(len(contexts), sum(contexts))
-    if slack < inf:
-        seconds = slack * MARGIN / min(overrun, _MOST_OVERRUN) - fixed
+    seconds = slack * MARGIN / min(overrun, _MOST_OVERRUN)
+    if seconds < idle_seconds:
         reason = f"slack of {slack * 1e3:.0f} ms, {len(contexts)} decodes"
     else:
-        seconds, reason = idle_seconds - fixed, f"idle step of {idle_seconds * 1e3:.0f} ms"
-    return Room(tokens, max(seconds, 0.0), min(floor, tokens), floor_rank, cost, reason)
+        seconds, reason = idle_seconds, f"idle step of {idle_seconds * 1e3:.0f} ms"
+    return Room(tokens, max(seconds - fixed, 0.0), min(floor, tokens), floor_rank, cost, reason)
+
+
+def share_of_prompts(streams_seconds: float, tpot: float, overrun: float, floor: float, least: float) -> float:
+    """What share of the time goes into chunks, in steps of `adaptive_room`, while streams run that take
+    `streams_seconds` of each step and were promised a token every `tpot`: they are ahead by what they may bank.
+    `floor`: seconds of a chunk that is computed whatever the streams say; `least`: of the smallest that can be."""
+    chunk = max(BANK * tpot * MARGIN / min(overrun, _MOST_OVERRUN) - streams_seconds, floor)
+    return chunk / (streams_seconds + chunk) if chunk >= least else 0.0
 
 
 def skip_decodes(streams: Sequence[Request], now: float, cost: StepCost) -> set[str]:
@@ -143,7 +154,7 @@ def next_due(due: float, now: float, tpot: float) -> float:
     """When the token after the one just made at `now` is promised. What a stream is ahead it banks, up to a quarter of
     its TPOT, so that a gap never exceeds 1.25 TPOT on purpose; what it is behind is forgiven: a stream that stalled
     once must not hold everyone at the floor until it has caught up."""
-    banked, most = (due if due > now else now) + tpot, now + 1.25 * tpot
+    banked, most = (due if due > now else now) + tpot, now + BANK * tpot
     return banked if banked < most else most
 
 
@@ -201,4 +212,4 @@ def predicted_ttft(own_seconds: float, rank: int, backlog: Iterable[tuple[int, f
     `prefill_share`: what running streams leave of a step's time.
     """
     ahead = sum(seconds if other < rank else min(seconds, own_seconds) for other, seconds in backlog if other <= rank)
-    return (ahead + own_seconds) / max(prefill_share, 0.05)
+    return (ahead + own_seconds) / max(prefill_share, LEAST_SHARE)

@@ -379,7 +379,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         max_num_seqs=config.max_num_seqs,
         slo_classes=config.slo_classes,
         chunk_policy=config.chunk_policy,
-        min_chunk_tokens=config.min_chunk_tokens or 2 * config.page_size,
+        min_chunk_tokens=config.min_chunk_tokens or config.page_size,
         admission=config.admission,
         page_bytes=model.layout(config.page_size).page_bytes,
         tensor_parallel_size=model.part.place.tensor_size,

@@ -246,7 +246,7 @@ class SchedulingProfile(BaseModel):
     max_num_seqs: int
     slo_classes: tuple[SloClass, ...]  # most urgent first
     chunk_policy: Literal["adaptive", "fixed"] = "adaptive"
-    min_chunk_tokens: int = 32  # adaptive: what a step carries of a prompt however little time there is
+    min_chunk_tokens: int = 16  # adaptive: what a step carries of a prompt however little time there is
     admission: Literal["reject", "queue"] = "reject"
     role: Role = "mixed"
     compatibility: str = ""  # replicas that may exchange pages have the same: model, data type, shape of a page

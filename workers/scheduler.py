@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from crossdock.workers.chunking import (
+    IDLE,
     Room,
     adaptive_room,
     fixed_room,
@@ -20,6 +21,7 @@ from crossdock.workers.chunking import (
     predicted_ttft,
     prefill_reason,
     reserved_slots,
+    share_of_prompts,
     skip_decodes,
     steps_without_skips,
 )
@@ -42,7 +44,7 @@ class SchedulerConfig(BaseModel):
         "adaptive", description="adaptive: chunks fit the tightest stream's slack; fixed: vLLM's token budget."
     )
     min_chunk_tokens: int = Field(
-        0, ge=0, description="Adaptive: prompt tokens a step carries however tight the slack is; 0 is two pages."
+        0, ge=0, description="Adaptive: prompt tokens a step carries however tight the slack is; 0 is one page."
     )
     enable_chunked_prefill: bool = Field(True, description="Off: a prompt is computed in one step or not at all.")
     mixed_chunks: bool = Field(
@@ -52,7 +54,9 @@ class SchedulerConfig(BaseModel):
     long_prefill_token_threshold: int = Field(
         0, ge=0, description="Longest chunk of one prompt, and where 'long' begins; 0: no limit, 4 % of max_model_len."
     )
-    max_num_partial_prefills: int = Field(8, ge=1, description="Prompts that may be partly computed at once.")
+    max_num_partial_prefills: int = Field(
+        8, ge=1, description="Prompts that may be partly computed at once, those of less urgent classes not counted."
+    )
     max_long_partial_prefills: int = Field(2, ge=1, description="Of these, how many may be long.")
     short_lane_share: float = Field(0.5, ge=0, lt=1, description="Share of each step's chunks kept for short prompts.")
     prefill_order: Literal["response_ratio", "fcfs"] = Field(
@@ -250,7 +254,7 @@ class Scheduler:
         """Seconds until the request's first token if it came now, and if it were alone; (0, 0) without a cost."""
         own = self.prefill_seconds(request)
         backlog = [(other.rank, self.prefill_seconds(other)) for other in self.prefills()]
-        return predicted_ttft(own, request.rank, backlog, self._prefill_share()), own
+        return predicted_ttft(own, request.rank, backlog, self.prefill_share(request.rank)), own
 
     def _promise(self, request: Request) -> None:
         """Notes when the first token will come, and refuses the request where that is too late."""
@@ -279,18 +283,26 @@ class Scheduler:
         end = request.num_tokens
         return self.cost.prefill_seconds(end - request.num_uncached_tokens, end, self.config.max_num_batched_tokens)
 
-    def _prefill_share(self) -> float:
-        """The share of a step's time that running streams leave to prompts."""
+    def prefill_share(self, rank: int) -> float:
+        """The share of the time that goes into prompts of class `rank` while those streams run that are here, or soon
+        will be."""
         streams = [request for request in self.running if request.is_decoding]
-        if not streams or self.cost is None:
+        arriving = [request for request in (*self.held, *self.waiting) if request.leg is Leg.RECEIVE]
+        if self.cost is None or not (streams or arriving):
             return 1.0
-        decodes = self.cost.base + self.cost.decode_seconds(len(streams), sum(it.num_tokens for it in streams))
-        if self.config.chunk_policy == "adaptive":
-            period = min(self.config.slo_classes[request.rank].tpot_s for request in streams)
-        else:
-            room = self.config.max_num_batched_tokens - len(streams)
-            period = decodes + self.cost.chunk_seconds(0, room)
-        return 1 - min(decodes / period, 1.0)
+        num_streams = len(streams) + len(arriving)
+        seconds = self.cost.base + self.cost.decode_seconds(num_streams, sum(it.num_tokens for it in streams))
+        if self.config.chunk_policy == "fixed":
+            room = self.config.max_num_batched_tokens - num_streams
+            return 1 - seconds / (seconds + self.cost.chunk_seconds(0, room))
+        ranks = [it.rank for it in (*streams, *arriving)]
+        return share_of_prompts(
+            seconds,
+            min(self.config.slo_classes[it].tpot_s for it in ranks),
+            self.overrun,
+            self.cost.per_prefill_token * self._floor if rank <= min(ranks) else 0.0,
+            self.cost.per_prefill_token * self.pages.page_size,
+        )
 
     # -- schedule: what the next step computes -----------------------------------------------------------------------
 
@@ -358,12 +370,13 @@ class Scheduler:
             room = fixed_room(config.max_num_batched_tokens, len(decodes))
         else:
             streams = [it for it in self.running if it.is_decoding and it.id not in skipped]
+            arriving = [self._due_at_best(it) for it in (*self.held, *self.waiting) if it.leg is Leg.RECEIVE]
             room = adaptive_room(
                 config.max_num_batched_tokens,
-                config.min_chunk_tokens or 2 * config.page_size,
+                self._floor,
                 [part.start for part in decodes],
-                min([it.due for it in streams], default=inf) - self._now,
-                min(slo.ttft_s for slo in config.slo_classes) / 2,
+                min([it.due for it in streams] + arriving, default=inf) - self._now,
+                IDLE * min(slo.ttft_s for slo in config.slo_classes),
                 self.cost,
                 min([it.rank for it in streams], default=len(config.slo_classes)),
                 self.overrun,
@@ -371,6 +384,16 @@ class Scheduler:
         if config.max_prefill_tokens and config.max_prefill_tokens < room.tokens:
             room.tokens, room.reason = config.max_prefill_tokens, "max_prefill_tokens"
         return room
+
+    @property
+    def _floor(self) -> int:
+        """Prompt tokens of a step however little time there is."""
+        return self.config.min_chunk_tokens or self.config.page_size
+
+    def _due_at_best(self, request: Request) -> float:
+        """When the second token of a request is due whose prompt another replica computes, if the rest of that is
+        computed alone and as fast as here: a step that ends by then does not keep it waiting."""
+        return self._now + self.prefill_seconds(request) + self.config.slo_classes[request.rank].tpot_s
 
     def _fill(self, room: Room, prefills: Sequence[Request]) -> list[Scheduled]:
         chunks: list[Scheduled] = []
@@ -437,7 +460,8 @@ class Scheduler:
         return self.config.max_num_seqs - len(taken) - kept
 
     def _may_be_partial(self, request: Request) -> bool:
-        partial = [other for other in self.running if not other.is_decoding]
+        """Whether one more of its class or a more urgent one may be partly computed: the others do not keep it out."""
+        partial = [other for other in self.running if not other.is_decoding and other.rank <= request.rank]
         num_long = sum(map(self._is_long, partial))
         if self._is_long(request) and num_long >= self.config.max_long_partial_prefills:
             return False

@@ -45,7 +45,7 @@ class SimulatedPool(BaseModel):
         engine = SchedulerConfig.model_validate({**_default_class(profile), **shared, **given})
         role = data.get("role", data.get("name") if data.get("name") in ("prefill", "decode") else profile.role)
         told = {name: getattr(engine, name) for name in shared} | {"role": role}
-        told["min_chunk_tokens"] = engine.min_chunk_tokens or 2 * engine.page_size
+        told["min_chunk_tokens"] = engine.min_chunk_tokens or engine.page_size
         return {**data, "role": role, "engine": engine, "profile": profile.model_copy(update=told)}
 
 

@@ -57,7 +57,7 @@ def test_an_adaptive_chunk_keeps_the_step_inside_the_slack(
     assert tokens <= 2048 - len(contexts)
     assert tokens >= min(length, 32), "prompts never stand still"
     step = COST.seconds(StepWork.of([(start, tokens)], contexts))
-    allowed = MARGIN * slack if contexts else 0.5
+    allowed = min(MARGIN * slack, 0.5) if contexts else 0.5
     assert step <= allowed + 1e-9 or tokens <= 32
     larger = COST.seconds(StepWork.of([(start, tokens + 16)], contexts))
     assert tokens == length or larger > allowed or tokens + 16 > 2048 - len(contexts), "the largest such chunk"

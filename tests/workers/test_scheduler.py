@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from crossdock.workers.chunking import IDLE
 from crossdock.workers.pages import PagePool
 from crossdock.workers.profile import StepCost
 from crossdock.workers.request import FinishReason, Leg, Overloaded, Request, SamplingParams, Status, TokenDelta
@@ -304,6 +305,71 @@ def test_the_steps_of_a_long_prompt_leave_streams_their_pace() -> None:
     assert "slack" in them.batches[8].limit
 
 
+def test_patient_streams_do_not_make_steps_long() -> None:
+    """Whoever comes while a step runs waits for its end, also where the streams in it could wait for longer."""
+    them = Simulation()
+    them.add("stream", 20, "batch", max_tokens=300)
+    them.step()
+    them.add("long", 3000, "batch")
+    longest = max(COST.seconds(them.step().work) for _ in range(8))
+    assert 0.05 < longest <= IDLE * CLASSES[0].ttft_s + 1e-9 < CLASSES[2].tpot_s
+
+
+def test_long_prompts_of_less_urgent_classes_do_not_keep_an_urgent_one_out() -> None:
+    """So many long prompts may be partly computed at once, but of them all only those of its class, or before it."""
+    them = Simulation(max_long_partial_prefills=1)
+    them.add("batch", 3000, "batch")
+    them.step()
+    them.add("standard", 2000, "standard")
+    them.step()
+    them.add("second", 2000, "standard")
+    them.add("urgent", 1000, "interactive")  # long too, and takes several steps
+    while "urgent" not in them.first_token:
+        batch = them.step()
+        assert [part.request.id for part in batch.scheduled][:1] == ["urgent"]
+        assert them.it.get("second").num_computed_tokens == 0, "the limit holds in its class"
+    them.run()
+    order = sorted(them.first_token, key=lambda name: them.first_token[name])
+    assert order == ["urgent", "standard", "second", "batch"]
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "fixed"])
+@pytest.mark.parametrize("slo_class", [slo.name for slo in CLASSES])
+@pytest.mark.parametrize("num_streams", [1, 8, 16])
+def test_what_share_of_the_time_goes_into_prompts_is_predicted(num_streams: int, slo_class: str, policy: str) -> None:
+    """Against what goes into them when it is played, beside standard streams that leave them room or none."""
+    them = Simulation(chunk_policy=policy, max_num_seqs=32, min_chunk_tokens=4)
+    for number in range(num_streams):
+        them.add(f"s{number}", 100, "standard", max_tokens=200)
+    while any(not it.is_decoding for it in them.it.requests()):
+        them.step()
+    for _ in range(8):  # they bank
+        them.step()
+    rank = [slo.name for slo in CLASSES].index(slo_class)
+    predicted = them.it.prefill_share(rank)
+    began, before = them.now, them.it.prefilled_seconds
+    them.add("prompt", 3000, slo_class)
+    for _ in range(10):
+        them.step()
+    assert predicted == pytest.approx((them.it.prefilled_seconds - before) / (them.now - began), abs=0.08)
+
+
+def test_a_step_ends_when_a_stream_from_elsewhere_may_be_here() -> None:
+    """Its prompt is computed by another replica, meanwhile this one computes a prompt of its own."""
+    them = Simulation()
+    them.add("long", 3000, "batch")
+    idle = COST.seconds(them.step().work)
+    them.it.add(pair_request("a", 60, Leg.RECEIVE))
+    for committed in (0, 32, 56):
+        if committed:
+            them.it.commit("a", committed)
+        left = COST.prefill_seconds(committed, 60, 256) + CLASSES[1].tpot_s
+        batch = them.step()
+        assert them.it.get("a").num_computed_tokens == committed
+        assert left / 2 < COST.seconds(batch.work) <= left < idle
+        assert "slack" in batch.limit
+
+
 def test_classes_are_strict_tiers() -> None:
     them = Simulation(max_num_batched_tokens=64, short_lane_share=0.0)
     for name in ("batch", "standard", "interactive"):
@@ -317,11 +383,13 @@ def test_classes_are_strict_tiers() -> None:
 def test_who_slows_down_first_when_pages_run_short() -> None:
     """Batch loses its pages, then standard; the interactive streams are never preempted."""
     them = Simulation(num_pages=64, max_model_len=200, max_num_seqs=8, starvation_s=1000.0)
-    requests = {name: them.add(name, 40, name, max_tokens=100) for name in ("batch", "standard", "interactive")}
-    for _ in range(10):
-        them.step()
+    requests = {}
+    for name in ("batch", "standard", "interactive"):
+        requests[name] = them.add(name, 40, name, max_tokens=100)
+        for _ in range(3):
+            them.step()
     assert all(it.status is Status.RUNNING for it in requests.values())
-    late = them.add("interactive 2", 100, "interactive", max_tokens=4)  # needs 25 of the 64 pages at once
+    late = them.add("interactive 2", 120, "interactive", max_tokens=4)  # needs 30 of the 64 pages at once
     them.step()
     assert late.status is Status.RUNNING
     assert requests["batch"].status is Status.WAITING
