@@ -176,7 +176,7 @@ class Fleet:
         self._refresh(now)
         rank = self._rank(query.slo_class)
         cached = self._cached(query)
-        age = np.minimum(now - self._news, self.config.ttl_s)
+        age = now - self._news
         if self._stale:
             age[list(self._stale)] = 0.0  # nobody knows whether it has gone on
         it = predict(self._loads, query, rank, cached, age, self.classes)

@@ -17,7 +17,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.workers.live import LENGTHS, LiveProfile
+from crossdock.workers.chunking import LEAST_SHARE, share_of_prompts
+from crossdock.workers.live import LENGTHS, MEMORY_S, LiveProfile
 from crossdock.workers.pages import PageHash
 from crossdock.workers.profile import SchedulingProfile
 from crossdock.workers.request import Overloaded
@@ -32,6 +33,7 @@ WORK = 1.0  # what a second that a replica works for a request weighs against on
 SPEED = 0.1  # what a second of the request's own decoding weighs against one until its first token
 EXPECTED_TOKENS = 128  # of an output, unless it may have fewer
 TIE = 0.02  # placements are as good as each other within this share of the best one's cost
+SOON = 0.3  # seconds of prompts ahead from which on what streams kept of late says more than what they keep now
 HANDOVER = 0.005  # seconds that a pair costs beside its pages: messages, a registration
 KEPT = 4  # of the best replicas for a prompt, and of those for its tokens, how many are tried as pairs
 
@@ -94,7 +96,7 @@ class Loads:
     refuses: Floats  # 1: it has something, and takes nothing more that would be late
     step: Floats  # seconds of the running step that are left, on average
     chunk: Floats  # tokens of a prompt that a step carries, at least
-    share: Floats  # of a step's time that streams leave to prompts
+    busier: Floats  # share of its time that streams kept from prompts of late beyond what they do now
     gap: Floats  # seconds of a step of all streams and no prompt
     tightest: Floats  # rank of the most urgent stream
     future_gap: Floats  # of a step of all streams, those included that are on the way
@@ -103,7 +105,8 @@ class Loads:
     pages: Floats  # [rank, replica]
     places: Floats  # [rank, replica]
     at_once: Floats  # [rank, replica]: tokens of the longest prompt that waits for neither pages nor a place
-    own_share: Floats  # [rank, replica]: of a step's time, without what goes into prompts of more urgent classes
+    share: Floats  # [rank, replica]: of the time, what goes into prompts of a class while those streams run
+    own_share: Floats  # [rank, replica]: less what goes into prompts of more urgent classes
     urgent: Floats  # [rank, replica]: seconds of prompts of more urgent classes, as it last said
     booked_urgent: Floats  # [rank, replica]: and of those given to it since
     num_lengths: Floats  # [rank, replica]: that prompts have, which take up the first so many places of `prompts`
@@ -118,8 +121,20 @@ class Loads:
 
 _COLUMNS = Loads.__slots__[:-2]
 _PER_RANK = frozenset(
-    ("pages", "places", "at_once", "own_share", "urgent", "booked_urgent", "num_lengths", "streams", "all_streams")
+    (
+        "pages",
+        "places",
+        "at_once",
+        "share",
+        "own_share",
+        "urgent",
+        "booked_urgent",
+        "num_lengths",
+        "streams",
+        "all_streams",
+    )
 )
+_AGE = 3.0  # seconds: who is busy and has said nothing new for longer may have stopped
 NUM_LENGTHS = len(LENGTHS) + 1
 
 
@@ -163,9 +178,10 @@ def row(
     base, per_token, per_attended, per_decode, per_context = cost
     queue = _Queue()
     streams, arriving = [0.0] * num_ranks, [0.0] * num_ranks
+    soon = [0.0] * num_ranks  # streams, and those whose prompts others compute
     places, pages = [float(profile.max_num_seqs)] * num_ranks, [float(profile.num_pages)] * num_ranks
     prompt_shares: Sequence[float] = ()
-    context = future_context = remaining = step = 0.0
+    context = future_context = remaining = step = kept = 0.0
     rate = profile.bytes_per_second
     if live is not None:
         for group in live.prompts:
@@ -177,13 +193,15 @@ def row(
         if num_leaving:  # whose tokens are whose, it does not say
             future_context *= 1 - min(num_leaving / max(sum(arriving), 1), 1)
         streams = _by_rank(live.streams, num_ranks)
+        soon = [*streams]
         for rank, count in enumerate(_by_rank(live.arriving, num_ranks)):
             arriving[rank] += count
+            soon[rank] += count
         for rank, count in enumerate(_by_rank(live.leaving, num_ranks)):
             arriving[rank] -= count
         places[: len(live.places)] = live.places[:num_ranks]
         pages[: len(live.free_pages)] = live.free_pages[:num_ranks]
-        prompt_shares = live.prompt_shares
+        prompt_shares, kept = live.prompt_shares, live.stream_share
         context, remaining = live.context_tokens, live.remaining_tokens
         step, rate = live.step_seconds, live.bytes_per_second or rate
     for it in booked:
@@ -192,10 +210,12 @@ def row(
             queue.add(1, rank, bisect(LENGTHS, it.seconds), 1, it.seconds)
         if it.decodes and it.has_first:
             streams[rank] += 1
+            soon[rank] += 1
             context += it.tokens
             remaining += EXPECTED_TOKENS
         elif it.decodes:
             arriving[rank] += 1
+            soon[rank] += not it.seconds
             future_context += it.tokens
         if it.decodes or not it.has_first:
             pages = [free - it.pages for free in pages]
@@ -208,17 +228,22 @@ def row(
     decodes = base + per_decode * num_streams + per_context * context
     tightest = next((rank for rank, count in enumerate(streams) if count), num_ranks)
     is_adaptive, budget = profile.chunk_policy == "adaptive", profile.max_num_batched_tokens
-    share = 1.0
-    if num_streams:
+    page_size = profile.page_size
+    shares = [1.0] * num_ranks  # as in Scheduler.prefill_share
+    if num_soon := sum(soon):
+        seconds = decodes + per_decode * (num_soon - num_streams)
         if is_adaptive:
-            period = min([classes[rank].tpot_s for rank, count in enumerate(streams) if count])
+            ranks = [rank for rank, count in enumerate(soon) if count]
+            tpot, least = min([classes[rank].tpot_s for rank in ranks]), page_size * per_token
+            for rank in range(num_ranks):
+                floor = profile.min_chunk_tokens * per_token if rank <= ranks[0] else 0.0
+                shares[rank] = share_of_prompts(seconds, tpot, profile.overrun, floor, least)
         else:
-            room = budget - num_streams
-            period = decodes + room * (per_token + per_attended * room / 2)
-        share = max(1 - min(decodes / period, 1.0), 0.05)
+            room = budget - num_soon
+            shares = [1 - seconds / (seconds + room * (per_token + per_attended * room / 2))] * num_ranks
     future_gap = decodes + per_decode * num_arriving + per_context * future_context
     mean_context = (context + future_context) / max(num_streams + num_arriving, 1.0)
-    page_size, begins = profile.page_size, zip(pages, places, strict=True)
+    begins = zip(pages, places, strict=True)
     prompts, (num_said, num_given), (urgent, booked_urgent) = queue.placed(num_ranks)
     columns = [
         base,
@@ -234,7 +259,7 @@ def row(
         profile.admission == "reject" and bool(num_streams or num_arriving or prompts),
         step / 2,
         profile.min_chunk_tokens if is_adaptive else max(budget - num_streams, 1.0),
-        share,
+        max(kept - (1 - shares[0]), 0.0),
         decodes,
         tightest,
         future_gap,
@@ -243,7 +268,8 @@ def row(
         *pages,
         *places,
         *[(free - 1) * page_size if place >= 1 else -1.0 for free, place in begins],
-        *[max(share - sum(prompt_shares[:rank]), 0.05) for rank in range(num_ranks)],
+        *[max(share, LEAST_SHARE) for share in shares],
+        *[max(share - sum(prompt_shares[:rank]), LEAST_SHARE) for rank, share in enumerate(shares)],
         *urgent,
         *booked_urgent,
         *map(max, num_said, num_given),
@@ -304,7 +330,7 @@ class Prediction:
     """Of one request at every replica, as if that one did all of it. Seconds."""
 
     prefill: Floats  # of its uncached prompt alone
-    ahead: Floats  # of what is computed before that, as the replica's own admission reckons
+    reckoned: Floats  # until the first token, as the replica's own admission reckons
     ttft: Floats
     room: Floats  # until there are a place and pages for it
     gap: Floats  # between its tokens
@@ -316,7 +342,8 @@ class Prediction:
 def predict(
     loads: Loads, query: Query, rank: int, cached: Floats, age: Floats, classes: Sequence[SloClass]
 ) -> Prediction:
-    """`cached`: tokens of the prompt that each replica has; `age`: seconds since it last said something new."""
+    """`cached`: tokens of the prompt that each replica has; `age`: seconds since it last said something new, which it
+    may have no end of if it has nothing to do."""
     slo = classes[rank]
     total = query.num_tokens
     rest = total - cached
@@ -324,13 +351,16 @@ def predict(
     per_token = loads.per_token + loads.per_attended * context
     own = _prefill_seconds(loads, rest, cached, per_token)
     # chunking.predicted_ttft, whose prompts come here by class and length. Since it last spoke, it has gone on.
-    done = age * loads.share
+    done = np.minimum(age, _AGE) * loads.share[rank]
     ahead = np.maximum(loads.urgent[rank] - done, 0.0) + loads.booked_urgent[rank]
     width = int(loads.num_lengths[rank].max())
     if width:
         ahead += _among(loads, rank, width, done, own)
     room = _room(loads, rank, rest)
-    share = loads.own_share[rank]  # who is more urgent and comes later goes first
+    # Who is more urgent and comes later goes first; and the longer it takes, the more streams will be there as ever.
+    behind = ahead + own
+    busier = loads.busier * np.exp(age / -MEMORY_S) * (behind / (behind + SOON))
+    share = np.maximum(loads.own_share[rank] - busier, LEAST_SHARE)
     ttft = np.maximum(ahead / share, room) + own / share + loads.step
 
     chunk = np.minimum(loads.chunk, rest)
@@ -348,7 +378,7 @@ def predict(
     if gap.max() > tightest:
         more = _lateness(gap, loads.all_streams, classes) - loads.future_lateness
         stream_late = num_output * (more + slo.weight * np.maximum(gap - slo.tpot_s, 0.0))
-    return Prediction(own, ahead, ttft, room, gap, prompt_late, stream_late, num_output * token)
+    return Prediction(own, behind / loads.share[rank], ttft, room, gap, prompt_late, stream_late, num_output * token)
 
 
 def _prefill_seconds(loads: Loads, rest: Floats, cached: Floats, per_token: Floats) -> Floats:
@@ -457,8 +487,8 @@ def choose(loads: Loads, query: Query, cached: Floats, it: Prediction, slo: SloC
 def _late(loads: Loads, it: Prediction, slo: SloClass, slots: Slots | int) -> Floats:
     """Seconds after the promise that replicas think the first token would come, which they refuse where above 0; -inf
     of those that take all. Their admission knows nothing of places."""
-    seconds = (it.ahead[slots] + it.prefill[slots]) / loads.share[slots]
-    return np.where(loads.refuses[slots] > 0, seconds - np.maximum(slo.ttft_s, 2 * it.prefill[slots]), -inf)
+    late = it.reckoned[slots] - np.maximum(slo.ttft_s, 2 * it.prefill[slots])
+    return np.where(loads.refuses[slots] > 0, late, -inf)
 
 
 def _least(slots: Slots, cost: Floats) -> Slots:

@@ -14,7 +14,7 @@ from crossdock.workers.scheduler import Scheduler
 LENGTHS = tuple(4.0**power for power in range(-3, 4))
 """Seconds that tell short prompts from long ones: how much longer one makes another wait depends on which is longer."""
 
-_MEMORY_S = 5.0  # of how much time went into prompts
+MEMORY_S = 5.0  # of what its time went into
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class LiveProfile:
     places: tuple[int, ...] = ()  # by rank: how many more could begin; below 0, so many that wait could not
     free_pages: tuple[int, ...] = ()  # by rank: less what those that wait will take, and what the class below gives up
     prompt_shares: tuple[float, ...] = ()  # by rank: of its time, what went into prompts of late
+    stream_share: float = 0.0  # of its time, what streams kept from prompts of late
     step_seconds: float = 0.0  # of the last step; 0: nothing is running
     bytes_per_second: float = 0.0  # of pages on their way to others, of late; 0: none were
     done_seconds: float = 0.0  # of prompts it has computed since it started, as `Prompts.seconds` counts them
@@ -76,6 +77,7 @@ def observe(
     sequence: int,
     step_seconds: float = 0.0,
     prompt_shares: tuple[float, ...] = (),
+    stream_share: float = 0.0,
     bytes_per_second: float = 0.0,
     role: Role | None = None,
 ) -> LiveProfile:
@@ -115,6 +117,7 @@ def observe(
         places,
         pages,
         prompt_shares,
+        stream_share,
         step_seconds if scheduler.has_work else 0.0,
         bytes_per_second,
         scheduler.prefilled_seconds,
@@ -164,6 +167,8 @@ class Publisher:
     _work: list[int] = field(default_factory=list)  # by rank, when it last spoke
     _shares: dict[int, float] = field(default_factory=dict)  # by rank
     _step_seconds: float = 0.0
+    _kept: float = 0.0  # share of its time that streams kept from prompts when it last spoke
+    _mean_kept: float = 0.0
     _bytes_per_second: float = 0.0
 
     def is_due(self, now: float) -> bool:
@@ -188,7 +193,7 @@ class Publisher:
             self.incarnation,
             self.sequence,
             self._step_seconds,
-            self._prompt_shares(now),
+            *self._shares_of_time(now),
             self._bytes_per_second,
             self.role,
         )
@@ -197,10 +202,13 @@ class Publisher:
         """It is kept for something else from now on, and says so at once."""
         self.role, self._was_busy = role, not self._is_busy
 
-    def _prompt_shares(self, now: float) -> tuple[float, ...]:
-        """By rank, the share of the time that was spent on prompts, over the last seconds, the latest counting most."""
+    def _shares_of_time(self, now: float) -> tuple[tuple[float, ...], float]:
+        """What went into prompts, by rank, and what streams kept from them, of the last seconds, the latest counting
+        most."""
         seconds, self._spoke = now - self._spoke, now
-        keep = exp(-seconds / _MEMORY_S)
+        keep = exp(-seconds / MEMORY_S)
+        self._mean_kept = keep * self._mean_kept + (1 - keep) * self._kept
+        self._kept = 1 - self.scheduler.prefill_share(0)
         cost = self.scheduler.cost.per_prefill_token if self.scheduler.cost is not None else 0.0
         ranks = range(len(self.scheduler.config.slo_classes))
         work = [self.scheduler.work_of[rank] for rank in ranks]
@@ -208,7 +216,7 @@ class Publisher:
         for rank in ranks if seconds > 0 else ():
             now_share = min((work[rank] - before[rank]) * cost / seconds, 1.0)
             self._shares[rank] = keep * self._shares.get(rank, 0.0) + (1 - keep) * now_share
-        return tuple(self._shares.get(rank, 0.0) for rank in ranks)
+        return tuple(self._shares.get(rank, 0.0) for rank in ranks), self._mean_kept
 
     def transferred(self, num_bytes: int, seconds: float) -> None:
         """Pages have gone to another replica."""

@@ -35,7 +35,8 @@ def test_the_first_token_is_predicted_as_by_the_replicas_own_scheduler(rng: rand
     replica = Replica(profile(rng.choice([1.0, 30.0]), chunk_policy=policy, admission="queue"))
     for number in range(rng.randrange(8)):
         prompt = [number, *range(rng.choice([10, 100, 1000, 4000]))]
-        replica.add(f"{number}", prompt, rng.choice(CLASSES), max_tokens=50)
+        leg = rng.choice([Leg.LOCAL, Leg.LOCAL, Leg.RECEIVE])
+        replica.add(f"{number}", prompt, rng.choice(CLASSES), max_tokens=50, leg=leg)
         for _ in range(rng.randrange(4)):
             replica.step()
     fleet = fleet_of({"it": replica.profile})
@@ -96,6 +97,42 @@ def test_who_is_more_urgent_and_comes_later_goes_first() -> None:
     assert predicted(fleet, query("new", 1000, slo_class="interactive")) == pytest.approx(alone)
     assert predicted(fleet, asked) == pytest.approx(alone / 0.5)
     assert predicted(fleet, query("new", 1000, slo_class="batch")) == pytest.approx(alone / 0.2)
+
+
+def test_the_longer_a_prompt_takes_the_more_streams_will_be_there_as_ever() -> None:
+    """No stream runs now; of late they kept half of the time."""
+    fleet = fleet_of({"it": profile()})
+
+    def slower(num_tokens: int, now: float) -> float:
+        asked = query("new", num_tokens)
+        fleet.hear("it", quiet(fleet.num_chosen + 2), now)
+        alone = predicted(fleet, asked, now)
+        fleet.hear("it", quiet(fleet.num_chosen + 2, stream_share=0.5), now)
+        return predicted(fleet, asked, now) / alone
+
+    short, long = slower(32, 0.0), slower(5000, 0.0)
+    assert 1 < short < 1.2
+    assert 1.5 < long < 2
+    fleet.hear("it", quiet(fleet.num_chosen + 2), 0.0)
+    alone = predicted(fleet, query("new", 5000))
+    fleet.hear("it", quiet(fleet.num_chosen + 2, stream_share=0.5), 0.0)
+    later = []
+    for now in (0.0, 5.0, 50.0):
+        fleet.hear("it", quiet(fleet.num_chosen, stream_share=0.5), now)  # nothing new: it lives
+        later.append(predicted(fleet, query("new", 5000), now) / alone)
+    assert later == sorted(later, reverse=True)
+    assert later[-1] == pytest.approx(1, abs=0.01)  # it has had nothing to do since
+
+
+def test_streams_that_are_on_the_way_count() -> None:
+    """Their prompts are computed by another replica: when they are here, they leave less to prompts."""
+    fleet = fleet_of({"it": profile()})
+    asked = query("new", 2000)
+    alone = predicted(fleet, asked)
+    fleet.hear("it", quiet(2, arriving=(4, 0, 0)), 0.0)
+    expecting = predicted(fleet, asked)
+    fleet.hear("it", quiet(3, streams=(4, 0, 0)), 0.0)
+    assert alone < expecting == pytest.approx(predicted(fleet, asked))
 
 
 def test_where_no_place_is_left_it_waits_for_a_streams_end() -> None:

@@ -104,6 +104,24 @@ def test_how_much_of_its_time_goes_into_prompts_of_whom() -> None:
     assert said.live(120.0).prompt_shares == pytest.approx((0.0, 0.0, 0.0), abs=1e-3)
 
 
+def test_how_much_of_its_time_streams_keep_from_prompts() -> None:
+    """A stream is there for every other second, at the end of each of which there is something to say."""
+    it = scheduler()
+    said = Publisher(it, "me")
+    kept = 0.0
+    for second in range(0, 60, 2):
+        it.add(request(f"{second}", 100, "interactive", max_tokens=2))
+        while not it.running or not it.running[0].is_decoding:
+            step(it, float(second))
+        kept = 1 - it.prefill_share(0)
+        said.live(float(second))
+        step(it, second + 1.0)
+        live = said.live(second + 1.0)
+    assert 0.05 < kept < 1
+    assert live.stream_share == pytest.approx(kept / 2, rel=0.15)  # the last second counts a little more
+    assert said.live(120.0).stream_share == pytest.approx(0.0, abs=1e-3)
+
+
 @given(st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=60)
 def test_nothing_is_lost_or_counted_twice(rng: random.Random) -> None:
