@@ -7,8 +7,10 @@ five times as long for everything. *pools*: a prefill and a decode replica, of w
 shipped, as the router chooses, or always the same way. In simulation the same comparisons are `crossdock simulate
 benchmarks/fleet.yaml --policy …` and `--shipping …`.
 
-Every setting is a server of its own, one at a time, in turn in every repeat, and gets the same arrivals; a short load
-of other requests goes before, so that costs are known as they are when serving. Nothing else should run beside it.
+Every setting is a server of its own, one at a time, in turn in every repeat. In a repeat all get the same arrivals,
+every repeat has others: what the first setting is better or worse by is given as the mean over repeats, with its 95 %
+interval. A short load of other requests goes before each, so that costs are known as they are when serving. Nothing
+else should run beside it.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from crossdock.cluster.bench.metrics import parse_targets, spread_ms
 from crossdock.cluster.bench.mix import MIXES
 from crossdock.cluster.bench.run import BenchOptions, BenchResult, run_bench
 from crossdock.cluster.scrape import Scrape
+from crossdock.cluster.simulate.study import Estimate
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.checkpoint import default_model_dir
 
@@ -80,18 +83,24 @@ SETTINGS = (
 )
 
 
-def load(part: str, address: str, args: argparse.Namespace) -> BenchOptions:
+def load(address: str, args: argparse.Namespace, seed: int) -> BenchOptions:
     """Chats and, now and then, a long prompt."""
-    mix = replace(MIXES["chat-heavy"], rate=args.rate, long_share=args.long_share, long_tokens=tuple(args.long_tokens))
+    mix = replace(
+        MIXES["chat-heavy"],
+        rate=args.rate,
+        long_share=args.long_share,
+        long_tokens=tuple(args.long_tokens),
+        batch_share=args.batch_share,
+    )
     return BenchOptions(
-        url=address, workload="mix", mix=mix, duration=args.duration, seed=args.seed, targets=parse_targets(args.slo)
+        url=address, workload="mix", mix=mix, duration=args.duration, seed=seed, targets=parse_targets(args.slo)
     )
 
 
-def measure(setting: Setting, address: str, args: argparse.Namespace) -> dict[str, float]:
+def measure(address: str, args: argparse.Namespace, seed: int) -> dict[str, float]:
     """One pass over one server; times in milliseconds, shares in percent."""
-    options = load(setting.part, address, args)
-    asyncio.run(run_bench(replace(options, duration=args.warmup, seed=args.seed + 1000)))
+    options = load(address, args, seed)
+    asyncio.run(run_bench(replace(options, duration=args.warmup, seed=seed + 1000)))
     before = _scrape(address)
     took = asyncio.run(run_bench(options))
     return figures(took, _scrape(address).since(before))
@@ -116,6 +125,18 @@ def figures(took: BenchResult, change: Scrape) -> dict[str, float]:
     return row | {"refused": took.summary["requests_refused"], "failed": took.summary["requests_failed"]}
 
 
+def advantage(passes: Mapping[str, list[dict[str, float]]]) -> str:
+    """By how much the first setting is better than each other, repeat by repeat; they had the same arrivals."""
+    (first, its), *others = passes.items()
+    lines = [
+        f"{first} less {name}, {column}: {Estimate.of([a[column] - b[column] for a, b in zip(its, rows, strict=True)])}"
+        for name, rows in others
+        if len(rows) == len(its)
+        for column in ("good %", "good /s")
+    ]
+    return "\n".join(lines) + "\n" * bool(lines)
+
+
 def _scrape(address: str) -> Scrape:
     return Scrape.parse(httpx.get(f"{address}/metrics", timeout=30).text, 0.0)
 
@@ -130,11 +151,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1.0, help="arrivals per second")
     parser.add_argument("--long-share", type=float, default=0.08, help="of the arrivals")
     parser.add_argument("--long-tokens", type=int, nargs=2, default=(1024, 3072), metavar=("LEAST", "MOST"))
+    parser.add_argument("--batch-share", type=float, default=0.5, help="of the long prompts; the others are standard")
     parser.add_argument("--duration", type=float, default=30.0, help="seconds of arrivals")
     parser.add_argument("--warmup", type=float, default=5.0, help="seconds of other arrivals before")
     parser.add_argument("--slo", action="append", default=[], metavar="CLASS=ttft:MS,tpot:MS", help="other targets")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the first repeat's arrivals; the next has the next")
     parser.add_argument("--port", type=int, default=8414)
     parser.add_argument("--start-timeout", type=float, default=300.0)
     parser.add_argument("--crossdock-option", action="append", default=[], metavar="--OPTION=VALUE")
@@ -153,7 +175,7 @@ def main() -> None:
             log = args.output.with_name(f"{args.output.name}-{setting.part}-{setting.name}.log")
             try:
                 with serving(setting, args, log) as (address, _, _):
-                    row = measure(setting, address, args)
+                    row = measure(address, args, args.seed + repeat)
             except (RuntimeError, OSError, BenchError) as error:
                 print(f"{setting.part}, {setting.name}: {error}", file=sys.stderr, flush=True)
                 continue
@@ -163,10 +185,11 @@ def main() -> None:
     low, high = args.long_tokens
     caption = (
         f"{args.model.name}; {hardware()}; {datetime.now(UTC).date()}; medians of {args.repeats}; times in ms; "
-        f"{args.rate:g} arrivals a second for {args.duration:g} s; {args.long_share:.0%}: {low:,} to {high:,} tokens."
+        f"{args.rate:g} arrivals a second for {args.duration:g} s; {args.long_share:.0%}: {low:,} to {high:,} tokens, "
+        f"{args.batch_share:.0%} of these batch."
     )
     tables = [
-        markdown({name: medians(rows) for name, rows in its.items()}, f"**{part}**: {caption}")
+        markdown({name: medians(rows) for name, rows in its.items()}, f"**{part}**: {caption}") + advantage(its)
         for part, its in passes.items()
     ]
     args.output.with_suffix(".md").write_text("\n".join(tables))
