@@ -29,7 +29,7 @@ from crossdock.cluster.bench.mix import MIXES
 from crossdock.cluster.bench.report import as_json
 from crossdock.cluster.bench.run import BenchOptions, run_bench
 from crossdock.cluster.bench.workloads import Interference
-from crossdock.workers.checkpoint import default_model_dir
+from crossdock.workers.model.checkpoint import default_model_dir
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = 17_408  # tokens: the longest prompt of a mix, its answer, and room

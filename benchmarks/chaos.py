@@ -48,7 +48,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from crossdock.cluster.config import ClusterConfig, load
 from crossdock.cluster.deploy.serve import serve_config
-from crossdock.workers.checkpoint import default_model_dir
+from crossdock.workers.model.checkpoint import default_model_dir
 
 DECODES = 2
 PROMPTS = 24

@@ -23,11 +23,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from crossdock.workers.checkpoint import resolve_model
-from crossdock.workers.engine import Engine, EngineConfig, warm_up
-from crossdock.workers.profile import StepWork
-from crossdock.workers.replica import load_engine
-from crossdock.workers.request import SamplingParams, Submission
+from crossdock.workers.model.checkpoint import resolve_model
+from crossdock.workers.replica.engine import Engine, EngineConfig, warm_up
+from crossdock.workers.replica.replica import load_engine
+from crossdock.workers.schedule.cost import StepWork
+from crossdock.workers.schedule.request import SamplingParams, Submission
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,7 @@ def checks(_: Result) -> Result:
         "no:cacheprovider",
         "--continue-on-collection-errors",
         "tests/kernels/test_triton.py",
-        "tests/workers/test_gpu.py",
+        "tests/workers/model/test_gpu.py",
     ]
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     tests = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -258,7 +258,7 @@ def step(limits: Result) -> Result:
     """Decode steps and chunks of Llama-3.1-8B with random weights, as transformers launches it and as a graph."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from crossdock.workers.model import wrap_module
+    from crossdock.workers.model.model import wrap_module
 
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):

@@ -27,15 +27,15 @@ from typing import Any
 from peers.run import hardware
 from pydantic import ByteSize
 
-from crossdock.workers.checkpoint import resolve_model
-from crossdock.workers.docks import RankDock
-from crossdock.workers.engine import Engine, EngineConfig, warm_up
-from crossdock.workers.gang import Gang, GangSpec, follow
-from crossdock.workers.pages import PagePool
-from crossdock.workers.parallel import Links, Stage
-from crossdock.workers.profile import StepCost
-from crossdock.workers.request import Request, SamplingParams, Submission
-from crossdock.workers.scheduler import Batch, Sampled, Scheduler
+from crossdock.workers.model.checkpoint import resolve_model
+from crossdock.workers.model.parallel import Links, Stage
+from crossdock.workers.replica.docks import RankDock
+from crossdock.workers.replica.engine import Engine, EngineConfig, warm_up
+from crossdock.workers.replica.ranks import Gang, GangSpec, follow
+from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.request import Request, SamplingParams, Submission
+from crossdock.workers.schedule.scheduler import Batch, Sampled, Scheduler
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "prompts whole": {"enable_chunked_prefill": False, "max_num_batched_tokens": 8192},

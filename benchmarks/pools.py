@@ -27,7 +27,7 @@ from peers.run import hardware, markdown, medians, serving
 from crossdock.cluster.bench.report import as_json
 from crossdock.cluster.bench.run import BenchOptions, run_bench
 from crossdock.cluster.bench.workloads import Interference
-from crossdock.workers.checkpoint import default_model_dir
+from crossdock.workers.model.checkpoint import default_model_dir
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = ("mixed=1", "mixed=2", "prefill=1,decode=1")

@@ -16,10 +16,10 @@ from typing import Any
 
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.placement import Query
-from crossdock.workers.live import LiveProfile, PageChanges, Prompts
-from crossdock.workers.pages import hash_pages
-from crossdock.workers.profile import Role, SchedulingProfile, StepCost
-from crossdock.workers.slo import DEFAULT_CLASSES
+from crossdock.workers.report.advertise import LiveProfile, PageChanges, Prompts
+from crossdock.workers.schedule.cost import Role, SchedulingProfile, StepCost
+from crossdock.workers.schedule.pages import hash_pages
+from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the replicas of the tests: schedulers without a model
 

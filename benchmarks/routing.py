@@ -31,10 +31,10 @@ from crossdock.cluster.bench.http import BenchError
 from crossdock.cluster.bench.metrics import parse_targets, spread_ms
 from crossdock.cluster.bench.mix import MIXES
 from crossdock.cluster.bench.run import BenchOptions, BenchResult, run_bench
-from crossdock.cluster.scrape import Scrape
 from crossdock.cluster.simulate.study import Estimate
+from crossdock.cluster.watch.scrape import Scrape
 from crossdock.router.fleet import RouterConfig
-from crossdock.workers.checkpoint import default_model_dir
+from crossdock.workers.model.checkpoint import default_model_dir
 
 ROOT = Path(__file__).resolve().parents[1]
 TTFT_ERROR = "crossdock_router_ttft_relative_error"

@@ -28,10 +28,10 @@ from peers.run import hardware, serving
 from crossdock.cluster.bench.metrics import DEFAULT_TARGETS, Sample, by_class, spread_ms
 from crossdock.cluster.bench.mix import MIXES
 from crossdock.cluster.bench.run import BenchOptions, bench_jobs, run_bench
-from crossdock.cluster.scrape import QUANTILE, STEP_ERROR, Scrape
 from crossdock.cluster.simulate.fleet import SimulatedFleet, load_fleet
 from crossdock.cluster.simulate.simulation import Outcome, Simulation
-from crossdock.workers.checkpoint import default_model_dir
+from crossdock.cluster.watch.scrape import QUANTILE, STEP_ERROR, Scrape
+from crossdock.workers.model.checkpoint import default_model_dir
 
 ROOT = Path(__file__).resolve().parents[1]
 SEEDS = 15

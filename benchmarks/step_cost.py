@@ -17,11 +17,11 @@ from statistics import median
 
 import numpy as np
 
-from crossdock.workers.checkpoint import resolve_model
-from crossdock.workers.engine import Engine, EngineConfig, Step, measure_step, warm_up
-from crossdock.workers.profile import StepCost, StepWork
-from crossdock.workers.replica import load_engine
-from crossdock.workers.request import SamplingParams, Submission
+from crossdock.workers.model.checkpoint import resolve_model
+from crossdock.workers.replica.engine import Engine, EngineConfig, Step, measure_step, warm_up
+from crossdock.workers.replica.replica import load_engine
+from crossdock.workers.schedule.cost import StepCost, StepWork
+from crossdock.workers.schedule.request import SamplingParams, Submission
 
 UNSEEN: dict[str, list[tuple[tuple[int, int] | None, int, int]]] = {  # chunk (start, tokens), streams, their context
     "decodes, 1 to 4": [(None, streams, context) for streams in (1, 2, 3, 4) for context in (100, 1000)],

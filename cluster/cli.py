@@ -17,11 +17,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from crossdock.cluster.bench.command import bench
-from crossdock.cluster.chat import chat
 from crossdock.cluster.deploy.command import deploy
 from crossdock.cluster.simulate.command import simulate
-from crossdock.cluster.top import top
 from crossdock.cluster.tune.command import tune
+from crossdock.cluster.watch.chat import chat
+from crossdock.cluster.watch.top import top
 
 if TYPE_CHECKING:
     from crossdock.cluster.config import ClusterConfig
@@ -314,7 +314,7 @@ def serve(**flags: Any) -> None:
             _require_free(config.http.host, config.http.port)
             _prepare_model(config, console)
 
-    from crossdock.cluster.app import STARTING, serve_forever
+    from crossdock.cluster.serve.app import STARTING, serve_forever
 
     console.print(f"[dim]Starting replicas: {_describe_pools(config)} …[/dim]")
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -430,13 +430,13 @@ def _require_free(host: str, port: int) -> None:
 
 def _prepare_model(config: "ClusterConfig", console: Console) -> None:
     """Fetched or converted here, where progress is seen and an error is told, before any replica asks for it."""
-    from crossdock.workers.checkpoint import resolve_model
+    from crossdock.workers.model.checkpoint import resolve_model
 
     with console.status(f"Preparing {escape(config.model.name)}: the first time it is fetched or converted …"):
         path = resolve_model(config.model.path)
         for pool in config.pools:
             if pool.num_ranks > 1:
-                from crossdock.workers.weights import check_division
+                from crossdock.workers.model.weights import check_division
 
                 check_division(path, pool.tensor_parallel_size, pool.pipeline_parallel_size)
     console.print(f"[dim]Model: {escape(str(path))}[/dim]")

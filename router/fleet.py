@@ -31,10 +31,10 @@ from crossdock.router.placement import (
     row,
 )
 from crossdock.router.prefixes import Prefixes
-from crossdock.workers.live import LiveProfile, PageChanges
-from crossdock.workers.pages import PageHash
-from crossdock.workers.profile import Role, SchedulingProfile
-from crossdock.workers.slo import SloClass, rank_of
+from crossdock.workers.report.advertise import LiveProfile, PageChanges
+from crossdock.workers.schedule.cost import Role, SchedulingProfile
+from crossdock.workers.schedule.pages import PageHash
+from crossdock.workers.schedule.slo import SloClass, rank_of
 
 
 class RouterConfig(BaseModel):

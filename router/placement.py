@@ -17,12 +17,12 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.workers.chunking import LEAST_SHARE, share_of_prompts
-from crossdock.workers.live import LENGTHS, MEMORY_S, LiveProfile
-from crossdock.workers.pages import PageHash
-from crossdock.workers.profile import SchedulingProfile
-from crossdock.workers.request import Overloaded
-from crossdock.workers.slo import DEFAULT_CLASS, SloClass
+from crossdock.workers.report.advertise import LENGTHS, MEMORY_S, LiveProfile
+from crossdock.workers.schedule.chunking import LEAST_SHARE, share_of_prompts
+from crossdock.workers.schedule.cost import SchedulingProfile
+from crossdock.workers.schedule.pages import PageHash
+from crossdock.workers.schedule.request import Overloaded
+from crossdock.workers.schedule.slo import DEFAULT_CLASS, SloClass
 
 Floats: TypeAlias = NDArray[np.float64]
 Slots: TypeAlias = NDArray[np.intp]

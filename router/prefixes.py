@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from crossdock.workers.live import PageChanges
-from crossdock.workers.pages import PageHash
+from crossdock.workers.report.advertise import PageChanges
+from crossdock.workers.schedule.pages import PageHash
 
 Bits: TypeAlias = int
 """A set of replicas: bit i is the one in slot i. Python's integers are as long as need be, and `&` is one call."""

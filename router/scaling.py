@@ -11,8 +11,8 @@ from math import ceil
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from crossdock.workers.live import LiveProfile
-from crossdock.workers.profile import Role, SchedulingProfile, StepCost
+from crossdock.workers.report.advertise import LiveProfile
+from crossdock.workers.schedule.cost import Role, SchedulingProfile, StepCost
 
 
 class ScalingConfig(BaseModel):

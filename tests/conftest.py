@@ -28,7 +28,7 @@ os.environ.pop("RAY_ADDRESS", None)  # tests never join a cluster
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     """The embedded model, converted on first use."""
-    from crossdock.workers.checkpoint import default_model_dir
+    from crossdock.workers.model.checkpoint import default_model_dir
 
     return default_model_dir()
 

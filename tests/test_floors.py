@@ -1,4 +1,4 @@
-"""The house has floors and fences: arrows point down only, and each third party is kept to its rooms."""
+"""The rooms of the house: imports point down only, pure rooms stay pure, and each third party has its rooms."""
 
 import ast
 import subprocess
@@ -10,30 +10,43 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BELOW = {  # what a folder may import besides itself
-    "cluster": {"router", "workers", "kvtransfer", "kernels"},
-    "router": {"workers", "kvtransfer", "kernels"},
-    "workers": {"kvtransfer", "kernels"},
+FLOORS = ("cluster", "router", "workers", "kvtransfer", "kernels")
+WORKERS = {"workers/schedule", "workers/report", "workers/model", "workers/replica"}
+BELOW = {  # room: the rooms it may import besides itself
+    "cluster/cli.py": {"cluster", "workers/model"},
+    "cluster/config.py": {"cluster/api", "cluster/deploy", "router", *WORKERS},
+    "cluster/serve": {"cluster/api", "cluster/config.py", "cluster/dispatch", "router", *WORKERS},
+    "cluster/api": {"cluster/dispatch", "workers/schedule"},
+    "cluster/dispatch": {"router", "workers/report", "workers/schedule"},
+    "cluster/watch": {"workers/schedule"},
+    "cluster/bench": {"cluster/watch", "workers/schedule"},
+    "cluster/simulate": {"cluster/bench", "router", "workers/report", "workers/schedule"},
+    "cluster/tune": {"cluster/bench", "cluster/config.py", *WORKERS},
+    "cluster/deploy": {"cluster/config.py", "cluster/serve"},
+    "router": {"workers/report", "workers/schedule"},
+    "workers/replica": {"workers/model", "workers/report", "workers/schedule", "kvtransfer", "kernels"},
+    "workers/model": {"workers/schedule", "kvtransfer", "kernels"},
+    "workers/report": {"workers/schedule", "kvtransfer"},
+    "workers/schedule": set[str](),
     "kvtransfer": set[str](),
     "kernels": set[str](),
 }
-PURE = [f"workers/{name}.py" for name in ("request", "pages", "profile", "chunking", "scheduler", "timeline")]
-# Modules that may import a third party; a name ending in / is a folder.
-ROOMS = {
-    "ray": ["cluster/", "workers/replica.py"],
+PURE = ("router", "workers/report", "workers/schedule")  # data and time come in, data goes out
+IMPURE = {"torch", "transformers", "ray", "time", "asyncio", "threading", "socket"}  # what pure rooms never import
+THIRD_PARTIES = {  # third party: the rooms or files that may import it
+    "ray": ["cluster/dispatch", "cluster/serve", "workers/replica/replica.py"],
     "nixl": ["kvtransfer/nixl.py"],
-    "fastapi": ["cluster/app.py", "cluster/api.py"],
+    "fastapi": ["cluster/api"],
     "triton": ["kernels/triton_attention.py", "kernels/backend.py"],
     "flash_attn": ["kernels/flash_attention.py"],
 }
-NO_TORCH = ["router/", *PURE]
 SOURCES = sorted(
-    path.relative_to(ROOT).as_posix() for folder in BELOW for path in (ROOT / folder).rglob("*.py") if path.is_file()
+    path.relative_to(ROOT).as_posix() for folder in FLOORS for path in (ROOT / folder).rglob("*.py") if path.is_file()
 )
 
 
 def imports(source: str) -> Iterator[str]:
-    """Dotted names of all that is imported, at whatever depth, in annotations' blocks too."""
+    """Yield the dotted name of every import, at any depth."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -42,58 +55,81 @@ def imports(source: str) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
+def room_of(path: str) -> str:
+    """Return the room of a file: its folder, two levels deep at most; a file right under cluster/ is its own room."""
+    parts = path.split("/")
+    return "/".join(parts[:2]) if len(parts) > 2 or parts[0] == "cluster" else parts[0]
+
+
 def violations(path: str, source: str) -> list[str]:
-    folder = path.split("/")[0]
-    wrong = []
+    """Return one line for each import that breaks a rule."""
+    room, wrong = room_of(path), []
     for name in imports(source):
         first, *rest = name.split(".")
         if first == "":
             wrong.append(f"{path}: relative import {name}")
-        elif first == "crossdock" and rest and rest[0] not in {folder, *BELOW[folder]}:
-            wrong.append(f"{path}: {name} is not below {folder}")
-        elif first in BELOW:
+        elif first == "crossdock" and not _may_import(room, rest):
+            wrong.append(f"{path}: {room} must not import {name}")
+        elif first in FLOORS:
             wrong.append(f"{path}: {name} is importable only as crossdock.{name}")
-        elif first in ROOMS and not _within(path, ROOMS[first]):
-            wrong.append(f"{path}: {first} belongs to {', '.join(ROOMS[first])}")
-        elif first in ("torch", "transformers") and _within(path, NO_TORCH):
-            wrong.append(f"{path}: must import without {first}")
+        elif first in THIRD_PARTIES and not any(_is_within(path, place) for place in THIRD_PARTIES[first]):
+            wrong.append(f"{path}: {first} belongs to {', '.join(THIRD_PARTIES[first])}")
+        elif first in IMPURE and room in PURE:
+            wrong.append(f"{path}: {room} is pure and must not import {first}")
     return wrong
 
 
-def _within(path: str, rooms: list[str]) -> bool:
-    return any(path.startswith(room) if room.endswith("/") else path == room for room in rooms)
+def _may_import(room: str, name: list[str]) -> bool:
+    target = "/".join(name)
+    if name[:2] == ["cluster", "config"]:
+        target = "cluster/config.py"
+    return any(_is_within(target, allowed) for allowed in {room, *BELOW[room]})
+
+
+def _is_within(path: str, room: str) -> bool:
+    return path == room or path.startswith(f"{room}/")
 
 
 @pytest.mark.parametrize("path", SOURCES)
-def test_arrows_point_down_and_fences_hold(path: str) -> None:
+def test_file_imports_only_what_its_room_may(path: str) -> None:
     assert not violations(path, (ROOT / path).read_text())
 
 
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("workers/engine.py", "from crossdock.cluster.app import build"),
-        ("workers/engine.py", "import crossdock.router.placement"),
+        ("workers/replica/engine.py", "from crossdock.cluster.serve.app import build"),
+        ("workers/replica/engine.py", "import crossdock.router.placement"),
+        ("workers/schedule/scheduler.py", "from crossdock.workers.replica.engine import Engine"),
+        ("workers/model/runner.py", "from crossdock.workers.report.timeline import Timelines"),
         ("router/placement.py", "from crossdock import cluster"),
-        ("kernels/attention.py", "from crossdock.workers.pages import PagePool"),
+        ("cluster/dispatch/dispatch.py", "from crossdock.cluster.config import ClusterConfig"),
+        ("cluster/simulate/clock.py", "from crossdock.cluster.dispatch.dispatch import Dispatcher"),
+        ("kernels/attention.py", "from crossdock.workers.schedule.pages import PagePool"),
         ("kvtransfer/shm.py", "from crossdock.kernels import attention"),
-        ("cluster/app.py", "from kernels import attention"),
-        ("cluster/app.py", "from .config import load"),
-        ("workers/engine.py", "import ray"),
-        ("workers/engine.py", "def f():\n    from ray import serve"),
+        ("cluster/serve/app.py", "from kernels import attention"),
+        ("cluster/serve/app.py", "from .config import load"),
+        ("workers/replica/engine.py", "import ray"),
+        ("workers/replica/engine.py", "def f():\n    from ray import serve"),
         ("router/placement.py", "import torch.nn"),
-        ("workers/scheduler.py", "if TYPE_CHECKING:\n    from transformers import PreTrainedModel"),
+        ("router/fleet.py", "import time"),
+        ("workers/report/timeline.py", "import asyncio"),
+        ("workers/schedule/scheduler.py", "if TYPE_CHECKING:\n    from transformers import PreTrainedModel"),
         ("kvtransfer/shm.py", "from nixl._api import nixl_agent"),
-        ("cluster/dispatch.py", "from fastapi import FastAPI"),
+        ("cluster/dispatch/dispatch.py", "from fastapi import FastAPI"),
     ],
 )
-def test_a_breach_is_seen(path: str, source: str) -> None:
+def test_planted_violation_is_reported(path: str, source: str) -> None:
     assert len(violations(path, source)) == 1
 
 
-def test_packages_are_named_as_they_must_be() -> None:
-    for folder in BELOW:
-        if folder == "kernels":  # transformers would run it: it probes for a package of that name
+def test_rooms_are_the_folders_that_exist() -> None:
+    assert {room_of(path) for path in SOURCES if not path.endswith("__init__.py")} == set(BELOW)
+
+
+def test_every_package_has_a_docstring_and_nothing_else_in_its_init() -> None:
+    for folder in {path.rpartition("/")[0] for path in SOURCES}:
+        if folder == "kernels":  # transformers probes for a package of that name and would run this file
             assert not (ROOT / folder / "__init__.py").exists()
             continue
         body = ast.parse((ROOT / folder / "__init__.py").read_text()).body
@@ -102,14 +138,14 @@ def test_packages_are_named_as_they_must_be() -> None:
     assert not list(ROOT.glob("*.py")), "the root is not a place for modules"
 
 
-def test_the_wheel_holds_every_folder() -> None:
+def test_wheel_lists_every_folder() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     assert set(listed) == {"crossdock", *(f"crossdock.{path.rpartition('/')[0].replace('/', '.')}" for path in SOURCES)}
 
 
-def test_pure_modules_need_neither_torch_nor_ray() -> None:
-    pure = [path for path in SOURCES if _within(path, NO_TORCH) and not path.endswith("__init__.py")]
+def test_pure_rooms_import_without_torch_ray_and_transformers() -> None:
+    pure = [path for path in SOURCES if room_of(path) in PURE and not path.endswith("__init__.py")]
     names = [f"crossdock.{path.removesuffix('.py').replace('/', '.')}" for path in pure]
-    assert len(names) >= len(PURE)
+    assert {room_of(path) for path in pure} == set(PURE)
     blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'ray', 'transformers'))); "
     subprocess.run([sys.executable, "-c", blocked + "import " + ", ".join(names)], check=True, cwd="/")

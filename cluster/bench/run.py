@@ -26,7 +26,7 @@ from crossdock.cluster.bench.workloads import (
     read_trace,
     shaped_jobs,
 )
-from crossdock.cluster.scrape import STEPS, Scrape
+from crossdock.cluster.watch.scrape import STEPS, Scrape
 
 _MIX_SECONDS = 60.0  # of arrivals, unless requests are counted
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from crossdock.cluster import scrape as names
-from crossdock.cluster.scrape import Scrape
+from crossdock.cluster.watch import scrape as names
+from crossdock.cluster.watch.scrape import Scrape
 
 
 def figures(before: Scrape, after: Scrape) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.deploy.nodes import NodeConfig
 from crossdock.cluster.deploy.serve import serve_config
 from crossdock.cluster.deploy.yaml import Literal, to_yaml
-from crossdock.cluster.environment import ENVIRONMENT
+from crossdock.cluster.serve.ray_environment import ENVIRONMENT
 
 PART_OF = "app.kubernetes.io/part-of"  # on every pod of a deployment; KubeRay sets the labels that are named alike
 GROUP = "ray.io/group"  # KubeRay's own: the worker group of a pod

@@ -5,7 +5,7 @@ from typing import Any
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.deploy.kuberay import OBJECT_STORE
 from crossdock.cluster.deploy.nodes import NodeConfig
-from crossdock.cluster.environment import ENVIRONMENT
+from crossdock.cluster.serve.ray_environment import ENVIRONMENT
 
 _TOKEN = "~/.ray/auth_token"  # made by `ray get-auth-token --generate`, the same on every node
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from crossdock.cluster.config import ClusterConfig
 
-IMPORT_PATH = "crossdock.cluster.app:build"
+IMPORT_PATH = "crossdock.cluster.serve.app:build"
 
 
 def serve_config(config: ClusterConfig, *, host: str | None = None) -> dict[str, Any]:

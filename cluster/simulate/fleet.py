@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from crossdock.cluster.simulate.presets import preset
 from crossdock.router.fleet import RouterConfig
-from crossdock.workers.profile import Role, SchedulingProfile
-from crossdock.workers.scheduler import SchedulerConfig
-from crossdock.workers.slo import SloClass
+from crossdock.workers.schedule.cost import Role, SchedulingProfile
+from crossdock.workers.schedule.scheduler import SchedulerConfig
+from crossdock.workers.schedule.slo import SloClass
 
 
 class SimulatedPool(BaseModel):

@@ -16,8 +16,8 @@ steps that are about balanced. KV pages get what weights and a tenth of the memo
 
 from dataclasses import dataclass
 
-from crossdock.workers.profile import SchedulingProfile, StepCost
-from crossdock.workers.slo import DEFAULT_CLASSES
+from crossdock.workers.schedule.cost import SchedulingProfile, StepCost
+from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 
 @dataclass(frozen=True, slots=True)

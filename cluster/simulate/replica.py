@@ -16,10 +16,10 @@ import numpy as np
 
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import SimulatedPool
-from crossdock.workers.live import Publisher
-from crossdock.workers.pages import PagePool
-from crossdock.workers.request import Request, TokenDelta
-from crossdock.workers.scheduler import Batch, Sampled, Scheduler
+from crossdock.workers.report.advertise import Publisher
+from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.request import Request, TokenDelta
+from crossdock.workers.schedule.scheduler import Batch, Sampled, Scheduler
 
 TOKEN = 2**32 - 1  # what every simulated model says
 _SAMPLED = Sampled(TOKEN)

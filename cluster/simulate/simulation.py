@@ -16,14 +16,14 @@ from crossdock.cluster.simulate.replica import TOKEN, Noise, Replica
 from crossdock.cluster.simulate.transfer import Links, Transfer
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import Placement, Query
-from crossdock.workers.live import LiveProfile
-from crossdock.workers.pages import hash_pages
-from crossdock.workers.request import Leg, Overloaded, Request, SamplingParams, TokenDelta
-from crossdock.workers.scheduler import Batch
+from crossdock.workers.report.advertise import LiveProfile
+from crossdock.workers.schedule.pages import hash_pages
+from crossdock.workers.schedule.request import Leg, Overloaded, Request, SamplingParams, TokenDelta
+from crossdock.workers.schedule.scheduler import Batch
 
 MOST_PLACEMENTS = 4  # of one request, refusals apart; as the dispatcher's
 HEARTBEAT_S = (
-    1.0  # after which a replica that has nothing new to say says that it lives, as `workers/replica.py` has it
+    1.0  # after which a replica that has nothing new to say says that it lives, as `workers/replica/replica.py` has it
 )
 GRACE_S = 1.0  # after a replica's death, until its writes cannot land any more: `transfer.grace_s`
 

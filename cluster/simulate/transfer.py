@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.replica import TOKEN, Replica
-from crossdock.workers.request import Leg, Request, Status
+from crossdock.workers.schedule.request import Leg, Request, Status
 
 
 @dataclass(slots=True)

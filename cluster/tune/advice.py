@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from crossdock.cluster.tune.curves import Curves
-from crossdock.workers.chunking import MARGIN
+from crossdock.workers.schedule.chunking import MARGIN
 
 
 @dataclass(frozen=True, slots=True)

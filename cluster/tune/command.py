@@ -109,9 +109,9 @@ def _measure(
     from crossdock.cluster.tune.curves import Curves
     from crossdock.cluster.tune.report import Findings
     from crossdock.cluster.tune.sweep import grid, held, sweep
-    from crossdock.workers.checkpoint import resolve_model
-    from crossdock.workers.engine import warm_up
-    from crossdock.workers.replica import load_engine
+    from crossdock.workers.model.checkpoint import resolve_model
+    from crossdock.workers.replica.engine import warm_up
+    from crossdock.workers.replica.replica import load_engine
 
     cluster = load(path, {"model.path": model} if model is not None else {})
     pool, what = cluster.pools[0], cluster.model

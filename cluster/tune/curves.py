@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from crossdock.workers.profile import StepCost, StepCostFit, StepWork
+from crossdock.workers.schedule.cost import StepCost, StepCostFit, StepWork
 
 NEAR_BEST = 0.9  # of the best tokens/s: from there on larger chunks gain little
 _FOLDS = 5

@@ -5,7 +5,7 @@ from dataclasses import replace
 from statistics import median
 
 from crossdock.cluster.tune.curves import Cell
-from crossdock.workers.engine import Engine, measure_step
+from crossdock.workers.replica.engine import Engine, measure_step
 
 
 def grid(chunks: Sequence[int], decodes: Sequence[int], contexts: Sequence[int]) -> list[Cell]:

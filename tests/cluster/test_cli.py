@@ -18,12 +18,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from crossdock.cluster import app as application
 from crossdock.cluster import cli
-from crossdock.cluster.chat import ChatError, Conversation, connect, first_model
 from crossdock.cluster.config import ClusterConfig
-
-from .terminal import COMMAND, Pty
+from crossdock.cluster.serve import app as application
+from crossdock.cluster.watch.chat import ChatError, Conversation, connect, first_model
+from tests.cluster.watch.terminal import COMMAND, Pty
 
 
 def run(*args: str, **environment: str) -> Any:

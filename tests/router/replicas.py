@@ -6,12 +6,12 @@ from typing import Any
 
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.placement import Placement, Query
-from crossdock.workers.live import LiveProfile, Publisher
-from crossdock.workers.pages import PagePool, hash_pages
-from crossdock.workers.profile import Role, SchedulingProfile, StepCost
-from crossdock.workers.request import Leg, Request, SamplingParams
-from crossdock.workers.scheduler import Sampled, Scheduler, SchedulerConfig
-from crossdock.workers.slo import DEFAULT_CLASSES
+from crossdock.workers.report.advertise import LiveProfile, Publisher
+from crossdock.workers.schedule.cost import Role, SchedulingProfile, StepCost
+from crossdock.workers.schedule.pages import PagePool, hash_pages
+from crossdock.workers.schedule.request import Leg, Request, SamplingParams
+from crossdock.workers.schedule.scheduler import Sampled, Scheduler, SchedulerConfig
+from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 COST = StepCost(base=2e-3, per_prefill_token=1e-4, per_attended=1e-8, per_decode=2e-4, per_context=1e-7)
 SIZE = 16

@@ -17,7 +17,7 @@ from crossdock.router.baselines import (
     round_robin,
 )
 from crossdock.router.fleet import RouterConfig
-from crossdock.workers.live import Prompts
+from crossdock.workers.report.advertise import Prompts
 from tests.router.replicas import Replica, fleet_of, place, profile, query, quiet
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.placement import Placement, Query
-from crossdock.workers.live import PageChanges, Prompts
-from crossdock.workers.pages import hash_pages
-from crossdock.workers.request import Overloaded
-from crossdock.workers.slo import DEFAULT_CLASSES, SloClass
+from crossdock.workers.report.advertise import PageChanges, Prompts
+from crossdock.workers.schedule.pages import hash_pages
+from crossdock.workers.schedule.request import Overloaded
+from crossdock.workers.schedule.slo import DEFAULT_CLASSES, SloClass
 from tests.router.replicas import COST, SIZE, Replica, fleet_of, place, profile, query, quiet
 
 CLASSES = [slo.name for slo in DEFAULT_CLASSES]

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import KEPT, LATE, Candidates, Choice, Query, choose, predict
-from crossdock.workers.live import Prompts
-from crossdock.workers.profile import StepCost
-from crossdock.workers.request import Leg, Overloaded, Request, SamplingParams
-from crossdock.workers.slo import DEFAULT_CLASSES
+from crossdock.workers.report.advertise import Prompts
+from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.request import Leg, Overloaded, Request, SamplingParams
+from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 from tests.router.replicas import COST, SIZE, Replica, fleet_of, place, profile, query, quiet
 
 CLASSES = [slo.name for slo in DEFAULT_CLASSES]

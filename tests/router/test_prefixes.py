@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.router.prefixes import Prefixes
-from crossdock.workers.live import PageChanges
-from crossdock.workers.pages import PageHash, PagePool, hash_pages
+from crossdock.workers.report.advertise import PageChanges
+from crossdock.workers.schedule.pages import PageHash, PagePool, hash_pages
 
 SLOTS = 5
 

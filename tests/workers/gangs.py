@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import ByteSize
 
-from crossdock.workers.budget import Budget
-from crossdock.workers.docks import RankDock
-from crossdock.workers.engine import Engine, EngineConfig
-from crossdock.workers.gang import Gang, GangSpec, follow
+from crossdock.workers.model.kv_memory import Budget
+from crossdock.workers.replica.docks import RankDock
+from crossdock.workers.replica.engine import Engine, EngineConfig
+from crossdock.workers.replica.ranks import Gang, GangSpec, follow
 
 from .ranks import Ranks
 

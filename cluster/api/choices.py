@@ -1,0 +1,151 @@
+"""From an engine's deltas to the outputs of an answer, however many submissions it took."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from crossdock.cluster.api.limits import Account
+from crossdock.cluster.api.tokenizer import TextStream
+from crossdock.cluster.dispatch.dispatch import ReplicaLost
+from crossdock.workers.schedule.request import FinishReason, Submission, TokenDelta, TokenLogprobs
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(slots=True)
+class Output:
+    """What one delta adds to one choice; or, added up, the whole choice."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)  # token id, its log-probabilities
+    offsets: list[int] = field(default_factory=list)  # where in the text each position's token begins
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended it (vLLM's field)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def is_acceptance(self) -> bool:
+        """It adds nothing: a replica has taken the choice's request, and no token has come yet."""
+        return not self.token_ids and self.finish_reason is None
+
+    def extend(self, more: "Output") -> None:
+        self.texts += more.texts
+        self.token_ids += more.token_ids
+        self.positions += more.positions
+        self.offsets += more.offsets
+        self.prompt_logprobs = self.prompt_logprobs or more.prompt_logprobs
+        self.finish_reason = more.finish_reason
+        self.stop_reason = more.stop_reason
+
+
+@dataclass(slots=True)
+class Prompt:
+    token_ids: list[int]
+    echo: str | None = None  # as text, where it is part of the answer
+    offsets: list[int] = field(default_factory=list)  # of its tokens in that text
+
+
+@dataclass(slots=True)
+class Choice:
+    """One submission, and the reading of its deltas."""
+
+    index: int
+    prompt: Prompt
+    submission: Submission
+    stream: TextStream
+    shows_stop_token: bool
+    is_prompt_only: bool  # max_tokens was 0: the engine samples a token (it must), nobody sees it
+    account: Account | None = None  # which pays for the tokens; None: nobody counts them
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    has_begun: bool = False
+
+    def read(self, delta: TokenDelta) -> Output:
+        output = Output(self.index)
+        if not self.has_begun:
+            self._begin(delta, output)
+        if self.is_prompt_only:
+            output.finish_reason = FinishReason.LENGTH.value
+            return output
+        stream, token_ids = self.stream, delta.token_ids
+        num_shown = len(token_ids) - (delta.stop_token_id is not None and not self.shows_stop_token)
+        start = len(self.prompt.echo or "")
+        for i, token_id in enumerate(token_ids):
+            output.token_ids.append(token_id)
+            if delta.logprobs is not None:
+                output.positions.append((token_id, delta.logprobs[i]))
+                output.offsets.append(start + stream.num_chars)
+            if i < num_shown and (text := stream.add(token_id)):
+                output.texts.append(text)
+            if stream.stopped is not None:
+                output.finish_reason, output.stop_reason = FinishReason.STOP.value, stream.stopped
+                break
+        else:
+            if delta.finish_reason is not None:
+                self._finish(delta, output)
+        self.num_tokens += len(output.token_ids)
+        if self.account is not None:
+            self.account.output(len(output.token_ids))
+        return output
+
+    def _begin(self, delta: TokenDelta, output: Output) -> None:
+        self.has_begun = True
+        self.num_cached_tokens = delta.num_cached_tokens
+        output.prompt_logprobs = delta.prompt_logprobs
+        if self.prompt.echo is None:
+            return
+        output.texts.append(self.prompt.echo)
+        if self.submission.sampling.logprobs is not None:
+            output.positions += zip(self.prompt.token_ids, delta.prompt_logprobs or (), strict=True)
+            output.offsets += self.prompt.offsets
+
+    def _finish(self, delta: TokenDelta, output: Output) -> None:
+        if delta.finish_reason is FinishReason.ERROR:
+            raise RuntimeError(delta.error)
+        if delta.finish_reason is FinishReason.ABORT:
+            raise ReplicaLost("the replica aborted the request")
+        assert delta.finish_reason is not None
+        output.finish_reason = delta.finish_reason.value
+        if delta.stop_token_id in self.submission.sampling.stop_token_ids:
+            output.stop_reason = delta.stop_token_id
+        if rest := self.stream.finish():
+            output.texts.append(rest)
+
+
+async def merge(streams: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerator[_Item, None]:
+    """The items of all streams as they come. The first error, or closing the result, closes every stream."""
+    queue: asyncio.Queue[_Item | Exception | None] = asyncio.Queue(maxsize=2 * len(streams))
+
+    async def pump(stream: AsyncGenerator[_Item, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    await queue.put(item)
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

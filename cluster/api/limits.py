@@ -1,0 +1,138 @@
+"""How much each API key may ask for: requests and tokens per minute, and requests at once. Every ingress keeps its own
+account of a key, with its share of what the key may do: proxies spread requests evenly over ingresses."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from crossdock.cluster.api.bodies import ApiError
+from crossdock.cluster.api.keys import ApiKey
+
+_MINUTE = 60.0
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A minute's worth, which fills up at an even pace. What is only known later may draw it below nothing."""
+
+    capacity: float
+    filled_at: float  # on the clock of `now`
+    level: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.level = self.capacity
+
+    def fill(self, now: float) -> None:
+        self.level = min(self.level + (now - self.filled_at) * self.capacity / _MINUTE, self.capacity)
+        self.filled_at = now
+
+    def seconds_until(self, level: float) -> float:
+        return max(level - self.level, 0.0) * _MINUTE / self.capacity
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """One key at one ingress."""
+
+    key: ApiKey
+    share: int  # one in so many of what the key may do
+    clock: Callable[[], float]
+    num_running: int = 0
+    requests: Bucket | None = field(init=False)
+    tokens: Bucket | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        now = self.clock()
+        self.requests, self.tokens = (
+            None if limit is None else Bucket(self._share_of(limit), now)
+            for limit in (self.key.requests_per_minute, self.key.tokens_per_minute)
+        )
+
+    def begin(self) -> None:
+        """One request more, until `end`. ApiError 429 where the key may have none now."""
+        most = self.key.max_concurrent_requests
+        if most is not None and self.num_running >= self._share_of(most):
+            raise self._refusal(f"{most} requests at once", 1.0)
+        if self.requests is not None:
+            self.requests.fill(self.clock())
+            if self.requests.level < 1:
+                limit = f"{self.key.requests_per_minute} requests per minute"
+                raise self._refusal(limit, self.requests.seconds_until(1))
+            self.requests.level -= 1
+        self.num_running += 1
+
+    def end(self) -> None:
+        self.num_running -= 1
+
+    def prompt(self, num_tokens: int) -> None:
+        """Prompts of so many tokens begin. ApiError 429 where that is more than is left of the minute."""
+        if self.tokens is None:
+            return
+        self.tokens.fill(self.clock())
+        limit = f"{self.key.tokens_per_minute} tokens per minute"
+        if num_tokens > self.tokens.capacity:
+            raise ApiError(
+                f"This API key may use {limit}; the request has {num_tokens} in its prompt. Shorten it.",
+                status=429,
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+                headers=self.headers(),
+            )
+        if num_tokens > self.tokens.level:
+            raise self._refusal(limit, self.tokens.seconds_until(num_tokens))
+        self.tokens.level -= num_tokens
+
+    def output(self, num_tokens: int) -> None:
+        """So many tokens were generated, which the next request pays for."""
+        if self.tokens is not None:
+            self.tokens.level -= num_tokens
+
+    def headers(self) -> dict[str, str]:
+        """What is left, in OpenAI's words; nothing of what is not limited."""
+        now, headers = self.clock(), {}
+        limits = (self.key.requests_per_minute, self.key.tokens_per_minute)
+        for what, limit, bucket in zip(("requests", "tokens"), limits, (self.requests, self.tokens), strict=True):
+            if bucket is not None:
+                bucket.fill(now)
+                headers[f"x-ratelimit-limit-{what}"] = str(limit)
+                headers[f"x-ratelimit-remaining-{what}"] = str(max(int(bucket.level), 0) * self.share)
+                headers[f"x-ratelimit-reset-{what}"] = _duration(bucket.seconds_until(bucket.capacity))
+        return headers
+
+    def _share_of(self, limit: int) -> int:
+        return math.ceil(limit / self.share)
+
+    def _refusal(self, limit: str, seconds: float) -> ApiError:
+        retry_after = max(1, math.ceil(seconds))
+        return ApiError(
+            f"Rate limit reached: this API key may use {limit}. Try again in {_duration(seconds)}.",
+            status=429,
+            kind="rate_limit_error",
+            code="rate_limit_exceeded",
+            headers={"Retry-After": str(retry_after), **self.headers()},
+        )
+
+
+class Ledger:
+    """The accounts of all keys at one ingress."""
+
+    def __init__(self, num_ingresses: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self._num_ingresses = num_ingresses
+        self._clock = clock
+        self._accounts: dict[str, Account] = {}
+
+    def account(self, key: ApiKey) -> Account:
+        """The key's account; a new one where its limits have changed, which knows nothing of what runs already."""
+        known = self._accounts.get(key.tenant)
+        if known is None or known.key != key:
+            known = self._accounts[key.tenant] = Account(key, self._num_ingresses, self._clock)
+        return known
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: 20ms, 6s, 1m30s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"

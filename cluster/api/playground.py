@@ -1,0 +1,153 @@
+"""What the scheduler does with streams that run and prompts that come: the real one, on predicted seconds, no model."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.request import Leg, Request, SamplingParams
+from crossdock.workers.schedule.scheduler import Batch, Sampled, Scheduler, SchedulerConfig
+
+PAGE_SIZE = 16
+_MOST_STEPS = 1000
+_STEPS_BEFORE = 12  # of decodes alone, for the eye to compare with
+_STEPS_AFTER = 12
+
+
+class Scenario(BaseModel):
+    """Streams that run, and prompts that come at once a moment later."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: Literal["adaptive", "fixed", "whole"] = Field("adaptive", description="whole: a prompt in a single step.")
+    max_num_batched_tokens: int = Field(2048, ge=PAGE_SIZE, le=65536)
+    num_decodes: int = Field(16, ge=0, le=128)
+    decode_context: int = Field(1024, ge=1, le=32768, description="Tokens that each stream has already.")
+    num_prompts: int = Field(1, ge=1, le=8)
+    prompt_tokens: int = Field(8192, ge=1, le=65536)
+    tpot_s: float = Field(0.05, ge=0.001, le=10, description="What the streams' class promises, per token.")
+    base: float = Field(0.004, ge=0, le=10, description="Of `StepCost`, as are those below: seconds.")
+    per_prefill_token: float = Field(2e-5, ge=0, le=1)
+    per_attended: float = Field(2e-9, ge=0, le=1)
+    per_decode: float = Field(5e-5, ge=0, le=1)
+    per_context: float = Field(2e-8, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _streams_fit_into_a_step(self) -> "Scenario":
+        if self.max_num_batched_tokens < self.num_decodes + self.num_prompts + PAGE_SIZE:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least num_decodes + num_prompts + "
+                f"{PAGE_SIZE} ({self.num_decodes + self.num_prompts + PAGE_SIZE}): a step of streams alone must leave "
+                f"room for a page of a prompt"
+            )
+        return self
+
+    @property
+    def cost(self) -> StepCost:
+        return StepCost(**self.model_dump(include=set(StepCost.model_fields)))
+
+    def scheduler(self) -> Scheduler:
+        longest = max(self.prompt_tokens, self.decode_context) + 2 * _MOST_STEPS
+        is_whole = self.policy == "whole"
+        config = SchedulerConfig.model_validate(
+            {
+                "max_num_batched_tokens": longest + self.num_decodes if is_whole else self.max_num_batched_tokens,
+                "max_num_seqs": self.num_decodes + self.num_prompts,
+                "chunk_policy": "adaptive" if self.policy == "adaptive" else "fixed",
+                "enable_chunked_prefill": not is_whole,
+                "slo_classes": [{"name": "streams", "ttft_s": 3600, "tpot_s": self.tpot_s}],
+                "default_slo_class": "streams",
+                "admission": "queue",
+                "page_size": PAGE_SIZE,
+            }
+        )
+        num_requests = self.num_decodes + self.num_prompts
+        pages = PagePool(num_requests * (-(-longest // PAGE_SIZE) + 1), PAGE_SIZE, enable_prefix_caching=False)
+        return Scheduler(config, pages, longest, cost=self.cost)
+
+
+@dataclass(slots=True)
+class _Play:
+    scheduler: Scheduler
+    now: float = 0.0
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    first_tokens: dict[str, float] = field(default_factory=dict)  # of prompts, when they came
+    gaps: list[float] = field(default_factory=list)  # between the tokens of streams
+    last: dict[str, float] = field(default_factory=dict)  # by stream
+
+    def add(self, name: str, num_tokens: int, leg: Leg = Leg.LOCAL) -> None:
+        sampling = SamplingParams(max_tokens=2 * _MOST_STEPS, ignore_eos=True)
+        request = Request(name, [0] * num_tokens, sampling, slo_class="streams", arrival_time=self.now, leg=leg)
+        self.scheduler.add(request)
+
+    def step(self) -> Batch:
+        batch = self.scheduler.schedule(self.now)
+        cost = self.scheduler.cost
+        assert cost is not None
+        seconds = cost.seconds(batch.work)
+        chunks = batch.scheduled[batch.num_decodes :]
+        self.steps.append(
+            {
+                "number": len(self.steps) + 1,
+                "started": round(self.now, 6),
+                "seconds": round(seconds, 6),
+                "num_decodes": batch.num_decodes,
+                "limit": batch.limit,
+                "chunks": [
+                    {
+                        "prompt": int(part.request.id.removeprefix("prompt-")) + 1,
+                        "start": part.start,
+                        "num_tokens": part.num_tokens,
+                        "num_prompt_tokens": part.request.num_prompt_tokens,
+                        "reason": part.reason,
+                    }
+                    for part in chunks
+                ],
+            }
+        )
+        self.now += seconds
+        sampled = {part.request.id: Sampled(0) for part in batch.scheduled if part.samples}
+        self.scheduler.update(batch, sampled, self.now)
+        for name in sampled:
+            self._token(name)
+        return batch
+
+    def _token(self, name: str) -> None:
+        if name.startswith("prompt-"):
+            self.first_tokens.setdefault(name, self.now)
+        elif name in self.last:
+            self.gaps.append(self.now - self.last[name])
+        self.last[name] = self.now
+
+
+def play(scenario: Scenario) -> dict[str, Any]:
+    """Every step from a moment before the prompts come to a moment after the last of them has its first token. As JSON;
+    seconds count from the beginning. `is_cut`: there were too many steps to go on to the end."""
+    it = _Play(scenario.scheduler())
+    for number in range(scenario.num_decodes):
+        name = f"stream-{number}"
+        it.add(name, scenario.decode_context, Leg.RECEIVE)
+        it.last[name] = 0.0
+    for request in it.scheduler.grant(0.0):  # their contexts are there, as if another replica had sent them
+        it.scheduler.arrive(request.id, 0, 0.0)
+    for _ in range(_STEPS_BEFORE if scenario.num_decodes else 0):
+        it.step()
+    arrived = it.now
+    for number in range(scenario.num_prompts):
+        it.add(f"prompt-{number}", scenario.prompt_tokens)
+    while len(it.first_tokens) < scenario.num_prompts and len(it.steps) < _MOST_STEPS:
+        it.step()
+    for _ in range(_STEPS_AFTER):
+        it.step()
+    gaps = sorted(it.gaps)
+    return {
+        "steps": it.steps,
+        "arrived": round(arrived, 6),
+        "first_tokens_s": [round(when - arrived, 6) for when in it.first_tokens.values()],
+        "gap_p50_s": round(gaps[len(gaps) // 2], 6) if gaps else None,
+        "gap_max_s": round(gaps[-1], 6) if gaps else None,
+        "late_share": round(sum(gap > 1.25 * scenario.tpot_s for gap in gaps) / len(gaps), 6) if gaps else None,
+        "is_cut": len(it.first_tokens) < scenario.num_prompts,
+    }

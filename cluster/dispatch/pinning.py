@@ -1,0 +1,44 @@
+"""The Serve router of engine deployments: a call goes to the replica it names. Which one is decided in router/."""
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+
+class PinningRouter(RequestRouter):  # type: ignore[misc]
+    """`handle.options(session_id=<replica id>)` pins a call. Overrides a semi-private method, like Serve's own
+    capacity-queue router: the public `choose_replicas` hangs when one request makes several calls at once."""
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        # Those that left included: a draining replica still hears of its running requests' aborts and of our leaving.
+        self._by_name: dict[str, RunningReplica] = {}
+
+    def on_replica_actor_died(self, replica_id: Any) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._by_name.pop(replica_id.unique_id, None)
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        wanted = pending_request.metadata.session_id
+        replica = self._by_name.get(wanted)
+        if replica is None or is_retry:
+            raise RuntimeError(f"replica {wanted} is gone")  # never another one: the caller re-plans
+        return replica
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        return [candidate_replicas]
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        from crossdock.cluster.dispatch import (
+            membership,  # imported here: this module's globals are copies, see membership
+        )
+
+        super().update_replicas(replicas)
+        self._by_name.update({replica.replica_id.unique_id: replica for replica in replicas})
+        members: dict[str, dict[str, Any]] = {
+            replica.replica_id.unique_id: dict(replica.replica_metadata or {}) for replica in replicas
+        }
+        membership.publish(self._deployment_id.name, members)

@@ -1,0 +1,207 @@
+"""The Ray Serve application: an ingress that speaks the OpenAI API, and one engine deployment per pool.
+
+`crossdock.cluster.serve.app:build` is the import path for `serve run`, `serve deploy` and RayService manifests.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import ray
+import uvicorn
+from ray import serve
+from ray.serve.config import HTTPOptions, ProxyLocation, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
+
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.listener import listen
+from crossdock.cluster.api.tiers import Tiers
+from crossdock.cluster.api.tokenizer import Text
+from crossdock.cluster.config import ClusterConfig, PoolConfig
+from crossdock.cluster.dispatch.client import follow_members
+from crossdock.cluster.dispatch.dispatch import Dispatcher
+from crossdock.cluster.dispatch.pinning import PinningRouter
+from crossdock.cluster.serve.ray_environment import ENVIRONMENT
+from crossdock.cluster.serve.scaler import Scaler
+from crossdock.workers.model.checkpoint import resolve_model
+from crossdock.workers.replica.replica import Replica
+
+logger = logging.getLogger("ray.serve")
+
+APP_NAME = "crossdock"
+_FIRST_REPLICA_S = 10.0  # in which an ingress hears of replicas that are up; while models load it says so, with 503
+_NEVER_QUEUE = 1_000_000  # admission is the engine's business; Serve's own limit must not interfere
+
+
+class Ingress:
+    """HTTP in, tokens out: one dispatcher over all pools, and the OpenAI API in front of it."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ClusterConfig, engines: dict[str, DeploymentHandle], scaler: DeploymentHandle | None = None
+    ) -> None:
+        """`scaler` is not called: Serve runs what an ingress is given."""
+        path = resolve_model(config.model.path)
+        self.dispatcher = Dispatcher(config.model.name, config.router, self._all_ingress_metrics)
+        self._name = uuid.uuid4().hex
+        self._server: uvicorn.Server | None = None
+        context = serve.get_replica_context()
+        self._every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
+        self._every_ingress._init()
+        text = await asyncio.to_thread(Text.load, path)
+        tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
+        self._api = build_api(self.dispatcher, text, config.http, tiers)
+        follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
+        with suppress(TimeoutError):  # else an upgrade would bring requests to an ingress that has no replica yet
+            async with asyncio.timeout(_FIRST_REPLICA_S):
+                while not self.dispatcher.ready():
+                    await asyncio.sleep(0.02)
+        if config.http.direct:
+            self._server = await listen(self._api, config.http.host, config.http.port)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._api
+
+    async def __del__(self) -> None:  # Serve awaits it when the replica stops
+        if self._server is not None:
+            self._server.should_exit = True
+        await self.dispatcher.close()
+
+    async def ingress_metrics(self) -> tuple[str, str]:
+        """This ingress's name and what its clients experienced: its part of a scrape that another one answers."""
+        return self._name, self.dispatcher.metrics.text()
+
+    async def _all_ingress_metrics(self) -> dict[str, str]:
+        texts = await self._every_ingress.broadcast("ingress_metrics").results_async()
+        return dict([await self.ingress_metrics(), *texts])
+
+
+def build(args: ClusterConfig) -> serve.Application:
+    """The application of a configuration (Serve validates a mapping against `ClusterConfig`)."""
+    engines = {pool.name: engine_deployment(args, pool) for pool in args.pools}
+    ingress = serve.deployment(
+        serve.ingress()(Ingress),
+        name="ingress",
+        num_replicas=args.http.replicas,
+        max_ongoing_requests=_NEVER_QUEUE,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=args.http.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=0.1,
+    )
+    if not args.is_elastic:
+        return ingress.bind(args, engines)
+    scaler = serve.deployment(Scaler, num_replicas=1, ray_actor_options={"num_cpus": 0}, name="scaler")
+    return ingress.bind(args, engines, scaler.bind(args, engines))
+
+
+def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Application:
+    """The replicas of one pool."""
+    num_ranks = sum(each.most * each.num_ranks for each in config.pools)
+    num_threads = pool.num_cpus or max((os.cpu_count() or 1) // num_ranks, 1)
+    ships = any(each.role == "prefill" for each in config.pools)
+    deployment = serve.deployment(
+        Replica,
+        name=pool.name,
+        num_replicas=pool.replicas,
+        max_ongoing_requests=_NEVER_QUEUE,
+        ray_actor_options={
+            "num_cpus": pool.num_cpus,
+            "num_gpus": pool.num_gpus,
+            **({"label_selector": pool.node_labels} if pool.node_labels else {}),
+            # The engine shares its cores with the ingress: spinning OpenMP threads would starve both
+            # (a 50 ms step became 1.2 s; PASSIVE has to be there before torch is imported).
+            "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(num_threads)}},
+        },
+        request_router_config=RequestRouterConfig(request_router_class=PinningRouter),
+        graceful_shutdown_timeout_s=config.http.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=0.1,
+        **(_placement_group(pool) if pool.num_ranks > 1 else {}),
+    )
+    engine = pool.engine or config.engine
+    model = config.model
+    transfer = config.transfer if ships else None
+    return deployment.bind(
+        model.path,
+        pool.dtype or model.dtype,
+        model.max_model_len,
+        engine,
+        num_threads,
+        pool.role,
+        transfer,
+        pool.tensor_parallel_size,
+        pool.pipeline_parallel_size,
+        pool.rank_timeout_s,
+    )
+
+
+def _placement_group(pool: PoolConfig) -> dict[str, Any]:
+    """A bundle for each rank of a replica; the Serve replica itself has the first."""
+    bundle = {"CPU": pool.num_cpus or _NEXT_TO_NOTHING, **({"GPU": pool.num_gpus} if pool.num_gpus else {})}
+    return {"placement_group_bundles": [bundle] * pool.num_ranks, "placement_group_strategy": pool.placement}
+
+
+_NEXT_TO_NOTHING = 0.001  # Ray takes no bundle of nothing
+
+
+def start_ray(config: ClusterConfig) -> None:
+    """A Ray of our own on this machine, unless the environment names a cluster to join."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if ray.is_initialized():
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init()
+        return
+    cpus = max(os.cpu_count() or 1, 1 + sum(pool.num_cpus * pool.num_ranks * pool.most for pool in config.pools))
+    ray.init(
+        address="local",
+        num_cpus=int(cpus),
+        include_dashboard=False,
+        object_store_memory=80 << 20,  # tokens travel in messages, not in the object store
+        log_to_driver=False,
+        configure_logging=False,
+    )
+
+
+def _on_one_node(config: ClusterConfig) -> ClusterConfig:
+    """Without Serve's proxies; transfers stay on the loopback interface unless an address is given."""
+    transfer = config.transfer.model_copy(update={"host": config.transfer.host or "127.0.0.1"})
+    http = config.http.model_copy(update={"direct": True})
+    return config.model_copy(update={"http": http, "transfer": transfer})
+
+
+STARTING = ("Ray", "Serve", "replicas: model and warm-up")  # what `serve_forever` goes through, in this order
+
+
+def serve_forever(config: ClusterConfig, starting: Callable[[str], None], started: Callable[[], None]) -> None:
+    """Starts everything and ends everything on SIGINT or SIGTERM. Calls `starting` with each of `STARTING` as it
+    begins, then `started`."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end as KeyboardInterrupt, wherever we are
+    try:
+        starting(STARTING[0])
+        start_ray(config)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own there, which aborts
+        if not os.environ.get("RAY_ADDRESS"):
+            config = _on_one_node(config)
+        location = ProxyLocation.Disabled if config.http.direct else ProxyLocation.EveryNode
+        starting(STARTING[1])
+        serve.start(proxy_location=location, http_options=HTTPOptions(host=config.http.host, port=config.http.port))
+        starting(STARTING[2])
+        app, log = build(config), LoggingConfig(enable_access_log=False)
+        serve.run(app, name=APP_NAME, external_scaler_enabled=config.is_elastic, logging_config=log)
+        started()
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave processes behind
+        if ray.is_initialized():
+            serve.shutdown()
+            ray.shutdown()

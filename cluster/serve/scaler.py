@@ -1,0 +1,93 @@
+"""Keeps the sizes of pools, and the roles of replicas, where router/scaling.py wants them: a deployment of one replica
+beside the ingress. It hears what replicas say of themselves, as an ingress does, and asks Serve for what should be."""
+
+import asyncio
+import logging
+import time
+import uuid
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve._private.common import DeploymentID
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+from ray.serve.handle import DeploymentHandle
+
+from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.dispatch.client import ReplicaClient, follow_members
+from crossdock.router.scaling import Bounds, Flip, Resize, Scaling
+from crossdock.workers.schedule.cost import SchedulingProfile
+
+logger = logging.getLogger("ray.serve")
+
+_AGAIN_S = 1.0  # until a replica that could not be heard is tried again
+
+
+class Scaler:
+    """Applies `Scaling` to the application it is a deployment of, which must run with Serve's external scaler enabled
+    (`crossdock serve` does; `external_scaler_enabled: true` in a Serve config file)."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ClusterConfig, engines: dict[str, DeploymentHandle]
+    ) -> None:
+        self._app = serve.get_replica_context().app_name
+        self._interval_s = config.scaling.interval_s
+        bounds = {pool.name: Bounds(pool.role, pool.replicas, pool.most) for pool in config.pools}
+        self._scaling = Scaling(config.scaling, bounds)
+        self._clients: dict[str, ReplicaClient] = {}
+        self._following: dict[str, asyncio.Task[None]] = {}
+        self._controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+        name = f"scaler-{uuid.uuid4().hex}"
+        for pool, handle in engines.items():
+            follow_members({pool: handle}, name, lambda *its, pool=pool: self._join(pool, *its), self._leave)
+        self._running = asyncio.create_task(self._run())
+
+    async def __del__(self) -> None:  # Serve awaits it when the replica stops
+        self._running.cancel()
+        for name in list(self._following):
+            self._leave(name)
+
+    def check_health(self) -> None:
+        if self._running.done():
+            self._running.result()  # Serve replaces us, with the error in its log
+
+    def _join(self, pool: str, name: str, client: ReplicaClient, profile: SchedulingProfile) -> None:
+        self._clients[name] = client
+        self._following[name] = asyncio.create_task(self._follow(pool, name, client, profile))
+
+    def _leave(self, name: str) -> None:
+        """An open stream would hold up the replica's drain."""
+        self._scaling.forget(name)
+        self._following.pop(name).cancel()
+        del self._clients[name]
+
+    async def _follow(self, pool: str, name: str, client: ReplicaClient, profile: SchedulingProfile) -> None:
+        try:
+            while True:
+                try:
+                    async for message in client.messages():
+                        if message.live is not None:
+                            self._scaling.hear(name, pool, profile, message.live, time.monotonic())
+                except Exception as error:  # whatever it is, Serve says when the replica is gone for good
+                    logger.info("replica %s cannot be heard: %s", name, error)
+                self._scaling.forget(name)
+                await asyncio.sleep(_AGAIN_S)
+        finally:
+            await client.close()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            for action in self._scaling.decide(time.monotonic()):
+                try:
+                    await self._apply(action)
+                except Exception as error:  # e.g. the replica has just died: the next decision sees it
+                    logger.error("%s could not be done: %s", action, error)
+
+    async def _apply(self, action: Resize | Flip) -> None:
+        logger.warning("%s", action)
+        if isinstance(action, Flip):
+            await self._clients[action.replica].keep_for(action.role)
+        else:
+            deployment = DeploymentID(action.pool, self._app)
+            await self._controller.update_deployment_replicas.remote(deployment, action.replicas)

@@ -1,0 +1,1 @@
+"""Terminal commands that read a running server: chat and top."""

@@ -1,0 +1,289 @@
+"""`crossdock top`: what a deployment does now, in the terminal. It reads /metrics and /v1/requests, as anyone can."""
+
+import contextlib
+import select
+import sys
+import termios
+import time
+import tty
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isnan
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from crossdock.cluster.watch import scrape as names
+from crossdock.cluster.watch.scrape import Scrape
+from crossdock.workers.schedule.slo import DEFAULT_CLASSES
+
+_WINDOW = 5  # intervals a frame looks back: the p99 of one second's steps is the slowest of a dozen
+_TIMEOUT_S = 5.0  # for an answer; a busy ingress needs a while
+_BAR = 30  # cells of the KV bar
+
+
+def top(
+    url: Annotated[str, typer.Argument(help="Address of the server, with or without /v1.")] = "http://127.0.0.1:8000",
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Read twice, an interval apart, print what happened between, and exit.")
+    ] = False,
+    api_key: Annotated[
+        str | None, typer.Option(help="Sent as bearer token.", envvar=["CROSSDOCK_API_KEY", "OPENAI_API_KEY"])
+    ] = None,
+) -> None:
+    """Watch a server: steps, chunks, KV pages, SLO classes, and the requests in flight. q quits."""
+    console = Console(highlight=False)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    base = url.rstrip("/").removesuffix("/v1")
+    with (
+        httpx.Client(base_url=base, headers=headers, timeout=_TIMEOUT_S) as http,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        watch = Watch(http)
+        if once or not console.is_terminal:  # a pipe is for one reading
+            watch.poll()
+            time.sleep(interval)
+            watch.poll()
+            console.print(watch.frame())
+            if watch.lost is not None:
+                raise typer.Exit(1)
+            return
+        with _key_presses() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                watch.poll()
+                live.update(watch.frame(console.height), refresh=True)
+                if pressed(interval) == "q":
+                    return
+
+
+@contextlib.contextmanager
+def _key_presses() -> Iterator[Callable[[float], str]]:
+    """A function that waits so many seconds, or until a key is pressed, which it returns. Without a keyboard it only
+    waits."""
+
+    def pressed(seconds: float) -> str:
+        ready, _, _ = select.select([sys.stdin], [], [], seconds)
+        return sys.stdin.read(1) if ready else ""
+
+    def wait(seconds: float) -> str:
+        time.sleep(seconds)
+        return ""
+
+    if not sys.stdin.isatty():
+        yield wait
+        return
+    saved = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, saved)
+
+
+@dataclass(slots=True)
+class Watch:
+    """The last readings of one server. A server that goes away is forgotten, and met anew when it is back."""
+
+    http: httpx.Client
+    clock: Callable[[], float] = time.monotonic  # seconds
+    lost: str | None = None  # why the last reading failed
+    _lost_at: float = 0.0
+    _scrapes: deque[Scrape] = field(default_factory=lambda: deque(maxlen=_WINDOW + 1))
+    _requests: Sequence[Mapping[str, Any]] | None = None  # None: the server does not list them
+
+    def poll(self) -> None:
+        try:
+            scrape = self._scrape()
+            self._requests = self._in_flight()
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            if self.lost is None:
+                self._lost_at = self.clock()
+            self.lost = str(error) or type(error).__name__
+            self._scrapes.clear()
+        else:
+            self.lost = None
+            self._scrapes.append(scrape)
+
+    def frame(self, height: int = 50) -> RenderableType:
+        """What there is to see, in about `height` lines."""
+        url = str(self.http.base_url).rstrip("/")
+        if self.lost is not None:
+            gone = f"unreachable for {self.clock() - self._lost_at:.0f} s: {self.lost}"
+            return Group(_header(url, Text(gone, "bold red")), Text("trying again; q quits", "dim"))
+        now = self._scrapes[-1]
+        change = now.since(self._scrapes[0])
+        covers = f"the last {change.seconds:.1f} s" if change.seconds else "reading …"
+        replicas = [_replica(name, now, change) for name in sorted(now.by(names.PAGES, names.REPLICA))]
+        left = max(height - 7 * len(replicas) - 12, 3)
+        return Group(
+            _header(url, Text(covers, "green")), *replicas, _classes(now, change), _flights(self._requests, left)
+        )
+
+    def _scrape(self) -> Scrape:
+        response = self.http.get("/metrics")
+        response.raise_for_status()
+        scrape = Scrape.parse(response.text, self.clock())
+        if names.PAGES not in scrape.samples:
+            raise ValueError("no replica of Crossdock is in its /metrics")
+        return scrape
+
+    def _in_flight(self) -> Sequence[Mapping[str, Any]] | None:
+        response = self.http.get("/v1/requests")
+        if response.is_error:
+            return None
+        records: Sequence[Mapping[str, Any]] = response.json()["data"]
+        return records
+
+
+# -- the frame -------------------------------------------------------------------------------------------------------
+
+
+def _header(url: str, state: Text) -> RenderableType:
+    line = Table.grid(expand=True, padding=(0, 1))
+    line.add_column()
+    line.add_column(justify="right")
+    line.add_row(Text.assemble(("crossdock top ", "bold"), url), state)
+    return line
+
+
+def _replica(replica: str, now: Scrape, change: Scrape) -> RenderableType:
+    which = {names.REPLICA: replica} if replica else {}
+
+    def rates(name: str, label: str, *values: str) -> str:
+        return " · ".join(f"{value} {_number(change.rate(name, **which, **{label: value}))}" for value in values)
+
+    def step(quantile: float) -> str:
+        return _seconds(change.quantile(names.STEP_SECONDS, quantile, **which))
+
+    def off(quantile: str) -> str:
+        return _percent(now.total(names.STEP_ERROR, **which, **{names.QUANTILE: quantile}))
+
+    def requests(status: str) -> str:
+        return _by_class(now.by(names.REQUESTS, names.CLASS, **which, **{names.STATUS: status}))
+
+    tokens = (
+        f"prefill {_number(change.rate(names.PROMPT_TOKENS, **which))}"
+        f" · decode {_number(change.rate(names.OUTPUT_TOKENS, **which))}"
+        f" · cached {_number(change.rate(names.CACHED_TOKENS, **which))}"
+    )
+    backlog = _by_class(now.by(names.BACKLOG_SECONDS, names.CLASS, **which), " s")
+    rows = [
+        ("steps/s", rates(names.STEPS, names.KIND, "decodes", "chunks", "mixed")),
+        ("step time", f"{step(0.5)} p50 · {step(0.99)} p99 · predicted ±{off('0.5')} p50 · ±{off('0.9')} p90"),
+        ("tokens/s", tokens),
+        ("chunk", f"{_number(change.quantile(names.CHUNK_TOKENS, 0.5, **which))} tokens p50"),
+        ("running", requests("running")),
+        ("waiting", f"{requests('waiting')}   backlog {backlog}"),
+    ]
+    grid = Table.grid(padding=(0, 2))
+    for (left, its), (right, others) in zip(rows[::2], rows[1::2], strict=True):
+        grid.add_row(Text(left, "dim"), its, Text(right, "dim"), others)
+    preempted = _number(now.total(names.PREEMPTIONS, **which))
+    pages = now.by(names.PAGES, names.STATE, **which)
+    return Panel(
+        Group(grid, Text.assemble(("KV pages  ", "dim"), _pages(pages), f"   preempted {preempted}")),
+        title=escape(replica) or "replica",
+        title_align="left",
+    )
+
+
+def _pages(pages: Mapping[str, float]) -> Text:
+    used = pages.get("owned", 0) + pages.get("quarantined", 0)
+    cached, free = pages.get("cached", 0), pages.get("free", 0)
+    whole = max(used + cached + free, 1)
+    ends = [round(_BAR * part / whole) for part in (used, used + cached, whole)]
+    return Text.assemble(
+        ("█" * ends[0], "red"),
+        ("▒" * (ends[1] - ends[0]), "yellow"),
+        ("░" * (ends[2] - ends[1]), "green"),
+        f"  used {used:,.0f} · cached {cached:,.0f} · free {free:,.0f}",
+    )
+
+
+def _classes(now: Scrape, change: Scrape) -> RenderableType:
+    told = (names.REQUESTS, names.SLO_TTFT, names.REFUSED, f"{names.TTFT_SECONDS}_count", f"{names.GAP_SECONDS}_count")
+
+    def met(name: str, which: Mapping[str, str]) -> str:
+        every = change.total(name, **which)
+        return _percent((change.total(name, **which, **{names.OUTCOME: "met"}) or 0.0) / every if every else None)
+
+    table = Table("class", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for title in ("TTFT p50", "p99", "met", "token gap p50", "p99", "TPOT met", "refused", "tokens waiting"):
+        table.add_column(title, justify="right")
+    for name in sorted({name for metric in told for name in now.by(metric, names.CLASS)}, key=_urgency):
+        which = {names.CLASS: name} if name else {}
+        table.add_row(
+            name or "all",
+            *(_seconds(change.quantile(names.TTFT_SECONDS, quantile, **which)) for quantile in (0.5, 0.99)),
+            met(names.SLO_TTFT, which),
+            *(_seconds(change.quantile(names.GAP_SECONDS, quantile, **which)) for quantile in (0.5, 0.99)),
+            met(names.SLO_TPOT, which),
+            _number(change.total(names.REFUSED, **which)),
+            _number(now.total(names.UNCACHED_WAITING, **which)),
+        )
+    return table
+
+
+def _flights(requests: Sequence[Mapping[str, Any]] | None, rows: int) -> RenderableType:
+    """Those that prefill first, the longest of them above."""
+    if requests is None:
+        return Text("requests in flight: -", "dim")
+    if not requests:
+        return Text("no requests in flight", "dim")
+    table = Table("request", "class", "state", "prefill", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for title in ("computed", "prompt", "output", "waiting"):
+        table.add_column(title, justify="right")
+    for request in sorted(requests, key=lambda it: (not _is_prefilling(it), -it.get("num_prompt_tokens", 0)))[:rows]:
+        computed, prompt = request.get("num_computed_tokens", 0), request.get("num_prompt_tokens", 0)
+        table.add_row(
+            escape(str(request.get("request_id") or request.get("id", "-"))[-24:]),
+            str(request.get("slo_class", "-")),
+            str(request.get("state", "-")),
+            ProgressBar(prompt, computed, width=20) if _is_prefilling(request) else "",
+            _number(computed),
+            _number(prompt),
+            _number(request.get("num_output_tokens")),
+            _seconds(request.get("waiting_s")),
+        )
+    more = [Text(f"and {len(requests) - rows} more", "dim")] if len(requests) > rows else []
+    return Group(table, *more)
+
+
+def _is_prefilling(request: Mapping[str, Any]) -> bool:
+    return request.get("state") == "prefilling"
+
+
+def _urgency(name: str) -> tuple[int, str]:
+    ranks = [slo.name for slo in DEFAULT_CLASSES]
+    return (ranks.index(name) if name in ranks else len(ranks), name)
+
+
+def _by_class(values: Mapping[str, float], unit: str = "") -> str:
+    shown = (f"{name} {_number(values[name])}{unit}".lstrip() for name in sorted(values, key=_urgency))
+    return " · ".join(shown) or "-"
+
+
+def _number(value: float | None) -> str:
+    if value is None or isnan(value):
+        return "-"
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None or isnan(share) else f"{share:.0%}"

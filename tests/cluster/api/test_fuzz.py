@@ -1,0 +1,144 @@
+"""Every endpoint in front of a real engine, whatever a client sends: no 5xx, OpenAI's error shape, nothing kept."""
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis.specs.openapi.checks import response_schema_conformance
+from transformers import PreTrainedTokenizerFast
+
+from crossdock.cluster.api.openapi import document
+from crossdock.cluster.api.tokenizer import Text
+from tests.cluster.api.test_web import Live, live
+
+EXAMPLES = 60  # for each endpoint; `make soak` tries fifty times as many
+QUIET = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)
+DOCUMENT = document(())
+OPERATIONS = [(path, method) for path, its in DOCUMENT["paths"].items() for method in its]
+GENERATES = ("/v1/completions", "/v1/chat/completions")
+
+
+@pytest.fixture(scope="module")
+def it(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Iterator[Live]:
+    """Asserts at the end that no page is owned and no request is known."""
+    with live(Text(tokenizers["byte_level"])) as server:
+        yield server
+        metrics = httpx.get(f"{server.url}/metrics").text
+        active = [line for line in metrics.splitlines() if line.startswith("crossdock_requests_active")]
+        assert active
+        assert {line.rsplit(" ", 1)[1] for line in active} == {"0.0"}
+        assert server.call(server.served.owned_pages()) == 0
+        assert 'crossdock_ingress_requests{ingress="0"} 0.0' in metrics
+
+
+def check(status: int, content_type: str, text: str) -> None:
+    assert status < 500, text
+    assert "Traceback" not in text
+    if status >= 400 and content_type:
+        error = json.loads(text)["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+
+
+def test_the_document_names_every_endpoint(it: Live) -> None:
+    assert httpx.get(f"{it.url}/openapi.json").json()["paths"].keys() == DOCUMENT["paths"].keys()
+    served = {getattr(route, "path", "").replace(":path", "") for route in it.served.app.routes}
+    pages = {path for path in served if path.startswith(("/web/", "/dashboard", "/playground"))}
+    assert served - pages - {"/openapi.json", ""} == set(DOCUMENT["paths"])
+
+
+def attack(it: Live, path: str, method: str) -> None:
+    schema = schemathesis.openapi.from_dict(DOCUMENT)
+    operation = schema[path][method.upper()]
+    modes = schemathesis.GenerationMode
+    mixed = st.one_of(operation.as_strategy(generation_mode=mode) for mode in (modes.POSITIVE, modes.NEGATIVE))
+
+    @QUIET
+    @given(mixed)
+    def attempt(case: Any) -> None:
+        if isinstance(case.body, dict) and path in GENERATES:  # what is valid is also finished soon
+            case.body = {**case.body, "n": 1} if isinstance(case.body.get("n"), int) else case.body
+            if isinstance(case.body.get("max_tokens", 0), int):
+                case.body = {**case.body, "max_tokens": 2, "max_completion_tokens": None}
+        answer = case.call(base_url=it.url, timeout=60)
+        check(answer.status_code, answer.headers.get("content-type", [""])[0], answer.text)
+        if answer.status_code >= 400:
+            case.validate_response(answer, checks=[response_schema_conformance])
+
+    attempt()
+
+
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+def test_what_the_document_allows_and_what_it_does_not(it: Live, path: str, method: str) -> None:
+    attack(it, path, method)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.just("x" * 3000),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@pytest.mark.parametrize("path", GENERATES)
+def test_right_fields_with_wrong_values(it: Live, path: str) -> None:
+    """One field of a request that would be served gets any JSON at all: deeper than schemas reach."""
+    model = "CompletionRequest" if path == GENERATES[0] else "ChatCompletionRequest"
+    fields = sorted(DOCUMENT["components"]["schemas"][model]["properties"])
+    right = {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+
+    @QUIET
+    @given(st.sampled_from(fields), VALUES, st.booleans())
+    def attempt(field: str, value: Any, stream: bool) -> None:
+        body = json.dumps({**right, "stream": stream, field: value})
+        headers = {"content-type": "application/json"}
+        answer = http.post(path, content=body.encode("utf-8", "surrogatepass"), headers=headers)
+        check(answer.status_code, answer.headers["content-type"] if answer.status_code >= 400 else "", answer.text)
+        assert '"type":"server_error"' not in answer.text
+
+    with httpx.Client(base_url=it.url, timeout=60) as http:
+        attempt()
+
+
+PATHS = st.sampled_from([path.replace("{name}", "x") for path in DOCUMENT["paths"]]) | st.text(max_size=30)
+METHODS = st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "CONNECT", "BREW"])
+NAMES = st.sampled_from(
+    ["authorization", "content-type", "content-length", "x-request-id", "x-slo-class", "transfer-encoding", "expect"]
+) | st.text("abcdefghij-", min_size=1, max_size=12)
+
+
+@QUIET
+@given(PATHS, METHODS, st.lists(st.tuples(NAMES, st.binary(max_size=30)), max_size=5), st.binary(max_size=200))
+def test_any_bytes_at_all(it: Live, path: str, method: str, headers: list[tuple[str, bytes]], body: bytes) -> None:
+    head = f"{method} {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n".encode("utf-8", "replace")
+    lines = b"".join(name.encode() + b": " + value + b"\r\n" for name, value in headers)
+    with socket.create_connection(("127.0.0.1", int(it.url.rpartition(":")[2])), 20) as wire:
+        wire.sendall(head + lines + b"\r\n" + body)
+        wire.shutdown(socket.SHUT_WR)
+        answer = b""
+        try:
+            while part := wire.recv(65536):
+                answer += part
+        except ConnectionResetError:
+            pass
+    assert not answer or answer.startswith(b"HTTP/1.1 ")
+    assert not answer.startswith(b"HTTP/1.1 5"), answer
+    assert httpx.get(f"{it.url}/health").status_code == 200
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+def test_for_long(it: Live, path: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "QUIET", settings(QUIET, max_examples=50 * EXAMPLES))
+    attack(it, path, method)

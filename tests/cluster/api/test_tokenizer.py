@@ -1,0 +1,320 @@
+"""Streamed text is the decoded text, one token at a time; stop strings are found wherever tokens cut them."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from crossdock.cluster.api.tokenizer import StopStrings, Text, TextStream
+
+ALL = ["byte_level", "llama2", "gemma", "metaspace", "wordpiece"]
+BY_BYTES = ["byte_level", "llama2", "gemma"]
+# The tokenizers are shared by all examples; nothing changes them.
+relaxed = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
+words = st.text(
+    st.one_of(
+        st.characters(codec="utf-8", exclude_characters="▁"),
+        st.sampled_from(" \n.e€日本🙂👩‍👩‍👧‍👦🇩🇪é\u0301"),
+    ),
+    max_size=40,
+)
+
+Tokenizers = dict[str, PreTrainedTokenizerFast]
+
+
+def streamed(text: Text, ids: list[int], *, skip: bool = True, after: list[int] | None = None) -> list[str]:
+    detokenizer = text.detokenizer(skip_special_tokens=skip, after=after or [])
+    return [*(detokenizer.add(token) for token in ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("kind", ALL)
+@relaxed
+@given(words=words, skip=st.booleans())
+def test_streamed_text_is_the_decoded_text(tokenizers: Tokenizers, kind: str, words: str, skip: bool) -> None:
+    text = Text(tokenizers[kind])
+    ids = text.encode(words)
+    parts = streamed(text, ids, skip=skip)
+    assert "".join(parts) == text.decode(ids, skip_special_tokens=skip)
+    if kind == "byte_level":
+        assert "".join(parts) == words
+    if "\ufffd" not in words and kind in BY_BYTES:
+        assert not any("\ufffd" in part for part in parts)
+
+
+@relaxed
+@given(data=st.data(), skip=st.booleans())
+def test_any_byte_level_ids_stream_exactly(tokenizers: Tokenizers, data: st.DataObject, skip: bool) -> None:
+    tokenizer = tokenizers["byte_level"]
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 3), max_size=60))  # past the end: a padded embedding
+    text = Text(tokenizer)
+    parts = streamed(text, ids, skip=skip)
+    assert "".join(parts) == text.decode(ids, skip_special_tokens=skip)
+
+
+@relaxed
+@given(data=st.data(), kind=st.sampled_from(["llama2", "gemma"]))
+def test_any_sentencepiece_ids_stream_exactly_but_for_broken_runs(
+    tokenizers: Tokenizers, data: st.DataObject, kind: str
+) -> None:
+    """A run of byte tokens that is partly undecodable shows what characters it holds; the decoder shows none."""
+    tokenizer = tokenizers[kind]
+    whole = st.integers(256, len(tokenizer) - 1).map(lambda token: [token])
+    good_run = st.text(st.characters(codec="utf-8", exclude_characters="▁"), max_size=3).map(lambda t: list(t.encode()))
+    bad_run = st.lists(st.integers(0x80, 0xBF), min_size=1, max_size=5)  # no lead byte: no character
+    # A run of one kind must not touch a run of the other, or they are one run.
+    units = data.draw(st.lists(st.tuples(st.one_of(good_run, bad_run), whole).map(lambda pair: pair[0] + pair[1])))
+    ids = [token for unit in units for token in unit]
+    text = Text(tokenizer)
+    assert "".join(streamed(text, ids, skip=False)) == text.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "wordpiece"])
+@relaxed
+@given(data=st.data(), skip=st.booleans())
+def test_any_ids_stream_exactly_through_the_window(
+    tokenizers: Tokenizers, kind: str, data: st.DataObject, skip: bool
+) -> None:
+    tokenizer = tokenizers[kind]
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=40))
+    text = Text(tokenizer)
+    assert "".join(streamed(text, ids, skip=skip)) == text.decode(ids, skip_special_tokens=skip)
+
+
+def test_decoders_of_language_models_go_by_bytes(tokenizers: Tokenizers) -> None:
+    by_bytes = {kind for kind in ALL if Text(tokenizers[kind])._pieces is not None}
+    assert by_bytes == set(BY_BYTES)
+
+
+@pytest.mark.parametrize("kind", BY_BYTES)
+def test_half_a_character_is_held_back(tokenizers: Tokenizers, kind: str) -> None:
+    text = Text(tokenizers[kind])
+    family = "👩‍👩‍👧‍👦"
+    ids = text.encode(family * 2, add_special_tokens=False)
+    detokenizer = text.detokenizer()
+    shown = ""
+    for token in ids:
+        part = detokenizer.add(token)
+        assert "\ufffd" not in part
+        shown += part
+        assert (family * 2).startswith(shown.lstrip())
+    assert shown.lstrip() == family * 2
+
+
+@pytest.mark.parametrize("kind", BY_BYTES)
+def test_output_goes_on_where_the_prompt_ends(tokenizers: Tokenizers, kind: str) -> None:
+    text = Text(tokenizers[kind])
+    ids = text.encode("The quick brown fox € and 日本 🙂🙂 dog.", add_special_tokens=False)
+    for cut in range(1, len(ids)):
+        before = text.detokenizer()
+        prompt = "".join(before.add(token) for token in ids[:cut])
+        output = "".join(streamed(text, ids[cut:], after=ids[:cut]))
+        # Half a character at the cut belongs to the output, whole.
+        assert prompt + output == text.decode(ids)
+
+
+def test_a_leading_space_is_lost_only_at_the_start_of_a_text(tokenizers: Tokenizers) -> None:
+    text = Text(tokenizers["llama2"])
+    the = tokenizers["llama2"].convert_tokens_to_ids("▁the")
+    end = tokenizers["llama2"].convert_tokens_to_ids("<|im_end|>")
+    assert "".join(streamed(text, [the, the])) == "the the"
+    assert "".join(streamed(text, [end, the])) == "the"
+    assert "".join(streamed(text, [the], after=[the])) == " the"
+    assert text.token_bytes(the) == b" the"
+
+
+def test_special_tokens_show_only_if_asked_for(tokenizers: Tokenizers) -> None:
+    text = Text(tokenizers["byte_level"])
+    ids = text.encode("<|im_start|>dog<tool><|im_end|>")
+    assert "".join(streamed(text, ids)) == "dog<tool>"
+    assert "".join(streamed(text, ids, skip=False)) == "<|im_start|>dog<tool><|im_end|>"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama2"])
+def test_a_token_costs_the_same_however_long_the_text(tokenizers: Tokenizers, kind: str) -> None:
+    """Bytes that never become a character are the worst case for a decoder that looks back."""
+    text = Text(tokenizers[kind])
+    lead = next(i for i in range(700) if text.token_bytes(i) == b"\xf0")
+
+    def seconds(count: int) -> float:
+        detokenizer = text.detokenizer()
+        start = time.perf_counter()
+        for _ in range(count):
+            detokenizer.add(lead)
+        return time.perf_counter() - start
+
+    seconds(100)
+    short, long = min(seconds(2_000) for _ in range(3)), min(seconds(20_000) for _ in range(3))
+    assert long < 40 * short  # 10 if linear, 100 if quadratic
+
+
+# -- stop strings ------------------------------------------------------------------------------------------------------
+
+
+class Letters:
+    """A detokenizer whose tokens are characters."""
+
+    def add(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def flush(self) -> str:
+        return ""
+
+
+class Pieces:
+    """A detokenizer whose tokens are given strings."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+
+    def add(self, token_id: int) -> str:
+        return self.pieces[token_id]
+
+    def flush(self) -> str:
+        return ""
+
+
+def run(pieces: list[str], stop: list[str], **options: object) -> tuple[str, str | None]:
+    stream = TextStream(Pieces(pieces), stop, **options)  # type: ignore[arg-type]
+    shown = ""
+    for token in range(len(pieces)):
+        shown += stream.add(token)
+        if stream.stopped is not None:
+            return shown, stream.stopped
+    return shown + stream.finish(), None
+
+
+def first_hit(whole: str, stop: list[str]) -> tuple[int, str] | None:
+    """By brute force: the earliest end, and the longest stop string that ends there."""
+    for end in range(1, len(whole) + 1):
+        hits = [s for s in stop if whole[:end].endswith(s)]
+        if hits:
+            return end, max(hits, key=len)
+    return None
+
+
+few = st.text("ab", min_size=1, max_size=4)
+
+
+@given(st.lists(st.text("abc", max_size=5), max_size=12), st.lists(few, min_size=1, max_size=3), st.booleans())
+def test_a_stop_string_is_found_wherever_tokens_cut_it(pieces: list[str], stop: list[str], include: bool) -> None:
+    shown, stopped = run(pieces, stop, include_stop=include)
+    whole = "".join(pieces)
+    hit = first_hit(whole, stop)
+    if hit is None:
+        assert (shown, stopped) == (whole, None)
+    else:
+        end, which = hit
+        assert stopped == which
+        assert shown == whole[: end if include else end - len(which)]
+
+
+@given(st.text("abc", max_size=30), st.lists(few, min_size=1, max_size=3))
+def test_only_what_may_become_a_stop_string_is_held_back(whole: str, stop: list[str]) -> None:
+    stream = TextStream(Letters(), stop)
+    shown = ""
+    for i, char in enumerate(whole, 1):
+        shown += stream.add(ord(char))
+        if stream.stopped is not None:
+            return
+        held = max((n for s in stop for n in range(len(s)) if whole[:i].endswith(s[:n])), default=0)
+        assert shown == whole[: i - held]
+
+
+@given(st.text("ab", max_size=20), st.lists(few, min_size=1, max_size=3), st.integers(0, 20))
+def test_stop_strings_are_not_looked_for_before_min_tokens(whole: str, stop: list[str], min_tokens: int) -> None:
+    shown, stopped = run(list(whole), stop, min_tokens=min_tokens)
+    expected = next(
+        (
+            (end, max((s for s in stop if whole[:end].endswith(s)), key=len))
+            for end in range(min_tokens + 1, len(whole) + 1)
+            if any(whole[:end].endswith(s) for s in stop)
+        ),
+        None,
+    )
+    if expected is None:
+        assert (shown, stopped) == (whole, None)
+    else:
+        assert stopped == expected[1]
+        assert shown == whole[: expected[0] - len(expected[1])]
+
+
+def test_overlapping_stop_strings() -> None:
+    assert run(["xaab"], ["aab"]) == ("x", "aab")
+    assert run(["aa", "aab"], ["aab"]) == ("aa", "aab")
+    assert run(["abc"], ["abc", "b"]) == ("a", "b")  # the first to be complete
+    assert run(["abc"], ["c", "bc"]) == ("a", "bc")  # of two that end together, the longer
+    assert run(["tail\n\n", "Us"], ["\n\nUser:"]) == ("tail\n\nUs", None)  # released at the end
+
+
+def test_long_stop_strings_cost_no_more_per_character() -> None:
+    stops = StopStrings(["a" * 4000 + "b"])
+    start = time.perf_counter()
+    assert stops.find("a" * 50_000) is None
+    assert stops.held == 4000
+    assert time.perf_counter() - start < 2.0
+
+
+# -- encoding and templates --------------------------------------------------------------------------------------------
+
+
+def test_encode_knows_special_tokens(tokenizers: Tokenizers) -> None:
+    text = Text(tokenizers["byte_level"])
+    assert text.decode(text.encode("<|im_start|>user")) == "<|im_start|>user"
+    assert len(text.encode("<|im_start|>")) == 1
+    assert text.longest_token >= len("<|endoftext|>")
+    assert text.vocabulary_name(text.encode(" the")[0]).startswith("Ġ")
+
+
+def test_encoding_in_several_threads_at_once(tokenizers: Tokenizers) -> None:
+    """Long texts are encoded in threads while short ones are encoded in the event loop."""
+    text = Text(tokenizers["byte_level"])
+    with ThreadPoolExecutor(4) as threads:
+        long = threads.map(text.encode, ["The lazy dog. " * 5000] * 12)
+        short = [text.encode("dog") for _ in range(2000)]
+        assert len({len(ids) for ids in long}) == 1
+    assert all(ids == short[0] for ids in short)
+
+
+def test_a_chat_is_rendered_by_the_models_template(tokenizers: Tokenizers) -> None:
+    text = Text(tokenizers["byte_level"])
+    chat = [{"role": "user", "content": "Hi"}]
+    assert text.render_chat(chat) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert text.render_chat(chat, add_generation_prompt=False) == "<|im_start|>user\nHi<|im_end|>\n"
+    assert text.render_chat(chat, variables={"mood": "glad"}).endswith("(glad)<|im_start|>assistant\n")
+    assert text.render_chat(chat, chat_template="{{ messages[0].content }}!") == "Hi!"
+    half = [*chat, {"role": "assistant", "content": "Well,"}]
+    rendered = text.render_chat(half, add_generation_prompt=False, continue_final_message=True)
+    assert rendered.endswith("<|im_start|>assistant\nWell,")
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    assert '"weather"' in text.render_chat(chat, tools=tools)
+
+
+def test_what_a_template_raises_is_a_value_error(tokenizers: Tokenizers) -> None:
+    text = Text(tokenizers["byte_level"])
+    with pytest.raises(ValueError, match="no such role"):
+        text.render_chat([{"role": "forbidden", "content": ""}])
+    with pytest.raises(ValueError, match="refuses"):
+        text.render_chat([{"role": "user", "content": ""}], chat_template="{{ 1 / 0 }}")
+    with pytest.raises(ValueError, match="refuses"):
+        text.render_chat([{"role": "user", "content": ""}], chat_template="{% if %}")
+
+
+def test_a_model_without_template_says_so(tokenizers: Tokenizers) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizers["byte_level"].backend_tokenizer)
+    text = Text(tokenizer)
+    assert not text.has_chat_template
+    with pytest.raises(ValueError, match="no chat template"):
+        text.render_chat([{"role": "user", "content": "Hi"}])
+
+
+def test_load_reads_a_directory(tokenizers: Tokenizers, tmp_path: Path) -> None:
+    tokenizers["byte_level"].save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "top_p": null, "eos_token_id": 2}')
+    text = Text.load(tmp_path)
+    assert text.has_chat_template
+    assert text.defaults == {"temperature": 0.5}
+    assert text.decode(text.encode("Größe 🙂")) == "Größe 🙂"

@@ -1,0 +1,332 @@
+"""The pages for people: what they are made of, what they may see, and what a browser makes of them."""
+
+import asyncio
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from crossdock.cluster.api.listener import listen
+from crossdock.cluster.api.tokenizer import Text
+from crossdock.cluster.api.web_assets import pages
+from tests.cluster.api.browser import MISSING, REASON, Browser
+from tests.cluster.api.test_requests import Served
+
+KEYS = ("mine", "theirs", {"key": "operator", "sees_all_requests": True})
+SCREENSHOTS = os.environ.get("CROSSDOCK_SCREENSHOTS")  # a folder to keep them in, to be looked at
+
+
+class Live:
+    """The API in front of a small real engine, on a port, in a thread of its own."""
+
+    def __init__(self, text: Text, keys: Any) -> None:
+        with socket.socket() as it:
+            it.bind(("127.0.0.1", 0))
+            port: int = it.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+        self.served: Served = self.call(self._start(text, keys, port))
+
+    async def _start(self, text: Text, keys: Any, port: int) -> Served:
+        served = Served(text, 1, keys, max_num_batched_tokens=40, max_num_seqs=8, admission="queue")
+        await served.start()
+        self._server = await listen(served.app, "127.0.0.1", port)
+        return served
+
+    def call(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self.call(self.served.stop())
+        self.call(asyncio.sleep(0.2))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+    def work(self, key: str = "mine") -> None:
+        """Two streams, and a prompt that is long for this engine beside them."""
+
+        async def several() -> list[httpx.Response]:
+            streams = [self.served.ask("standard", 20, key=key, max_tokens=60) for _ in range(2)]
+            prompts = [self.served.ask("standard", 230, key=key, **{"request-id": f"of-{key}"})]
+            return list(await asyncio.gather(*streams, *prompts))
+
+        assert [answer.status_code for answer in self.call(several())] == [200] * 3
+
+
+@contextmanager
+def live(text: Text, keys: Any = ()) -> Iterator[Live]:
+    it = Live(text, keys)
+    try:
+        yield it
+    finally:
+        it.stop()
+
+
+@pytest.fixture(scope="module")
+def text(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Text:
+    return Text(tokenizers["byte_level"])
+
+
+@pytest.fixture(scope="module")
+def open_(text: Text) -> Iterator[Live]:
+    with live(text) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def guarded(text: Text) -> Iterator[Live]:
+    with live(text, KEYS) as it:
+        yield it
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+# -- what they are made of ---------------------------------------------------------------------------------------------
+
+
+def test_pages_need_no_key_and_data_does(guarded: Live) -> None:
+    with httpx.Client(base_url=guarded.url) as http:
+        for path in pages():
+            assert http.get(path).status_code == 200
+        for path in ("/v1/replicas", "/v1/requests", "/v1/playground/scheduler"):
+            assert http.get(path).status_code == 401
+            assert http.get(path, headers=bearer("mine")).status_code == 200
+        assert http.get("/web/../api.py").status_code in (401, 404)
+
+
+def test_nothing_comes_from_elsewhere(open_: Live) -> None:
+    """The policy says so to browsers, and nothing would be refused by it."""
+    assert {"/dashboard", "/playground/scheduler", "/web/style.css", "/web/dashboard.js"} <= pages().keys()
+    for path, page in pages().items():
+        answer = httpx.get(open_.url + path)
+        assert answer.headers["content-type"] == page.media_type
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'")
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        source = answer.text.replace('xmlns="http://www.w3.org/2000/svg"', "")
+        assert not re.search(r"https?://|//\w+\.\w+/|@import|url\(", source), f"{path} names another place"
+        assert not re.search(r"\sstyle=|\son\w+=|<script>|innerHTML|\beval\b", source), f"{path} has code in a page"
+
+
+def test_what_a_key_sees_of_others(guarded: Live) -> None:
+    guarded.work("mine")
+    with httpx.Client(base_url=guarded.url) as http:
+
+        def names(key: str) -> set[str | None]:
+            (replica,) = http.get("/v1/replicas", headers=bearer(key)).json()["data"]
+            return {chunk["request_id"] for step in replica["steps"] for chunk in step["chunks"]}
+
+        assert "of-mine" in names("mine")
+        assert "of-mine" in names("operator")
+        assert names("theirs") == {None}
+
+
+def test_steps_come_once(open_: Live) -> None:
+    open_.work()
+    with httpx.Client(base_url=f"{open_.url}/v1") as http:
+
+        def replica(*after: str) -> dict[str, Any]:
+            (found,) = http.get("/replicas", params=[("after", value) for value in after]).json()["data"]
+            return dict(found)
+
+        first = replica()
+        assert first["pool"] == "mixed"
+        assert first["profile"]["cost"]["base"] > 0
+        assert (
+            sum(first["pages"][state] for state in ("free", "owned", "cached", "quarantined"))
+            == first["pages"]["total"]
+        )
+        assert first["profile"]["max_num_batched_tokens"] == 40
+        numbers = [step["number"] for step in first["steps"]]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        assert any(step["num_decodes"] and step["chunks"] for step in first["steps"]), "chunks beside decodes"
+        newest = f"{first['incarnation']}:{first['last_step']}"
+        assert replica("other:3", newest)["steps"] == []
+        assert replica(f"other:{first['last_step']}")["steps"]
+        for wrong in ("x", "x:y", "x:-1", f"x:{'9' * 99}", "x:\u0661"):
+            answer = http.get("/replicas", params={"after": wrong})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
+
+
+def test_the_playground_over_http(open_: Live) -> None:
+    with httpx.Client(base_url=f"{open_.url}/v1/playground") as http:
+        told = http.get("/scheduler", params={"policy": "fixed", "prompt_tokens": 4096, "num_decodes": 3}).json()
+        assert sum(chunk["num_tokens"] for step in told["steps"] for chunk in step["chunks"]) == 4096
+        for params, param in (
+            ({"policy": "best"}, "policy"),
+            ({"prompt_tokens": "many"}, "prompt_tokens"),
+            ({"prompt_tokens": "1e400"}, "prompt_tokens"),
+            ({"base": "nan"}, "base"),
+            ({"base": "inf"}, "base"),
+            ({"colour": "red"}, "colour"),
+            ({"max_num_batched_tokens": "64", "num_decodes": "64"}, ""),
+        ):
+            answer = http.get("/scheduler", params=params)
+            assert answer.status_code == 400, params
+            assert answer.json()["error"]["param"] == param
+
+
+# -- what a browser makes of them --------------------------------------------------------------------------------------
+
+needs_browser = pytest.mark.skipif(bool(MISSING), reason=REASON)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    it = Browser()
+    yield it
+    it.close()
+
+
+def keep(browser: Browser, name: str) -> None:
+    if SCREENSHOTS:
+        browser.screenshot(Path(SCREENSHOTS) / f"{name}.png")
+
+
+def colours(browser: Browser, place: int = 0) -> int:
+    """How many colours the pixels of a canvas have."""
+    return int(
+        browser.run(
+            """const canvas = document.querySelectorAll("canvas")[arguments[0]];
+            const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+            return new Set(new Uint32Array(data.buffer)).size;""",
+            place,
+        )
+    )
+
+
+def works(live: Live, key: str = "none") -> Callable[[], None]:
+    """Keeps a replica busy until the returned function is called."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            live.work(key)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def end() -> None:
+        stop.set()
+        thread.join(30)
+
+    return end
+
+
+@needs_browser
+def test_the_dashboard_shows_steps_as_they_happen(browser: Browser, open_: Live) -> None:
+    end = works(open_)
+    try:
+        browser.prefers("light")
+        browser.open(f"{open_.url}/dashboard")
+        browser.eventually(lambda: browser.text("#state") == "live" and "running" in browser.text("#replicas"))
+        assert browser.text("#replicas h3").startswith("mixed")
+        browser.eventually(lambda: colours(browser) > 4)  # ground, decodes, prompts, lines
+        label = browser.run("return document.querySelector('canvas').ariaLabel")
+        assert re.search(r"[1-9]\d* with slices of prompts beside streams", label), "what is seen is also said"
+        first = browser.run("return document.querySelector('#replicas li').value")
+        browser.eventually(lambda: browser.run("return document.querySelector('#replicas li').value") > first)
+        keep(browser, "dashboard-light")
+        light = browser.run("return getComputedStyle(document.body).backgroundColor")
+        browser.prefers("dark")
+        assert browser.run("return getComputedStyle(document.body).backgroundColor") != light
+        keep(browser, "dashboard-dark")
+        browser.click("#pause")
+        browser.run("document.querySelector('canvas').focus()")
+        browser.type("canvas", "\ue012")  # the left arrow
+        assert re.match(r"Step [\d,]+ took", browser.text(".told"))
+        assert browser.complaints() == []
+    finally:
+        end()
+
+
+@needs_browser
+def test_the_dashboard_asks_for_a_key(browser: Browser, guarded: Live) -> None:
+    browser.open(f"{guarded.url}/dashboard")
+    browser.eventually(lambda: "asks for an API key" in browser.text("#key"))
+    browser.type("#key input", "wrong")
+    browser.click("#key button")
+    browser.eventually(lambda: "not accepted" in browser.text("#key"))
+    browser.type("#key input", "mine")
+    browser.click("#key button")
+    browser.eventually(lambda: browser.text("#state") == "live")
+    assert browser.run("return document.getElementById('key').hidden")
+    assert all("401" in complaint for complaint in browser.complaints())
+    assert "mine" not in browser.run("return location.href + document.cookie + JSON.stringify(localStorage)")
+
+
+@needs_browser
+def test_the_playground_answers_the_sliders(browser: Browser, open_: Live) -> None:
+    browser.prefers("light")
+    browser.open(f"{open_.url}/playground/scheduler")
+    browser.eventually(lambda: "answered by this server's scheduler" in browser.text("#state"))
+    assert [colours(browser, place) > 4 for place in range(3)] == [True] * 3
+    before = browser.text("#summary")
+    rows = [line.split("\t") for line in before.splitlines()]
+    assert [row[0] for row in rows] == ["Adaptive", "Fixed budget", "No chunks"]
+    keep(browser, "playground-light")
+    browser.run("document.querySelector('[name=prompt_tokens]').focus()")
+    browser.type("[name=prompt_tokens]", "\ue012\ue012")
+    browser.eventually(lambda: browser.text("#summary") != before)
+    assert "prompt_tokens=4096" in browser.run("return location.hash")
+    assert "4,096" in browser.text("#scenario")
+    browser.open(f"{open_.url}/playground/scheduler#prompt_tokens=1024&num_decodes=64")
+    browser.run("location.reload()")
+    browser.eventually(lambda: "1,024" in browser.text("#scenario") and "answered" in browser.text("#state"))
+    measured = browser.run("return [...document.querySelectorAll('option')].map(it => it.value)")
+    assert any("as measured here" in name for name in measured)
+    browser.prefers("dark")
+    keep(browser, "playground-dark")
+    assert browser.complaints() == []
+
+
+@needs_browser
+@pytest.mark.parametrize("path", ["/dashboard", "/playground/scheduler"])
+def test_pages_can_be_used_without_eyes_or_mouse(browser: Browser, open_: Live, path: str) -> None:
+    """Every control has a name, every picture a text, and text contrasts with its ground."""
+    browser.prefers("light")
+    browser.open(open_.url + path)
+    browser.eventually(lambda: browser.text("#state") in ("live", "answered by this server's scheduler"))
+    unnamed = browser.run(
+        """return [...document.querySelectorAll("button, input, select, a, canvas, [role=img]")].filter((it) =>
+        !(it.ariaLabel || it.innerText?.trim() || it.labels?.length)).map((it) => it.outerHTML)"""
+    )
+    assert unnamed == []
+    levels = browser.run("return [...document.querySelectorAll('h1, h2, h3')].map((it) => Number(it.tagName[1]))")
+    assert levels[0] == 1
+    assert browser.run("return document.documentElement.lang") == "en"
+    for scheme in ("light", "dark"):
+        browser.prefers(scheme)
+        faint, card = browser.run(
+            """const style = getComputedStyle(document.documentElement);
+            return ["--faint", "--card"].map((name) => style.getPropertyValue(name))"""
+        )
+        assert contrast(faint, card) >= 4.5
+
+
+def contrast(one: str, other: str) -> float:
+    """As WCAG 2 defines it, of two colours written #rrggbb."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour.strip()[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)

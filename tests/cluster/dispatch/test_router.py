@@ -1,0 +1,213 @@
+"""Two ingresses and several replicas, in processes of their own: what is cached is found, whoever is asked, and no
+request is lost while replicas come, die and are drained."""
+
+import json
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import ray
+from pydantic import ByteSize
+from ray import serve
+from ray._private.state import actors
+from ray.serve._private.common import DeploymentID
+from ray.serve.config import ProxyLocation
+from ray.serve.context import _get_global_client
+
+from crossdock.cluster.config import load
+from crossdock.cluster.serve.app import build
+from crossdock.workers.model.model import load_model
+from crossdock.workers.replica.engine import Engine, EngineConfig
+from crossdock.workers.schedule.request import SamplingParams, Submission
+from tests.cluster.ports import free_port
+
+APP = "router"
+
+
+@pytest.fixture(scope="module")
+def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
+    port = free_port()
+    config = load(
+        None,
+        {
+            "model.path": str(model_dir),
+            "model.served_name": "smol",
+            "model.max_model_len": 2048,
+            "http.port": port,
+            "http.direct": True,
+            "http.replicas": 2,
+            "engine.kv_cache_memory": "150MiB",
+            "engine.admission": "queue",
+            "pools.mixed.replicas": 2,
+            "pools.mixed.num_cpus": 1,
+        },
+    )
+    serve.start(proxy_location=ProxyLocation.Disabled)
+    serve.run(build(config), name=APP, external_scaler_enabled=True)
+    address = f"http://127.0.0.1:{port}"
+    wait_for(lambda: len(replicas(address)) == 2)
+    yield address
+    serve.shutdown()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def replicas(url: str) -> set[str]:
+    """Those that an ingress, whichever answers, serves requests on."""
+    try:
+        text = httpx.get(f"{url}/metrics", timeout=30).text
+    except httpx.TransportError:
+        return set()
+    return {line.split('replica="')[1].split('"')[0] for line in text.splitlines() if 'replica="' in line}
+
+
+def metric(url: str, name: str) -> float:
+    """Of all ingresses together."""
+    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def processes() -> dict[str, psutil.Process]:
+    prefix = f"SERVE_REPLICA::{APP}#mixed#"
+    alive = [actor for actor in actors().values() if actor["Name"].startswith(prefix) and actor["State"] == "ALIVE"]
+    return {actor["Name"].removeprefix(prefix): psutil.Process(actor["Pid"]) for actor in alive}
+
+
+def scale(count: int) -> None:
+    controller = _get_global_client()._controller
+    ray.get(controller.update_deployment_replicas.remote(DeploymentID("mixed", APP), count))
+
+
+def complete(url: str, prompt: list[int], max_tokens: int = 8, name: str = "", **more: Any) -> dict[str, Any]:
+    """One request on a connection of its own, so that any ingress may get it."""
+    body = {"model": "smol", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    headers = {"X-Request-Id": name or os.urandom(8).hex()}
+    answer = httpx.post(
+        f"{url}/v1/completions", json=body | {"return_token_ids": True} | more, headers=headers, timeout=120
+    )
+    assert answer.status_code == 200, answer.text
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+def served_by(url: str, name: str) -> dict[str, Any]:
+    (found,) = httpx.get(f"{url}/v1/requests/{name}", timeout=30).json()["requests"]
+    timeline: dict[str, Any] = found
+    return timeline
+
+
+def prompt(number: int, num_tokens: int) -> list[int]:
+    return [(number * 977 + 31 * place * place + 7 * place) % 40_000 + 100 for place in range(num_tokens)]
+
+
+def test_a_prefix_is_found_whichever_ingress_is_asked(url: str) -> None:
+    """What was computed for one is published to both; its seconds decide, at the one that did not place it too."""
+    homes = {}
+    for number in range(4):
+        complete(url, prompt(number, 600), name=f"first-{number}")
+        homes[number] = served_by(url, f"first-{number}")["replica"]
+    time.sleep(0.5)
+    cached = metric(url, 'crossdock_router_decisions_total{reason="local cached"')
+    for number in range(4):
+        for again in range(4):
+            name = f"again-{number}-{again}"
+            complete(url, [*prompt(number, 600), again], name=name)
+            timeline = served_by(url, name)
+            assert timeline["replica"] == homes[number]
+            assert timeline["num_cached_tokens"] == 592
+    assert metric(url, 'crossdock_router_decisions_total{reason="local cached"') == cached + 16
+
+
+def test_another_tenant_finds_nothing(url: str) -> None:
+    complete(url, prompt(50, 600), cache_salt="one")
+    time.sleep(0.5)
+    before = metric(url, 'crossdock_router_decisions_total{reason="local cached"')
+    complete(url, prompt(50, 600), name="salted", cache_salt="two")
+    assert served_by(url, "salted")["num_cached_tokens"] == 0
+    assert metric(url, 'crossdock_router_decisions_total{reason="local cached"') == before
+
+
+def test_requests_at_once_are_spread(url: str) -> None:
+    threads = [
+        threading.Thread(target=complete, args=(url, prompt(100 + number, 500)), kwargs={"name": f"spread-{number}"})
+        for number in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    count = Counter(served_by(url, f"spread-{number}")["replica"] for number in range(8))
+    assert len(count) == 2
+    assert min(count.values()) >= 2, count
+
+
+def test_predictions_are_measured(url: str) -> None:
+    before = metric(url, "crossdock_router_ttft_relative_error_count")
+    for number in range(3):
+        complete(url, prompt(200 + number, 300))
+    assert metric(url, "crossdock_router_ttft_relative_error_count") == before + 3
+
+
+def test_no_request_is_lost_while_replicas_come_and_go(url: str, model_dir: Path) -> None:
+    """Under load one is added, one is killed, one is drained."""
+    prompts = [prompt(300 + number, length) for number, length in enumerate([5, 40, 200, 500])]
+    config = EngineConfig(kv_cache_memory=ByteSize(150 << 20), admission="queue")
+    oracle = Engine(load_model(model_dir, None, 2048), config)
+    for number, asked in enumerate(prompts):
+        params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+        oracle.add(Submission(f"{number}", asked, params))
+    wanted: dict[str, list[int]] = {}
+    while oracle.has_work:
+        for delta in oracle.step().deltas:
+            wanted.setdefault(delta.request_id, []).extend(delta.token_ids)
+
+    ended = threading.Event()
+    outcomes: Counter[str] = Counter()
+    wrong: list[str] = []
+
+    def client(number: int) -> None:
+        turn = number
+        while not ended.is_set():
+            turn += 1
+            which = turn % len(prompts)
+            try:
+                answer = complete(url, prompts[which], 40)
+            except (AssertionError, httpx.HTTPError) as error:
+                wrong.append(f"{type(error).__name__}: {error}")
+                continue
+            got = answer["choices"][0]["token_ids"]
+            if got != wanted[f"{which}"]:
+                wrong.append(json.dumps({"which": which, "got": got}))
+            outcomes["served"] += 1
+
+    clients = [threading.Thread(target=client, args=(number,), daemon=True) for number in range(4)]
+    for thread in clients:
+        thread.start()
+    try:
+        for count in (3, 2, 1):
+            if count == 2:
+                next(iter(processes().values())).kill()
+            scale(count)
+            served = outcomes["served"]
+            wait_for(lambda count=count: len(processes()) == count)  # type: ignore[misc]
+            wait_for(lambda count=count: len(replicas(url)) == count)  # type: ignore[misc]
+            wait_for(lambda served=served: outcomes["served"] >= served + 8)  # type: ignore[misc]
+    finally:
+        ended.set()
+        for thread in clients:
+            thread.join(120)
+    assert not wrong, wrong[:3]
+    assert not any(thread.is_alive() for thread in clients), "a request hangs"
+    assert outcomes["served"] >= 32

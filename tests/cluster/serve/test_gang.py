@@ -1,0 +1,136 @@
+"""Replicas of two ranks under Ray: the same tokens as one rank, and a rank's death or hang ends its replica alone."""
+
+import json
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+from ray import serve
+from ray.serve.config import ProxyLocation
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from crossdock.cluster.config import load
+from crossdock.cluster.serve.app import build
+from tests.cluster.serve.test_pools import Stream, prompt, samples
+from tests.workers.architectures import build as build_model
+
+APP = "gang"
+
+
+@pytest.fixture(scope="module")
+def tiny(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with the embedded one's tokenizer: steps of a few milliseconds, in fp32."""
+    folder = tmp_path_factory.mktemp("tiny")
+    shutil.copytree(model_dir, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    vocab_size = AutoConfig.from_pretrained(model_dir).vocab_size
+    options = {"vocab_size": vocab_size, "max_position_embeddings": 1024, "num_attention_heads": 9}
+    build_model("llama", options | {"num_key_value_heads": 3, "hidden_size": 108}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(ray_cluster: None, tiny: Path) -> Iterator[str]:
+    with socket.socket() as it:
+        it.bind(("127.0.0.1", 0))
+        port: int = it.getsockname()[1]
+    config = load(
+        None,
+        {
+            "model.path": str(tiny),
+            "model.served_name": "smol",
+            "model.dtype": "float32",
+            "http.port": port,
+            "http.direct": True,
+            "engine.kv_cache_memory": "32MiB",
+            "engine.admission": "queue",
+            "router.policy": "round-robin",  # by seconds all would go to the narrow one: here it is the faster
+            "pools": [
+                {"name": "wide", "tensor_parallel_size": 2, "rank_timeout_s": 3},
+                {"name": "narrow"},
+            ],
+        },
+    )
+    serve.start(proxy_location=ProxyLocation.Disabled)
+    serve.run(build(config), name=APP)
+    address = f"http://127.0.0.1:{port}"
+    wait_until_whole(address)
+    yield address
+    serve.shutdown()
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    return model
+
+
+def assert_greedy(oracle: PreTrainedModel, asked: list[int], tokens: list[int], count: int) -> None:
+    """Each token is transformers' best after those before it. Two ranks add up in another order than one: of two
+    that are within 1e-3 of each other either will do."""
+    assert len(tokens) == count
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([asked + tokens[:-1]])).logits[0, len(asked) - 1 :]
+    behind = logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert behind.max() < 1e-3, behind
+    assert (behind == 0).float().mean() > 0.99
+
+
+def wait_until_whole(url: str) -> None:
+    deadline = time.monotonic() + 120
+    while len(samples(url, 'crossdock_pages{state="owned"')) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def actors(kind: str) -> dict[str, psutil.Process]:
+    """The living actors whose name or class begins so, by id."""
+    found = {}
+    for actor in ray._private.state.actors().values():
+        if actor["State"] == "ALIVE" and (actor["Name"] or actor["ActorClassName"]).startswith(kind):
+            found[actor["ActorID"]] = psutil.Process(actor["Pid"])
+    return found
+
+
+@pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_is_lost_under_load(url: str, oracle: PreTrainedModel, harm: signal.Signals) -> None:
+    """kill -9, then a hang: what ran there goes on elsewhere, token for token; the replica comes back, whole and new;
+    nobody is left behind."""
+    prompts = [prompt(number + 40 * (harm is signal.SIGSTOP), 100 + 20 * number) for number in range(12)]
+    ((replica, its_process),) = actors(f"SERVE_REPLICA::{APP}#wide").items()
+    ((rank, rank_process),) = actors("Rank").items()
+    with ThreadPoolExecutor(12) as pool:
+        streams = list(pool.map(lambda it: Stream(url, it, 400), prompts))
+    while sum(len(stream.tokens) > 5 for stream in streams) < 10:
+        time.sleep(0.01)
+    assert samples(url, "crossdock_output_tokens_total")[serving("wide")] > 0
+    rank_process.send_signal(harm)
+    for asked, stream in zip(prompts, streams, strict=True):
+        assert_greedy(oracle, asked, stream.result(), 400)
+    assert any(len(stream.timelines()) > 0 for stream in streams)
+    _, alive = psutil.wait_procs([its_process, rank_process], timeout=20)
+    assert not alive, json.dumps([process.cmdline() for process in alive])
+    deadline = time.monotonic() + 60
+    while not actors("Rank") or not actors(f"SERVE_REPLICA::{APP}#wide"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    wait_until_whole(url)
+    assert not {replica, rank} & {*actors("Rank"), *actors("SERVE_REPLICA")}
+    again = prompt(99, 50)
+    for stream in [Stream(url, again, 50) for _ in range(4)]:
+        assert_greedy(oracle, again, stream.result(), 50)
+
+
+def serving(pool: str) -> str:
+    """The name of a pool's replica in the metrics."""
+    prefix = f"SERVE_REPLICA::{APP}#{pool}#"
+    alive = (actor["Name"] for actor in ray._private.state.actors().values() if actor["State"] == "ALIVE")
+    (name,) = (name for name in alive if name.startswith(prefix))
+    return name.removeprefix(prefix)

@@ -1,0 +1,72 @@
+"""A pool grows under load and shrinks without it, on a real Ray, and no request notices."""
+
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import ray
+from ray import serve
+from ray.serve.config import ProxyLocation
+
+from crossdock.cluster.config import load
+from crossdock.cluster.serve.app import build
+from tests.cluster.ports import free_port
+
+APP = "elastic"
+
+
+def num_up(pool: str) -> int:
+    prefix = f"SERVE_REPLICA::{APP}#{pool}#"
+    actors = ray._private.state.actors().values()
+    return sum(actor["Name"].startswith(prefix) and actor["State"] == "ALIVE" for actor in actors)
+
+
+def wait_until_up(pool: str, count: int, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while num_up(pool) != count:
+        assert time.monotonic() < deadline, f"{num_up(pool)} up, not {count}"
+        time.sleep(0.1)
+
+
+def test_a_pool_follows_its_load(ray_cluster: None, model_dir: Path) -> None:
+    port = free_port()
+    config = load(
+        None,
+        {
+            "model.path": str(model_dir),
+            "model.served_name": "smol",
+            "model.max_model_len": 2048,
+            "http.port": port,
+            "http.direct": True,
+            "engine.kv_cache_memory": "200MiB",
+            "scaling": {"interval_s": 0.5, "up_delay_s": 1, "down_delay_s": 2, "utilisation": 0.1},
+            "pools": [{"name": "mixed", "max_replicas": 2}],
+        },
+    )
+    serve.start(proxy_location=ProxyLocation.Disabled)
+    serve.run(build(config), name=APP, external_scaler_enabled=config.is_elastic)
+    ended, failed = threading.Event(), []
+
+    def keep_busy() -> None:
+        body = {"model": "smol", "prompt": "The harbour", "max_tokens": 100, "ignore_eos": True}
+        while not ended.is_set():
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120)
+            if answer.status_code != 200 or answer.json()["usage"]["completion_tokens"] != 100:
+                failed.append(answer.text)
+
+    wait_until_up("mixed", 1)
+    clients = [threading.Thread(target=keep_busy, daemon=True) for _ in range(12)]
+    try:
+        for client in clients:
+            client.start()
+        wait_until_up("mixed", 2)  # a dozen streams take about a fifth of the time that their class allows a step
+        time.sleep(1)  # under load
+        ended.set()
+        for client in clients:
+            client.join(120)
+        wait_until_up("mixed", 1)
+    finally:
+        ended.set()
+        serve.shutdown()
+    assert not failed

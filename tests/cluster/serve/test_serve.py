@@ -1,0 +1,273 @@
+"""The real thing: Ray Serve, a replica process with real weights, HTTP, and the openai client."""
+
+import asyncio
+import random
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from ray import serve
+from ray.serve.config import HTTPOptions
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from crossdock.cluster.config import load
+from crossdock.cluster.serve.app import APP_NAME, build
+
+
+def free_port() -> int:
+    with socket.socket() as it:
+        it.bind(("127.0.0.1", 0))
+        port: int = it.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
+    port = free_port()
+    config = load(
+        None,
+        {
+            "model.path": str(model_dir),
+            "model.served_name": "smol",
+            "model.dtype": "float32",
+            "http.port": port,
+            "http.replicas": 2,
+            "engine.max_num_batched_tokens": 256,
+        },
+    )
+    serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
+    serve.run(build(config), name=APP_NAME)
+    address = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 120
+    while httpx.get(f"{address}/ready").status_code != 200:
+        assert time.monotonic() < deadline, "not ready in 120 s"
+        time.sleep(0.1)
+    yield address
+    serve.shutdown()
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def metric(url: str, name: str) -> float:
+    """Sum of a metric's samples over labels; `name` may end in a label that must match."""
+    name, _, label = name.partition("{")
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    found = [line for line in lines if line.startswith((f"{name} ", f"{name}{{")) and label in line]
+    assert found, f"no sample of {name}"
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
+def wait_until_idle(url: str) -> None:
+    """Every page is given back, soon."""
+    deadline = time.monotonic() + 20
+    while metric(url, 'crossdock_pages{state="owned"') or metric(url, "crossdock_requests_active"):
+        assert time.monotonic() < deadline, "pages are still owned"
+        time.sleep(0.05)
+
+
+def test_a_streaming_chat_in_sane_english(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="smol",
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        temperature=0,
+        max_tokens=20,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == "The capital of France is Paris."
+    assert len(chunks) > 5
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.completion_tokens == 8
+
+
+def test_greedy_equals_generate_over_http(client: openai.OpenAI, model_dir: Path) -> None:
+    prompt = list(range(1000, 1060))
+    module = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    ids = torch.tensor([prompt])
+    tokens = module.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0
+    )
+    expected = AutoTokenizer.from_pretrained(model_dir).decode(tokens[0, 60:], skip_special_tokens=True)
+    answer = client.completions.create(
+        model="smol", prompt=prompt, temperature=0, max_tokens=24, extra_body={"min_tokens": 24}
+    )
+    assert answer.choices[0].text == expected
+
+
+def test_n_and_batch_share_one_seed(client: openai.OpenAI) -> None:
+    def ask() -> list[str]:
+        answer = client.completions.create(
+            model="smol", prompt=["Once upon", "There was"], n=2, seed=3, temperature=1.0, max_tokens=12
+        )
+        return [choice.text for choice in answer.choices]
+
+    first = ask()
+    assert len(set(first)) == 4
+    assert ask() == first
+
+
+def test_json_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}, "people": {"type": "integer", "maximum": 999}},
+        "required": ["city", "people"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model="smol",
+        messages=[{"role": "user", "content": "Name a city as JSON."}],
+        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}},
+        max_tokens=60,
+        temperature=0,
+    )
+    import json
+
+    assert set(json.loads(answer.choices[0].message.content or "")) == {"city", "people"}
+
+
+def test_refusals_reach_the_client_in_openais_shape(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="8192") as error:
+        client.completions.create(model="smol", prompt=[5] * 9000, max_tokens=1)
+    assert error.value.body["param"]  # type: ignore[index]
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-5", prompt="hi")
+    with pytest.raises(openai.BadRequestError, match="schema"):
+        client.chat.completions.create(
+            model="smol",
+            messages=[{"role": "user", "content": "hi"}],
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}},
+        )
+
+
+def test_a_request_is_followed_across_replicas(client: openai.OpenAI, url: str) -> None:
+    """Whichever of the two ingresses is asked."""
+    answer = client.completions.create(
+        model="smol",
+        prompt=[*range(900, 1500)],
+        max_tokens=4,
+        n=2,
+        extra_body={"min_tokens": 4, "service_tier": "priority"},
+        extra_headers={"X-Request-Id": "followed"},
+    )
+    assert answer.model_extra == {"service_tier": "interactive"}
+    for _ in range(4):
+        found = httpx.get(f"{url}/v1/requests/followed").json()["requests"]
+        assert [one["slo_class"] for one in found] == ["interactive"] * 2
+        for one in found:
+            assert one["num_prompt_tokens"] == 600 == one["chunks"][-1]["start"] + one["chunks"][-1]["num_tokens"]
+            assert (one["state"], one["num_output_tokens"], one["num_decode_steps"]) == ("finished", 4, 3)
+            assert one["replica"]
+    assert httpx.get(f"{url}/v1/requests/unheard-of").status_code == 404
+    assert httpx.get(f"{url}/v1/requests").json() == {"object": "list", "data": []}
+
+
+def test_more_than_can_be_in_time_is_429(url: str) -> None:
+    """Prompts of 1,500 tokens that all come at once, and a promise of a second or of twice what each takes alone."""
+
+    async def ask(http: httpx.AsyncClient, number: int) -> httpx.Response:
+        prompt = [1000 + number, *range(2000, 3499)]
+        body = {"model": "smol", "prompt": prompt, "max_tokens": 1, "service_tier": "interactive"}
+        return await http.post(f"{url}/v1/completions", json=body)
+
+    async def crowd() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=None) as http:
+            return await asyncio.gather(*(ask(http, number) for number in range(16)))
+
+    answers = asyncio.run(crowd())
+    assert {answer.status_code for answer in answers} == {200, 429}
+    for answer in answers:
+        if answer.status_code == 429:
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+            assert "class 'interactive' promises" in answer.json()["error"]["message"]
+    num_refused = sum(answer.status_code == 429 for answer in answers)
+    assert metric(url, "crossdock_ingress_requests_refused_total") == num_refused
+    wait_until_idle(url)
+
+
+def test_a_hundred_thousand_token_body_disturbs_nobody(client: openai.OpenAI, url: str) -> None:
+    stream = client.completions.create(model="smol", prompt="Once", max_tokens=40, stream=True, temperature=0)
+    next(iter(stream))
+    too_large = b'{"model": "smol", "prompt": "' + b"a" * (100 << 20) + b'"}'
+    answer = httpx.post(f"{url}/v1/completions", content=too_large, timeout=60)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["message"]
+    assert len(list(stream)) > 10
+
+
+def test_disconnects_at_any_moment_leave_no_owned_page(url: str) -> None:
+    """1,000 clients that go away: before the first token, in the prompt, in mid-stream; streams and plain requests."""
+    before = metric(url, "crossdock_requests_total{")
+
+    async def one(http: httpx.AsyncClient, rng: random.Random) -> None:
+        body = {
+            "model": "smol",
+            "prompt": [rng.randrange(10, 40_000) for _ in range(rng.choice([3, 30, 600]))],
+            "max_tokens": rng.choice([2, 200]),
+            "stream": rng.random() < 0.7,
+            "n": rng.choice([1, 1, 2]),
+        }
+        try:
+            async with asyncio.timeout(rng.choice([0.01, 0.05, 0.2, 1.0])):
+                async with http.stream("POST", f"{url}/v1/completions", json=body) as answer:
+                    async for _ in answer.aiter_bytes():
+                        if rng.random() < 0.1:
+                            return
+        except TimeoutError:
+            pass
+
+    async def crowd() -> None:
+        rng = random.Random(0)
+        gate = asyncio.Semaphore(32)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=None, limits=limits) as http:
+
+            async def guarded() -> None:
+                async with gate:
+                    await one(http, rng)
+
+            await asyncio.gather(*(guarded() for _ in range(1000)))
+
+    asyncio.run(crowd())
+    wait_until_idle(url)
+    assert metric(url, 'crossdock_requests_total{finish_reason="abort"') > 100  # others left sooner, or were refused
+    assert metric(url, "crossdock_requests_total{") > before
+    assert metric(url, "crossdock_cancelled_kv_bytes_total") > 0
+
+
+def test_metrics_describe_the_whole_deployment(url: str, client: openai.OpenAI) -> None:
+    client.completions.create(model="smol", prompt="hello", max_tokens=3)
+    text = httpx.get(f"{url}/metrics").text
+    assert 'replica="' in text
+    for name in (
+        "crossdock_steps_total",
+        "crossdock_step_seconds_bucket",
+        "crossdock_chunk_tokens_bucket",
+        "crossdock_pages",
+        "crossdock_time_to_first_token_seconds_bucket",
+        "crossdock_inter_token_seconds_bucket",
+        "crossdock_ingress_time_to_first_token_seconds_bucket",
+        "crossdock_step_cost_seconds",
+        "crossdock_step_relative_error",
+        "crossdock_slo_ttft_total",
+    ):
+        assert f"\n{name}" in text, name
+    deadline = time.monotonic() + 20
+    while len(set(re.findall(r'ingress="(\w+)"', text))) < 2:  # both ingresses, whichever one answers
+        assert time.monotonic() < deadline, "one ingress is missing from the scrape"
+        text = httpx.get(f"{url}/metrics").text
+    families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(families) == len(set(families))

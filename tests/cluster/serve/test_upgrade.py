@@ -1,0 +1,138 @@
+"""The application is deployed again, with another configuration, while clients stream: every process is replaced, and
+every stream has the tokens that it would have had."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ray import serve
+from ray.serve.config import HTTPOptions
+from transformers import PreTrainedTokenizerFast
+
+from crossdock.cluster.config import ClusterConfig, load
+from crossdock.cluster.serve.app import build
+from tests.cluster.api.test_tracing import collector
+from tests.cluster.ports import free_port
+from tests.workers.architectures import build as build_model
+
+APP = "upgrade"
+PROMPTS = [[3 + (number * 7 + place * place) % 100 for place in range(20 + 12 * number)] for number in range(8)]
+
+
+def config(folder: Path, port: int, budget: int, traces: str) -> ClusterConfig:
+    """Two of each, so that one is up while the other is replaced."""
+    settings = {
+        "model.path": str(folder),
+        "model.served_name": "tiny",
+        "model.dtype": "float32",
+        "http.port": port,
+        "http.replicas": 2,
+        "http.otlp_endpoint": traces,
+        "http.trace_sample_ratio": 1.0,
+        "engine.kv_cache_memory": "4MiB",
+        "engine.max_num_batched_tokens": budget,
+        "engine.admission": "queue",
+        "pools.mixed.replicas": 2,
+    }
+    return load(None, settings)
+
+
+class Clients:
+    """Each streams one prompt after the other, slowly enough that streams live while replicas come and go."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.wanted = [self.stream(number) for number in range(len(PROMPTS))]
+        self.done = 0
+        self.problems: list[str] = []
+        self._enough = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(4)]
+
+    def stream(self, number: int, pause: float = 0.0) -> list[int]:
+        body = {"model": "tiny", "prompt": PROMPTS[number], "max_tokens": 120, "ignore_eos": True, "stream": True}
+        body |= {"seed": number, "temperature": 0.8, "return_token_ids": True}
+        tokens: list[int] = []
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60) as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+                    assert "error" not in event, event
+                    for choice in event["choices"]:
+                        tokens += choice["token_ids"]
+                    time.sleep(pause)
+        return tokens
+
+    def _run(self, number: int) -> None:
+        while not self._enough.is_set():
+            number = (number + 1) % len(PROMPTS)
+            try:
+                tokens = self.stream(number, 0.01)
+            except Exception as error:
+                self.problems.append(f"{type(error).__name__}: {error}")
+            else:
+                self.done += 1
+                if tokens != self.wanted[number]:
+                    self.problems.append(f"prompt {number} has other tokens, or {len(tokens)}")
+
+    def __enter__(self) -> "Clients":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._enough.set()
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a stream hangs"
+
+
+def budgets(url: str) -> dict[str, int]:
+    """Of every replica, as one of the ingresses sees them."""
+    data = httpx.get(f"{url}/v1/replicas", timeout=30).json()["data"]
+    return {it["replica"]: it["profile"]["max_num_batched_tokens"] for it in data}
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    it = free_port()
+    serve.start(http_options=HTTPOptions(host="127.0.0.1", port=it))
+    yield it
+    serve.shutdown()
+
+
+def test_no_stream_is_dropped(
+    ray_cluster: None, port: int, tmp_path: Path, tokenizers: dict[str, PreTrainedTokenizerFast]
+) -> None:
+    url = f"http://127.0.0.1:{port}"
+    tokenizers["byte_level"].save_pretrained(tmp_path)
+    build_model("llama", {}).save_pretrained(tmp_path)
+    with collector() as (traces, received):
+        serve.run(build(config(tmp_path, port, 128, traces)), name=APP)
+        while len(before := budgets(url)) < 2:
+            time.sleep(0.1)
+        with Clients(url) as clients:
+            serve.run(build(config(tmp_path, port, 96, traces)), name=APP)  # returns once all is of this configuration
+            deadline = time.monotonic() + 60
+            while len(after := budgets(url)) < 2 or before.keys() & after.keys():
+                assert time.monotonic() < deadline, f"{before} became {after}"
+                time.sleep(0.1)
+            done = clients.done
+            while clients.done < done + 8:  # the new ones serve
+                time.sleep(0.05)
+        serve.delete(APP)
+    assert not clients.problems
+    assert set(before.values()) == {128}
+    assert set(after.values()) == {96}
+    assert clients.done > 16
+    spans = [span for it in received for of in it.resource_spans for scope in of.scope_spans for span in scope.spans]
+    roots = {span.span_id for span in spans if span.name == "POST /v1/completions"}
+    assert len(roots) == clients.done + len(PROMPTS)  # also of ingresses that were replaced: they send before they end
+    served = {span.parent_span_id for span in spans if span.name == "serve"}
+    assert served
+    assert served <= roots  # not all: the timelines of a replica that has left are not asked for

@@ -1,0 +1,231 @@
+"""`crossdock tune`: what is read off a sweep, by arithmetic on known costs; then all of it on the embedded model."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from crossdock.cluster import cli
+from crossdock.cluster.config import ClusterConfig, load
+from crossdock.cluster.simulate.fleet import load_fleet, read_profile
+from crossdock.cluster.tune import report
+from crossdock.cluster.tune.advice import Advice, advise
+from crossdock.cluster.tune.curves import Cell, Curves, relative_errors
+from crossdock.cluster.tune.report import Findings
+from crossdock.cluster.tune.sweep import grid
+from crossdock.workers.schedule.chunking import MARGIN
+from crossdock.workers.schedule.cost import SchedulingProfile, StepCost
+from crossdock.workers.schedule.slo import DEFAULT_CLASSES
+
+COST = StepCost(base=9e-3, per_prefill_token=1e-3, per_decode=1e-3, per_context=1e-6)
+PROFILE = SchedulingProfile(
+    max_model_len=2048,
+    vocab_size=100,
+    page_size=16,
+    num_pages=1000,
+    max_num_batched_tokens=512,
+    max_num_seqs=64,
+    slo_classes=DEFAULT_CLASSES,
+    cost=COST,
+)
+CHUNKS, DECODES, CONTEXTS = (16, 64, 128, 256), (1, 4, 16), (100, 1000)
+
+
+def curves(cost: StepCost = COST) -> Curves:
+    return Curves([replace(cell, seconds=cost.seconds(cell.work)) for cell in grid(CHUNKS, DECODES, CONTEXTS)])
+
+
+def advice(tpot_s: float, streams: int | None = None) -> Advice:
+    return advise(curves(), tpot_s, streams, page_size=16, max_num_seqs=64)
+
+
+# --- what is read off
+
+
+def test_the_grid_has_chunks_alone_and_decodes_alone() -> None:
+    cells = grid([16], [2], [100, 0])
+    assert {(cell.chunk, cell.decodes) for cell in cells} == {(16, 0), (0, 2), (16, 2)}
+    assert {cell.context for cell in cells} == {0, 100}
+
+
+def test_the_worst_stall_is_that_of_the_deepest_context() -> None:
+    assert curves().stall(64, 4) == pytest.approx(9e-3 + 64e-3 + 4e-3 + (1 + 4) * 1000 * 1e-6)
+    assert curves().stall(0, 4) == pytest.approx(9e-3 + 4e-3 + 4 * 1000 * 1e-6)
+    assert curves().stall(7, 4) is None
+
+
+def test_efficiency_is_relative_to_the_best_of_all() -> None:
+    it, reading = curves(), sum(CONTEXTS) / 2 * 1e-6  # seconds of a chunk for what is before it, on average
+    assert it.best_rate == pytest.approx(256 / (9e-3 + 256e-3 + reading))
+    assert it.efficiency(256, 0) == 1
+    assert it.efficiency(16, 0) == pytest.approx((16 / (25e-3 + reading)) / it.best_rate)
+
+
+def test_the_knee_is_the_smallest_chunk_within_a_tenth_of_the_best() -> None:
+    """n / (9 + n): 0.64, 0.88, 0.93, 0.97; nine tenths of the last are 0.87."""
+    assert curves().knee(0) == 64
+    assert curves().knee(16) == 256  # 25 ms and more of decodes in every step: n / (34 + n) on average
+    assert curves(StepCost(base=0, per_prefill_token=1e-3)).knee(0) == 16
+    with pytest.raises(ValueError, match="beside 5 decodes"):
+        curves().knee(5)
+
+
+@given(st.floats(1e-3, 0.3), st.sampled_from(DECODES))
+def test_the_largest_chunk_within_a_time_is_the_largest(seconds: float, decodes: int) -> None:
+    worst = COST.base + COST.decode_seconds(decodes, decodes * max(CONTEXTS))
+    chunk = curves().chunk_within(seconds, decodes, 16)
+    if chunk == 0:
+        assert worst + COST.chunk_seconds(max(CONTEXTS), CHUNKS[0]) > seconds
+    else:
+        assert chunk % 16 == 0
+        assert worst + COST.chunk_seconds(max(CONTEXTS), chunk) <= seconds * (1 + 1e-9)
+        assert chunk == CHUNKS[-1] or worst + COST.chunk_seconds(max(CONTEXTS), chunk + 16) > seconds * (1 - 1e-9)
+
+
+def test_a_fit_to_exact_steps_predicts_those_held_out() -> None:
+    it = curves()
+    assert len(it.held_out_errors()) == len(it.cells)
+    assert max(it.held_out_errors()) < 0.01
+    assert max(relative_errors(it.fit(), it.cells)) < 0.01
+    assert relative_errors(StepCost(base=0.2, per_prefill_token=0), [Cell(16, 0, 0, seconds=0.1)]) == [1.0]
+
+
+# --- what is concluded
+
+
+def test_the_ceiling_is_where_larger_chunks_gain_little_beside_the_most_streams() -> None:
+    assert advice(0.05).ceiling_chunk == 256
+    assert advice(0.05).max_num_batched_tokens == 256 + 64
+
+
+def test_the_floor_fills_the_target_of_the_streams_asked_for() -> None:
+    it = advice(0.1, streams=4)
+    assert it.is_attainable
+    assert it.min_chunk_tokens == 64  # 0.85 * 100 ms - 17 ms of decodes = 68 tokens
+    assert it.fixed_tokens == 64 + 4
+    assert advice(10.0, streams=4).min_chunk_tokens == 256  # never above the ceiling
+
+
+def test_unasked_it_sizes_for_the_most_streams_that_can_be_kept() -> None:
+    assert advice(1.0).streams == 16
+    assert advice(0.05).streams == 4  # 16 take 41 ms without any chunk, of 42.5
+    assert advice(0.001).streams == 1
+
+
+def test_a_target_that_cannot_be_kept_is_said_and_what_could_be() -> None:
+    it = advice(0.02)
+    assert not it.is_attainable
+    assert (it.min_chunk_tokens, it.fixed_tokens) == (16, 0)
+    one, four, sixteen = it.attainable
+    assert one.tpot_s == pytest.approx((9e-3 + 1e-3 + 16e-3 + 2 * 1000 * 1e-6) / MARGIN)
+    assert four.tpot_s < sixteen.tpot_s
+    assert advice(one.tpot_s * 1.001, streams=1).is_attainable
+
+
+def test_streams_must_be_among_those_measured() -> None:
+    with pytest.raises(ValueError, match=r"streams \(5\) must be one of those measured beside chunks: 1, 4, 16"):
+        advice(0.1, streams=5)
+    alone = Curves([Cell(16, 0, 0, seconds=0.1), Cell(0, 4, 0, seconds=0.1)])
+    with pytest.raises(ValueError, match="no chunk was measured beside streams"):
+        advise(alone, 0.1, None, page_size=16, max_num_seqs=64)
+
+
+# --- what is written
+
+
+def findings(tpot_s: float = 0.1, **config: Any) -> Findings:
+    return Findings(
+        "a device", ClusterConfig(**config), tpot_s, curves(), advice(tpot_s), PROFILE, [Cell(16, 99, 9999)]
+    )
+
+
+def test_the_profile_is_one_that_can_be_simulated(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(report.profile(findings()))
+    it = read_profile("profile.json", tmp_path)
+    assert it.num_pages == PROFILE.num_pages
+    for name, value in COST:
+        assert getattr(it.cost, name) == pytest.approx(value, rel=1e-6, abs=1e-12)
+    assert load_fleet(None, f"mixed=2x{file}").pools[0].profile.cost == it.cost
+
+
+def test_the_snippet_is_a_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "tune.yaml"
+    found = findings(model={"path": "org/model", "max_model_len": 4096}, engine={"page_size": 32})
+    file.write_text(report.snippet(found))
+    config = load(file)
+    assert (config.model.path, config.model.max_model_len, config.engine.page_size) == ("org/model", 4096, 32)
+    assert config.engine.max_num_batched_tokens == found.advice.max_num_batched_tokens
+    assert config.engine.min_chunk_tokens == found.advice.min_chunk_tokens
+    file.write_text(report.snippet(findings()))
+    assert load(file).model == ClusterConfig().model
+
+
+@pytest.mark.parametrize("tpot_s", [0.001, 0.1])
+def test_sentences_say_what_was_asked_and_what_was_not_measured(tpot_s: float) -> None:
+    text = "\n".join(report.sentences(findings(tpot_s)))
+    assert "compute-bound from chunks of 64 tokens" in text
+    assert "a chunk of 9 tokens takes twice its fixed cost, and one of 81 is within" in text
+    assert "99 streams at 9999 tokens" in text
+    assert ("cannot be kept inside" in text) == (tpot_s < 0.01)
+
+
+# --- all of it
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(cli.app, ["tune", *args], env={"COLUMNS": "160"})
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--chunks", "64;128"], "chunks: '64;128' is not of the form 64,128,256"),
+        (["--contexts", "-1"], "contexts: -1 is less than 0"),
+        (["--decodes", "0"], "chunks and decodes must each name a number above 0"),
+        (["--tpot", "0"], "tpot (0.0) must be more than 0 seconds"),
+        (["--streams", "3"], "streams (3) must be one of --decodes: 1, 4, 16, 64"),
+        (["--config", "absent.yaml"], "absent.yaml: cannot be read"),
+        (["--plot", "/nowhere/tune.png"], "plot: there is no directory /nowhere"),
+    ],
+)
+def test_mistakes_are_told_in_a_line_before_anything_is_loaded(args: list[str], told: str) -> None:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
+def test_an_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("crossdock.workers.replica.replica.load_engine", interrupted)
+    result = run("--output", str(tmp_path / "tune.yaml"))
+    assert result.exit_code == 130
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_embedded_model(model_dir: Path, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"tune.{name}" for name in ("yaml", "json", "png")}
+    (tmp_path / "cluster.yaml").write_text("engine: {max_num_seqs: 8, kv_cache_memory: 200MiB}\n")
+    result = run(
+        *("--config", str(tmp_path / "cluster.yaml"), "--tpot", "30", "--streams", "2", "--repeats", "1"),
+        *("--chunks", "16,32", "--decodes", "1,2", "--contexts", "32,1000000"),
+        *("--output", str(files["yaml"]), "--json", str(files["json"]), "--plot", str(files["png"])),
+    )
+    assert result.exit_code == 0, result.output
+    assert "Not all measured, for want of KV pages or of max_model_len: " in result.output
+    figures = json.loads(files["json"].read_text())
+    assert {(cell["chunk"], cell["decodes"]) for cell in figures["cells"]} == {
+        *((chunk, decodes) for chunk in (0, 16, 32) for decodes in (0, 1, 2))
+    } - {(0, 0)}
+    assert all(cell["seconds"] > 0 for cell in figures["cells"])
+    config = load(files["yaml"])
+    assert config.engine.min_chunk_tokens == figures["advice"]["min_chunk_tokens"] > 0
+    assert config.engine.max_num_seqs == 8
+    assert files["png"].stat().st_size > 0

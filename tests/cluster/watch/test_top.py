@@ -1,0 +1,291 @@
+"""What `crossdock top` shows of a scripted deployment, and of one that comes and goes."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from crossdock.cluster import cli
+from crossdock.cluster.dispatch.dispatch import merge_metrics
+from crossdock.cluster.watch import scrape as names
+from crossdock.cluster.watch.top import Watch
+
+from .terminal import Pty
+
+REPLICA = "mixed#7"
+
+
+class Deployment:
+    """Metrics of one replica under the names that are read, with a dial for each."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.steps = self._counter(names.STEPS, names.KIND)
+        self.step_seconds = self._histogram(names.STEP_SECONDS, (0.01, 0.02, 0.1, 0.5), names.KIND)
+        self.step_error = self._gauge(names.STEP_ERROR, names.QUANTILE)
+        self.chunks = self._histogram(names.CHUNK_TOKENS, (64, 128, 256))
+        self.prompt_tokens = self._counter(names.PROMPT_TOKENS)
+        self.output_tokens = self._counter(names.OUTPUT_TOKENS)
+        self.pages = self._gauge(names.PAGES, names.STATE)
+        self.preemptions = self._counter(names.PREEMPTIONS)
+        self.requests = self._gauge(names.REQUESTS, names.STATUS, names.CLASS)
+        self.backlog = self._gauge(names.BACKLOG_SECONDS, names.CLASS)
+        self.uncached = self._gauge(names.UNCACHED_WAITING, names.CLASS)
+        self.refused = self._counter(names.REFUSED, names.CLASS)
+        self.slo_ttft = self._counter(names.SLO_TTFT, names.CLASS, names.OUTCOME)
+        self.slo_tpot = self._counter(names.SLO_TPOT, names.CLASS, names.OUTCOME)
+        self.ttft = self._histogram(names.TTFT_SECONDS, (0.1, 1, 10), names.CLASS)
+        self.gap = self._histogram(names.GAP_SECONDS, (0.02, 0.04, 0.08), names.CLASS)
+        for state, count in (("free", 500), ("owned", 300), ("cached", 200), ("quarantined", 0)):
+            self.pages.labels(state).set(count)
+        self.in_flight: list[dict[str, Any]] | None = None
+
+    def text(self) -> str:
+        return merge_metrics({REPLICA: generate_latest(self.registry).decode()}, "replica")
+
+    def work(self) -> None:
+        """Two seconds of it."""
+        for kind, count, seconds in (("decodes", 20, 0.015), ("mixed", 4, 0.3)):
+            self.steps.labels(kind).inc(count)
+            for _ in range(count):
+                self.step_seconds.labels(kind).observe(seconds)
+        self.prompt_tokens.inc(2400)
+        self.output_tokens.inc(90)
+        self.chunks.observe(128)
+        self.step_error.labels("0.5").set(0.08)
+        self.step_error.labels("0.9").set(0.17)
+        self.requests.labels("running", "interactive").set(2)
+        self.requests.labels("waiting", "batch").set(12)
+        self.backlog.labels("batch").set(41.5)
+        self.uncached.labels("batch").set(98_304)
+        self.refused.labels("interactive").inc(3)
+        self.slo_ttft.labels("interactive", "met").inc(9)
+        self.slo_ttft.labels("interactive", "missed").inc(1)
+        self.slo_tpot.labels("interactive", "met").inc(4)
+        self.ttft.labels("interactive").observe(0.05)
+        self.gap.labels("interactive").observe(0.03)
+        self.ttft.labels("batch").observe(8)
+
+    def _counter(self, name: str, *labels: str) -> Counter:
+        return Counter(name.removesuffix("_total"), name, labels, registry=self.registry)
+
+    def _gauge(self, name: str, *labels: str) -> Gauge:
+        return Gauge(name, name, labels, registry=self.registry)
+
+    def _histogram(self, name: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(name, name, labels, buckets=buckets, registry=self.registry)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def shown(watch: Watch, height: int = 50, width: int = 130) -> str:
+    console = Console(width=width, no_color=True)
+    with console.capture() as capture:
+        console.print(watch.frame(height))
+    return capture.get()
+
+
+def watching(text: str, status: int = 200, in_flight: object = None) -> tuple[Watch, dict[str, Any], Clock]:
+    """A watch over a server whose answers stand in the mapping."""
+    served: dict[str, Any] = {"text": text, "status": status, "in_flight": in_flight}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if served["status"] == 0:
+            raise httpx.ConnectError("Connection refused")
+        if request.url.path == "/v1/requests":
+            known = served["in_flight"] is not None
+            return httpx.Response(200, json={"data": served["in_flight"]}) if known else httpx.Response(404)
+        return httpx.Response(served["status"], text=served["text"])
+
+    clock = Clock()
+    http = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
+    return Watch(http, clock), served, clock
+
+
+def flight(name: str, slo_class: str, state: str, computed: int, prompt: int, **others: Any) -> dict[str, Any]:
+    """A record of /v1/requests."""
+    tokens = {"num_computed_tokens": computed, "num_prompt_tokens": prompt, "num_output_tokens": 0}
+    return {"id": name, "slo_class": slo_class, "state": state, **tokens, "waiting_s": 0.0, **others}
+
+
+def row(screen: str, start: str) -> str:
+    line = next(line for line in screen.splitlines() if line.strip("│ ").startswith(start))
+    return " ".join(line.strip("│ ").split())
+
+
+def test_a_frame_says_what_happened_between_two_readings() -> None:
+    deployment = Deployment()
+    watch, served, clock = watching(deployment.text())
+    watch.poll()
+    assert "reading" in shown(watch)
+    deployment.work()
+    served["text"], clock.now = deployment.text(), clock.now + 2
+    watch.poll()
+    screen = shown(watch)
+    assert "the last 2.0 s" in screen
+    assert REPLICA in screen
+    assert row(screen, "steps/s").startswith("steps/s decodes 10 · chunks - · mixed 2 ")
+    assert "predicted ±8% p50 · ±17% p90" in screen
+    assert "tokens/s prefill 1,200 · decode 45 · cached -" in row(screen, "tokens/s")
+    assert row(screen, "running") == "running interactive 2 waiting batch 12 backlog batch 41.5 s"
+    assert "used 300 · cached 200 · free 500 preempted 0" in row(screen, "KV pages")
+    assert screen.count("█") == 9
+    #                        class       TTFT p50, p99, met  gap p50, p99, TPOT met  refused, tokens waiting
+    assert row(screen, "interactive") == "interactive 50 ms 99 ms 90% 30 ms 40 ms 100% 3 -"
+    assert row(screen, "batch") == "batch 5.5 s 9.9 s - - - - - 98,304"
+
+
+def test_what_is_older_than_the_window_is_left_behind() -> None:
+    deployment = Deployment()
+    deployment.work()
+    watch, served, clock = watching(deployment.text())
+    for _ in range(9):
+        watch.poll()
+        clock.now += 1
+    assert row(shown(watch), "steps/s").startswith("steps/s decodes 0 · chunks - · mixed 0 ")
+    assert "the last 5.0 s" in shown(watch)
+    assert row(shown(watch), "interactive").startswith("interactive - - - - ")
+    deployment.prompt_tokens.inc(100)
+    served["text"] = deployment.text()
+    watch.poll()
+    assert "prefill 20" in shown(watch)
+
+
+def test_what_a_server_does_not_tell_is_a_dash() -> None:
+    registry = CollectorRegistry()
+    Gauge(names.PAGES, "Pages.", [names.STATE], registry=registry).labels("free").set(3)
+    Gauge(names.REQUESTS, "Requests.", [names.STATUS], registry=registry).labels("running").set(2)
+    ttft = Histogram(names.TTFT_SECONDS, "TTFT.", buckets=(1, 2), registry=registry)
+    watch, served, _ = watching(generate_latest(registry).decode())
+    watch.poll()
+    ttft.observe(0.5)
+    served["text"] = generate_latest(registry).decode()
+    watch.poll()
+    screen = shown(watch)
+    assert "predicted ±- p50" in screen
+    assert row(screen, "running") == "running 2 waiting - backlog -"
+    assert row(screen, "all").startswith("all 500 ms 990 ms - ")
+    assert "requests in flight: -" in screen
+
+
+def test_long_prefills_come_first_with_a_bar() -> None:
+    flights = [
+        flight("chat-1", "interactive", "decoding", 99, 70, num_output_tokens=30),
+        flight("book-1", "batch", "prefilling", 4096, 16384),
+        flight("note-1", "standard", "waiting", 0, 700, waiting_s=2.5),
+    ]
+    watch, served, _ = watching(Deployment().text(), in_flight=flights)
+    watch.poll()
+    screen = shown(watch)
+    assert screen.index("book-1") < screen.index("note-1") < screen.index("chat-1")
+    assert row(screen, "book-1").startswith("book-1 batch prefilling ━━━━━")
+    assert row(screen, "book-1").endswith("4,096 16,384 0 0 ms")
+    assert row(screen, "chat-1") == "chat-1 interactive decoding 99 70 30 0 ms"
+    assert row(screen, "note-1").endswith("0 700 0 2.5 s")
+    assert "and 2 more" not in screen
+    served["in_flight"] = flights * 10
+    watch.poll()
+    assert "and 27 more" in shown(watch, height=10)
+    served["in_flight"] = []
+    watch.poll()
+    assert "no requests in flight" in shown(watch)
+
+
+def test_a_server_that_goes_away_is_said_so_and_met_anew() -> None:
+    deployment = Deployment()
+    deployment.work()
+    watch, served, clock = watching(deployment.text())
+    watch.poll()
+    served["status"] = 0
+    watch.poll()
+    clock.now += 7
+    watch.poll()
+    assert "unreachable for 7 s: Connection refused" in shown(watch)
+    assert REPLICA not in shown(watch)
+    served["status"], served["text"] = 200, Deployment().text()
+    watch.poll()
+    assert watch.lost is None
+    assert "reading" in shown(watch)
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "told"),
+    [
+        (404, "", "404 Not Found"),
+        (200, "python_info 1\n", "no replica of Crossdock"),
+        (200, "<html>", "<html>"),
+    ],
+)
+def test_what_is_no_crossdock_is_told(status: int, text: str, told: str) -> None:
+    watch, _, _ = watching(text, status)
+    watch.poll()
+    assert watch.lost is not None
+    assert told in watch.lost
+
+
+# --- the command
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[Deployment, ThreadingHTTPServer]]:
+    deployment = Deployment()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            requests = self.path == "/v1/requests"
+            self.send_response(404 if requests and deployment.in_flight is None else 200)
+            self.end_headers()
+            self.wfile.write((json.dumps({"data": deployment.in_flight}) if requests else deployment.text()).encode())
+            deployment.work()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as it:
+        thread = threading.Thread(target=it.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield deployment, it
+        it.shutdown()
+        thread.join()
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(cli.app, ["top", *args], env={"COLUMNS": "140"})
+
+
+def test_once_prints_a_frame(server: tuple[Deployment, ThreadingHTTPServer]) -> None:
+    deployment, http = server
+    deployment.in_flight = [flight("book", "batch", "prefilling", 10, 9000)]
+    result = run(f"http://127.0.0.1:{http.server_port}/v1", "--once", "--interval", "0.1")
+    assert result.exit_code == 0, result.output
+    assert REPLICA in result.stdout
+    assert "9,000" in result.stdout
+    assert "decodes -" not in result.stdout
+
+
+def test_once_fails_where_no_server_is() -> None:
+    result = run("http://127.0.0.1:9", "--once", "--interval", "0.1")
+    assert result.exit_code == 1
+    assert "unreachable" in result.stdout
+
+
+@pytest.mark.parametrize("key", ["q", "\x03"])
+def test_at_a_terminal_it_stays_until_told(server: tuple[Deployment, ThreadingHTTPServer], key: str) -> None:
+    _, http = server
+    terminal = Pty("top", f"http://127.0.0.1:{http.server_port}", "--interval", "0.1", lines=40)
+    terminal.expect(REPLICA)
+    terminal.expect("the last ")
+    terminal.send(key)
+    assert terminal.close() == 0

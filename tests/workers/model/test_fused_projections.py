@@ -1,0 +1,76 @@
+"""Projections computed together are what each computes alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from crossdock.workers.model.fused_projections import join_projections
+from crossdock.workers.model.model import wrap_module
+from tests.workers.architectures import SERVED, build
+
+from .test_model import monolithic, random_steps, through_pages
+
+# Groups of heads, biases, norms of queries, windows, experts, several kinds of attention.
+JOINED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "olmo2", "opt", "qwen3_moe", "gpt_oss", "starcoder2"]
+
+
+def projections(module: nn.Module) -> list[Any]:
+    names = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    return [it for name, it in module.named_modules() if name.endswith(names)]
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_logits_are_the_same_and_it_can_be_undone(name: str) -> None:
+    module = build(name, SERVED[name])
+    for key, parameter in module.named_parameters():
+        if key.endswith("bias"):  # else zero
+            torch.nn.init.normal_(parameter, std=0.1)
+    prompts = [torch.randint(3, 120, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 23, 40)]
+    expected = [monolithic(module, prompt) for prompt in prompts]
+    model = wrap_module(module)
+    num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    undo = join_projections(module)
+    assert all("forward" in vars(it) for it in projections(module))
+    assert sum(parameter.nbytes for parameter in module.parameters()) == num_bytes
+
+    def check() -> None:
+        got = through_pages(model, prompts, random_steps([len(prompt) for prompt in prompts], seed=3))
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+
+    check()
+    undo()
+    assert not any("forward" in vars(it) for it in projections(module))
+    check()
+
+
+class Three(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, n, **options) for n in (6, 4, 2))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@torch.inference_mode()
+def test_any_order_and_any_inputs_give_what_each_gives_alone(bias: bool) -> None:
+    module = Three(bias=bias)
+    linears = [module.q_proj, module.k_proj, module.v_proj]
+    x, y = torch.randn(2, 3, 8).unbind()
+    alone = {(number, id(it)): linear(it) for number, linear in enumerate(linears) for it in (x, y)}
+    join_projections(module)
+
+    def check(number: int, it: Tensor) -> None:
+        torch.testing.assert_close(linears[number](it), alone[number, id(it)])
+
+    for number, it in [(0, x), (1, x), (2, x), (2, y), (1, y), (0, y), (0, x), (1, y), (2, x), (1, x), (1, x), (0, x)]:
+        check(number, it)
+
+
+def test_projections_that_differ_are_left_alone() -> None:
+    module = nn.ModuleList([Three(), Three(), nn.Linear(8, 8)])
+    module[0].k_proj = nn.Linear(9, 4)
+    module[1].v_proj = nn.Linear(8, 2, bias=False)
+    join_projections(module)
+    assert not any("forward" in vars(it) for it in module.modules())

@@ -1,0 +1,87 @@
+"""Fused layers give what transformers' own layers give, and rows that do not depend on the batch."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from crossdock.kernels.build import cpu_flags
+from crossdock.workers.model.fusion import FusedLayers
+from crossdock.workers.model.model import PagedModel, wrap_module
+from tests.workers.architectures import build
+
+from .test_model import monolithic, random_steps, through_pages
+
+pytestmark = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="the fused kernel needs AVX512-BF16")
+
+WIDE = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}
+FUSED: dict[str, dict[str, Any]] = {
+    "llama": WIDE,
+    "llama groups of 3": {
+        **WIDE,
+        "hidden_size": 144,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+    },
+    "llama one group": {**WIDE, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 96},
+    "qwen2 biases": WIDE,
+    "qwen3 norms": {**WIDE, "head_dim": 128},
+    "mistral window": {**WIDE, "sliding_window": 16},
+}
+NOT_FUSED: dict[str, dict[str, Any]] = {
+    "llama head_dim": {},  # 12 is no multiple of 32
+    "granite": {**WIDE, "attention_multiplier": 0.5, "residual_multiplier": 0.3},  # same parts, other arithmetic
+    "gemma2": {**WIDE, "query_pre_attn_scalar": 32},
+    "phi3": WIDE,
+    "olmo2": WIDE,
+    "qwen3_moe": {**WIDE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+
+
+def bf16(name: str, options: dict[str, Any]) -> Any:
+    return build(name, options).to(torch.bfloat16)
+
+
+def is_fused(model: PagedModel) -> bool:
+    layers: Any = model.module.model.layers
+    return isinstance(layers[0], FusedLayers)
+
+
+def prompts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 120, (n,), generator=generator) for n in (5, 23, 100, 57, 8, 200)]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_logits_are_transformers_own(name: str) -> None:
+    module = bf16(name, FUSED[name])
+    exact = build(name, FUSED[name])  # the same weights in float32 tell how much of a difference is rounding
+    expected = [monolithic(module, prompt).float() for prompt in prompts()]
+    truth = [monolithic(exact, prompt) for prompt in prompts()]
+    model = wrap_module(module)
+    assert is_fused(model)
+    got = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed=5))
+    for ours, theirs, true in zip(got, expected, truth, strict=True):
+        assert torch.isfinite(ours).all()
+        assert (ours - true).norm() <= 1.5 * (theirs - true).norm()  # no less exact than transformers in bfloat16
+
+
+@pytest.mark.parametrize("name", NOT_FUSED)
+def test_other_shapes_and_arithmetic_keep_their_own_code(name: str) -> None:
+    assert not is_fused(wrap_module(bf16(name, NOT_FUSED[name])))
+
+
+def test_rows_do_not_depend_on_the_batch_or_the_chunks() -> None:
+    """Bit for bit: alone in one piece, token by token, and in ragged company."""
+    model = wrap_module(bf16("llama", WIDE))
+    alone = [through_pages(model, [prompt], [[(0, 0, len(prompt))]])[0] for prompt in prompts()]
+    for seed in range(3):
+        mixed = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed))
+        for ours, theirs in zip(mixed, alone, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_float32_is_never_fused() -> None:
+    assert not is_fused(wrap_module(build("llama", WIDE)))

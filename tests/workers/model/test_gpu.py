@@ -1,0 +1,194 @@
+"""What only a GPU can show: recorded steps equal eager ones, nothing waits that need not, and what is measured fits."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from crossdock.workers.model.graphs import DecodeGraphs, decode_graphs
+from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.kv_memory import MARGIN
+from crossdock.workers.model.model import wrap_module
+from crossdock.workers.model.sampler import SampleRow, sample
+from crossdock.workers.replica.engine import Engine, EngineConfig, warm_up
+from crossdock.workers.schedule.request import Request, SamplingParams, Submission
+from crossdock.workers.schedule.scheduler import Batch, Scheduled
+from tests.workers.architectures import SERVED, build
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature"),
+]
+PAGE_SIZE = 16
+SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 128, "max_num_seqs": 12, "kv_cache_memory": 64 << 20}
+
+
+def on_gpu(name: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    wide = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
+    return wrap_module(build(name, SERVED[name] | wide | options).to("cuda", dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama", torch.float32),
+        ("qwen3", torch.float32),
+        ("gemma2", torch.float32),
+        ("qwen3_moe", torch.bfloat16),  # experts in float32 wait for the GPU
+    ],
+)
+def test_recorded_decodes_equal_eager_ones(name: str, dtype: torch.dtype) -> None:
+    model = on_gpu(name, dtype)
+    model.allocate_pool(64, PAGE_SIZE)
+    recorded = decode_graphs(model, PAGE_SIZE, 12)
+    assert recorded is not None
+    generator = torch.Generator().manual_seed(1)
+    for lengths in ([40, 5, 23], [9], [5, 23, 40, 8, 16, 7, 3], [200, 3, 4, 5], [9] * 12, [33, 1]):
+        requests = [
+            Request(f"{i}", torch.randint(3, 120, (n,), generator=generator).tolist(), SamplingParams())
+            for i, n in enumerate(lengths)
+        ]
+        spare = iter((torch.randperm(63, generator=generator) + 1).tolist())
+        pages = [[next(spare) for _ in range(-(-n // PAGE_SIZE))] for n in lengths]
+        chunks = [Scheduled(r, 0, n, p, True) for r, n, p in zip(requests, lengths, pages, strict=True)]
+        decodes = [Scheduled(r, n - 1, 1, p, True) for r, n, p in zip(requests, lengths, pages, strict=True)]
+        StepInputs.of(Batch(chunks, 0), PAGE_SIZE)[0].run(model)
+        step = StepInputs.of(Batch(decodes, len(decodes)), PAGE_SIZE)[0]
+        before = model.pool.clone()
+        got = recorded.run(step).clone()
+        error = 1e-3 if dtype is torch.float32 else 5e-2
+        torch.testing.assert_close(model.pool, before, atol=error, rtol=error)  # written again, and nothing else
+        theirs = step.run(model)
+        assert (got - theirs).norm() <= error * theirs.norm()
+
+
+def test_a_model_that_waits_for_the_gpu_runs_eagerly_and_well(caplog: pytest.LogCaptureFixture) -> None:
+    model = on_gpu()
+    model.module.model.layers[2].register_forward_hook(
+        lambda _module, _inputs, output: output + 0 * output.max().item()
+    )
+    it = Engine(model, EngineConfig(**SETTINGS))
+    assert it._runner.graphs is None
+    assert "without CUDA graphs: RuntimeError: called a synchronizing CUDA operation" in caplog.text
+    assert len(tokens(it)) == 20
+
+
+def tokens(engine: Engine) -> dict[str, list[int]]:
+    for number in range(20):
+        prompt = [(13 * number + 7 * at) % 90 + 3 for at in range(1 + 31 * number % 151)]
+        temperature = 0.9 * (number % 3 == 2)
+        params = SamplingParams(
+            max_tokens=4 + 2 * number, temperature=temperature, top_p=0.9, seed=number, ignore_eos=True
+        )
+        engine.add(Submission(f"{number}", prompt, params))
+    found: dict[str, list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            found.setdefault(delta.request_id, []).extend(delta.token_ids)
+    return found
+
+
+def test_an_engine_gives_the_same_tokens_with_and_without_graphs() -> None:
+    answers = []
+    for enforce_eager, is_ahead in ((True, False), (False, False), (False, True), (True, True)):
+        settings = SETTINGS | {"enforce_eager": enforce_eager, "async_scheduling": is_ahead}
+        it = Engine(on_gpu(), EngineConfig(**settings))
+        assert isinstance(it._runner.graphs, DecodeGraphs) is not enforce_eager
+        warm_up(it)
+        answers.append(tokens(it))
+    assert answers[0] == answers[1] == answers[2] == answers[3]
+
+
+@pytest.fixture
+def waits() -> Iterator[Any]:
+    """Calls a function and counts how often it waits for the GPU."""
+
+    def count(run: Any) -> int:
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run()
+        return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+
+    torch.cuda.set_sync_debug_mode("warn")
+    yield count
+    torch.cuda.set_sync_debug_mode("default")
+
+
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"top_p": 0.9, "top_k": 50},
+    {"top_k": 20, "temperature": 0.7, "repetition_penalty": 1.2},
+    {"temperature": 0.0, "frequency_penalty": 0.4, "min_tokens": 9},
+]
+
+
+@pytest.mark.parametrize("kinds", [[0], [1], [2], [3], [4], [0, 1, 2, 3, 4]])
+def test_sampling_waits_once_and_gives_what_a_cpu_gives(kinds: list[int], waits: Any) -> None:
+    logits = torch.randn(20, 50_000, generator=torch.Generator().manual_seed(0)) * 6
+
+    def rows() -> list[SampleRow]:
+        return [
+            SampleRow(SamplingParams(seed=i, **PARAMS[kinds[i % len(kinds)]]), list(range(5 + i)), 2, (7,))
+            for i in range(len(logits))
+        ]
+
+    there = logits.cuda()
+    sample(there, rows())  # the hashed token ids are kept
+    assert waits(lambda: sample(there, rows())) == 1
+    ours, theirs = ([token.token_id for token in sample(x, rows())] for x in (there, logits))
+    assert sum(a != b for a, b in zip(ours, theirs, strict=True)) <= 1  # sums differ in their last bits
+
+
+def test_inputs_arrive_without_waiting(waits: Any) -> None:
+    model = on_gpu()
+    model.allocate_pool(64, PAGE_SIZE)
+    request = Request("it", list(range(3, 90)), SamplingParams())
+    step = StepInputs.of(Batch([Scheduled(request, 0, 87, range(6), True)], 0), PAGE_SIZE)[0]
+    logits: list[Tensor] = []
+    step.run(model)
+    assert waits(lambda: logits.append(step.run(model))) == 0
+    assert torch.isfinite(logits[0]).all()
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_a_step_behind_another_begins_without_waiting(enforce_eager: bool, waits: Any) -> None:
+    it = Engine(on_gpu(), EngineConfig(**SETTINGS, enforce_eager=enforce_eager))
+    for number, params in enumerate(PARAMS[:3]):
+        params = {"max_tokens": 50, "ignore_eos": True} | params
+        it.add(Submission(f"{number}", [5] * 20, SamplingParams(seed=number, **params)))
+    for _ in range(5):
+        it.step()
+    assert len(it._flights) == 1
+    assert waits(lambda: it._fly(it.clock())) == 0
+    assert len(it._flights) == 2
+    while it.has_work:
+        it.step()
+
+
+def test_a_step_that_samples_nothing_has_ended_when_it_returns() -> None:
+    it = Engine(on_gpu(max_position_embeddings=8192), EngineConfig(**SETTINGS, async_scheduling=False))
+    it.add(Submission("long", [5] * 250, SamplingParams(max_tokens=1)))
+    step = it.step()
+    assert not step.deltas
+    assert torch.cuda.current_stream().query()
+
+
+def test_the_measured_pool_leaves_room_for_the_largest_step() -> None:
+    config = EngineConfig(max_num_batched_tokens=4096, max_num_seqs=64, gpu_memory_utilization=0.05)
+    model = on_gpu(vocab_size=50_000, max_position_embeddings=8192)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    it = Engine(model, config)
+    warm_up(it)
+    it.add(Submission("all", [5] * 4000, SamplingParams(max_tokens=2, prompt_logprobs=1)))
+    while it.has_work:
+        it.step()
+    assert 0.01 * total < it.pages.num_pages * model.layout(config.page_size).page_bytes < 0.05 * total - MARGIN
+    assert torch.cuda.max_memory_reserved() <= 0.05 * total

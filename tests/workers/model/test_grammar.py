@@ -1,0 +1,282 @@
+"""Structured output: whatever the model likes, what comes out parses; and it may end exactly where the grammar may."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from crossdock.workers.model.grammar import GrammarCompiler, GrammarState
+from crossdock.workers.model.sampler import SampleRow, sample
+from crossdock.workers.schedule.request import Grammar, SamplingParams
+
+PADDING = 64  # the model's logits are this much wider than the tokenizer
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "nested": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "address": {
+                "type": "object",
+                "properties": {"street": {"type": "string", "maxLength": 12}, "zip": {"type": "integer"}},
+                "required": ["street", "zip"],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["name", "address"],
+        "additionalProperties": False,
+    },
+    "enum": {
+        "type": "object",
+        "properties": {
+            "color": {"enum": ["rouge", "été", "日本", 'a "quoted" \\ one', 7, None]},
+            "on": {"type": "boolean"},
+        },
+        "required": ["color"],
+        "additionalProperties": False,
+    },
+    "array": {
+        "type": "array",
+        "minItems": 2,
+        "maxItems": 4,
+        "items": {
+            "type": "object",
+            "properties": {"x": {"type": "number"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        },
+    },
+    "numbers": {
+        "type": "object",
+        "properties": {
+            "i": {"type": "integer", "minimum": 3, "maximum": 120},
+            "f": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        },
+        "required": ["i", "f"],
+        "additionalProperties": False,
+    },
+    "reference": {
+        "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "v": {"const": 1}}}},
+        "$ref": "#/$defs/node",
+    },
+    "either": {"anyOf": [{"type": "string", "pattern": "^[a-zé]{2,9}$"}, {"type": "array", "items": {"type": "null"}}]},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(model_dir)
+
+
+@pytest.fixture(scope="module")
+def compiler(model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> GrammarCompiler:
+    return GrammarCompiler(model_dir, len(tokenizer) + PADDING)
+
+
+@pytest.fixture(scope="module")
+def taste(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """1 for the tokens that end things and the end itself, else 0 [V]: without a bias to these a random walk stays in
+    its first string."""
+    texts = [tokenizer.decode([i]) for i in range(len(tokenizer))]
+    ends = [bool(text) and set(text) <= set('"}])x') for text in texts]
+    ends[tokenizer.eos_token_id] = True
+    return torch.tensor(ends + [False] * PADDING).float()
+
+
+def walk(
+    state: GrammarState, tokenizer: PreTrainedTokenizerBase, taste: torch.Tensor, seed: int, max_tokens: int = 300
+) -> str:
+    """What a model with random logits says under the grammar. It likes the tokens past the vocabulary best of all."""
+    logits = torch.randn(len(taste), generator=torch.Generator().manual_seed(seed)) * 2
+    logits[len(tokenizer) :] = 100
+    tokens: list[int] = []
+    row = SampleRow(SamplingParams(seed=seed), tokens, 0)
+    while not state.finished:
+        assert len(tokens) < max_tokens, tokenizer.decode(tokens)
+        row.allowed = state.mask()
+        (sampled,) = sample((logits + taste * len(tokens) / 5)[None], [row])
+        tokens.append(sampled.token_id)
+        state.accept(sampled.token_id)
+        assert state.error is None
+    return str(tokenizer.decode([t for t in tokens if t != tokenizer.eos_token_id], clean_up_tokenization_spaces=False))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_walk_follows_the_schema(
+    name: str, compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, taste: torch.Tensor
+) -> None:
+    schema = SCHEMAS[name]
+    said = set()
+    for seed in range(8):
+        text = walk(compiler.compile(Grammar("json_schema", json.dumps(schema))), tokenizer, taste, seed)
+        jsonschema.validate(json.loads(text), schema)
+        said.add(text)
+    assert len(said) > 1
+
+
+def test_json_object_is_any_object(
+    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, taste: torch.Tensor
+) -> None:
+    for seed in range(8):
+        assert isinstance(json.loads(walk(compiler.compile(Grammar("json_object")), tokenizer, taste, seed)), dict)
+
+
+@pytest.mark.parametrize("pattern", [r"\d{3}-\d{4}", r"(yes|no)(, (sir|madam))?", r"[à-ü]{3,5}!", r"^[a-f]+$"])
+def test_walk_matches_the_regex(
+    pattern: str, compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, taste: torch.Tensor
+) -> None:
+    for seed in range(8):
+        text = walk(compiler.compile(Grammar("regex", pattern)), tokenizer, taste, seed)
+        assert re.fullmatch(pattern, text), text
+
+
+def test_every_choice_can_be_said_and_nothing_else(
+    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, taste: torch.Tensor
+) -> None:
+    choices = ["north", "north-east", 'a "quoted" \\ one', "日本\n", "<|im_end|>"]
+    grammar = Grammar("choice", json.dumps(choices))
+    for choice in choices:
+        state = compiler.compile(grammar)
+        for token_id in tokenizer.encode(choice, split_special_tokens=True):
+            assert state.mask()[token_id], (choice, token_id)
+            state.accept(token_id)
+        assert state.mask()[tokenizer.eos_token_id]
+    assert {walk(compiler.compile(grammar), tokenizer, taste, seed) for seed in range(20)} <= set(choices)
+
+
+def test_lark(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, taste: torch.Tensor) -> None:
+    grammar = Grammar("lark", 'start: "(" start ")" | "x"')
+    for seed in range(8):
+        text = walk(compiler.compile(grammar), tokenizer, taste, seed)
+        depth = len(text) // 2
+        assert text == "(" * depth + "x" + ")" * depth
+
+
+def test_the_end_is_allowed_exactly_where_the_grammar_may_end(
+    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    state = compiler.compile(Grammar("regex", "ab?c?"))
+    eos = tokenizer.eos_token_id
+    a, b, c = (tokenizer.encode(letter)[0] for letter in "abc")
+    assert not state.mask()[eos]
+    assert not state.finished
+    state.accept(a)
+    assert state.mask()[[eos, b, c]].all()
+    assert not state.finished
+    state.accept(b)
+    assert state.mask()[[eos, c]].all()
+    assert not state.mask()[b]
+    state.accept(c)
+    assert state.mask().nonzero().flatten().tolist() == [eos]
+    assert state.finished, "nothing may follow, said or not"
+
+
+def test_accepting_the_end_finishes(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
+    state = compiler.compile(Grammar("regex", "a+"))
+    state.accept(tokenizer.encode("a")[0])
+    assert not state.finished
+    state.accept(tokenizer.eos_token_id)
+    assert state.finished
+    assert state.error is None
+
+
+def test_every_end_token_of_the_model_counts(tokenizer: PreTrainedTokenizerBase) -> None:
+    eos = {0, tokenizer.eos_token_id}  # SmolLM2's <|endoftext|> and <|im_end|>
+    state = GrammarCompiler(tokenizer, len(tokenizer), eos).compile(Grammar("regex", "a?"))
+    allowed = set(state.mask().nonzero().flatten().tolist())
+    assert allowed == {*eos, tokenizer.encode("a")[0]}
+
+
+def test_mask_is_as_wide_as_the_logits(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
+    mask = compiler.compile(Grammar("regex", "(.|\n)*")).mask()
+    assert mask.dtype == torch.bool
+    assert mask.shape == (len(tokenizer) + PADDING,)
+    assert mask[: len(tokenizer)].sum() > 0.9 * len(tokenizer)
+    assert not mask[len(tokenizer) :].any()
+    narrow = GrammarCompiler(tokenizer, len(tokenizer) - 100).compile(Grammar("regex", "(.|\n)*"))
+    assert torch.equal(narrow.mask(), mask[: len(tokenizer) - 100])
+
+
+def test_states_of_one_grammar_are_apart(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
+    grammar = Grammar("regex", "[ab]c")
+    first, second = compiler.compile(grammar), compiler.compile(grammar)
+    before = second.mask()
+    first.accept(tokenizer.encode("a")[0])
+    assert torch.equal(second.mask(), before)
+    assert torch.equal(compiler.compile(grammar).mask(), before)
+    assert not torch.equal(first.mask(), before)
+
+
+def test_masks_are_the_callers_own(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
+    state = compiler.compile(Grammar("regex", "[ab]c"))
+    mask = state.mask()
+    copy = mask.clone()
+    state.accept(tokenizer.encode("a")[0])
+    state.mask()
+    assert torch.equal(mask, copy)
+
+
+def test_json_whitespace_is_bounded(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
+    state = compiler.compile(Grammar("json_object"))
+    state.accept(tokenizer.encode("{")[0])
+    newline = tokenizer.encode("\n")[0]
+    said = 0
+    while said < 30 and state.mask()[newline]:
+        state.accept(newline)
+        said += 1
+    assert said == 20
+
+
+def test_a_refused_token_is_the_requests_own_error(
+    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    state = compiler.compile(Grammar("regex", "a+"))
+    state.accept(tokenizer.encode("b")[0])
+    assert state.error is not None
+    assert "satisfy the grammar" in state.error
+    assert state.finished
+    assert state.mask().nonzero().flatten().tolist() == [tokenizer.eos_token_id], "the sampler always has a token"
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "reason"),
+    [
+        ("regex", "(", "unclosed group"),
+        ("regex", "a(?=b)", "look-around"),
+        ("regex", r"[^\s\S]", "no text matches"),
+        ("json_schema", "{", "EOF"),
+        ("json_schema", "[1]", "object"),
+        ("json_schema", '{"type": "objct"}', "objct"),
+        ("json_schema", '{"not": {}}', "not"),
+        ("json_schema", '{"$ref": "#/nowhere"}', "nowhere"),
+        ("choice", "north", "Expecting value"),
+        ("choice", "[]", "one or more"),
+        ("choice", '["a", 1]', "strings"),
+        ("lark", "start: nowhere", "nowhere"),
+        ("ebnf", "", "json_object, json_schema, regex, choice or lark"),
+    ],
+)
+def test_a_bad_grammar_is_refused_with_the_reason(
+    kind: str, source: str, reason: str, compiler: GrammarCompiler
+) -> None:
+    with pytest.raises(ValueError, match=f"^grammar: {kind}: (.|\n)*{reason}"):
+        compiler.compile(Grammar(kind, source))
+
+
+def test_schema_true_is_any_value(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
+    mask = compiler.compile(Grammar("json_schema", "true")).mask()
+    assert all(mask[tokenizer.encode(start)[0]] for start in ('"', "{", "[", "1", "true", "null"))
+
+
+def test_errors_carry_no_text_of_the_request(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
+    state = compiler.compile(Grammar("regex", "secret.*"))
+    for token_id in tokenizer.encode("secret"):
+        state.accept(token_id)
+    state.accept(tokenizer.encode("\n")[0])
+    assert state.error is not None
+    assert "secret" not in state.error

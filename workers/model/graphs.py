@@ -1,0 +1,139 @@
+"""Steps in which every sequence decodes, recorded as CUDA graphs: one call launches what was a thousand.
+
+What is recorded has fixed shapes and addresses. So there is a graph for each of some batch sizes; a step takes the next
+larger one, with rows added that read one token and write nowhere, and its inputs are copied to where the graph reads.
+"""
+
+import logging
+import time
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from crossdock.workers.model.inputs import StepInputs, StepTensors
+from crossdock.workers.model.model import PagedModel
+
+logger = logging.getLogger(__name__)
+
+_Integer = TypeVar("_Integer", np.int32, np.int64)
+Record: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
+"""Makes of a function of tensors that stay where they are one that does the same again."""
+
+
+def batch_sizes(most: int) -> list[int]:
+    """For how many sequences there are graphs: few decodes are padded by less, and memory-bound steps hardly mind."""
+    return sorted({size for size in (1, 2, 4, *range(8, 128, 8), *range(128, most, 32), most) if size <= most})
+
+
+def padded(inputs: StepInputs, num_rows: int) -> StepInputs:
+    """The same decodes and more rows, `num_rows` in all: each a sequence of one token, which it reads from page 0,
+    where there always is one, and writes to no slot."""
+
+    def more(array: NDArray[_Integer], value: int = 0) -> NDArray[_Integer]:
+        longer = np.full((num_rows, *array.shape[1:]), value, array.dtype)
+        longer[: len(array)] = array
+        return longer
+
+    return StepInputs(
+        token_ids=more(inputs.token_ids),
+        positions=more(inputs.positions),
+        slots=more(inputs.slots, -1),
+        wanted=np.arange(num_rows, dtype=np.int64),
+        query_start=np.arange(num_rows + 1, dtype=np.int32),
+        kv_len=more(inputs.kv_len, 1),
+        page_table=more(inputs.page_table),
+    )
+
+
+class DecodeGraphs:
+    """Decode steps of one model, which has its pool, recorded for up to `max_num_seqs` sequences."""
+
+    def __init__(self, model: PagedModel, page_size: int, max_num_seqs: int, record: Record) -> None:
+        """Whatever `record` raises where it cannot."""
+        width = -(-model.max_model_len // page_size)
+        none, none32 = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        nothing = StepInputs(none, none, none, none, np.zeros(1, np.int32), none32, np.zeros((0, width), np.int32))
+        self._model = model
+        self._inputs = padded(nothing, max_num_seqs).on(model.device)
+        self._logits = torch.empty_like(self._forward(max_num_seqs))  # one for all graphs
+        self._sizes = batch_sizes(max_num_seqs)
+        self._graphs = {size: record(partial(self._compute, size)) for size in reversed(self._sizes)}
+
+    def fit(self, inputs: StepInputs) -> bool:
+        """Whether all that the step does is one token of each of so many sequences, whose logits are wanted."""
+        return inputs.max_query_len == 1 and len(inputs.wanted) == len(inputs.token_ids) <= self._sizes[-1]
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs, found: Tensor | None = None) -> Tensor:
+        """Logits [N, vocab], until the next run overwrites them. `found`: see `StepInputs.on`."""
+        num_rows, width = inputs.page_table.shape
+        size = self._sizes[bisect_left(self._sizes, num_rows)]
+        given, mine = padded(inputs, size).on(self._model.device, found), self._inputs
+        for name in ("token_ids", "positions", "slots", "kv_len"):  # the others are the same in every step
+            getattr(mine, name)[:size].copy_(getattr(given, name))
+        mine.page_table[:size, :width].copy_(given.page_table)  # what lies beyond is not read
+        self._graphs[size]()
+        return self._logits[:num_rows]
+
+    @torch.inference_mode()
+    def _compute(self, size: int) -> None:
+        self._logits[:size].copy_(self._forward(size))
+
+    def _forward(self, size: int) -> Tensor:
+        first = StepTensors(*(tensor[:size] for tensor in self._inputs))
+        first = first._replace(query_start=self._inputs.query_start[: size + 1])
+        return first.run(self._model, 1, self._model.max_model_len)
+
+
+def decode_graphs(model: PagedModel, page_size: int, max_num_seqs: int) -> DecodeGraphs | None:
+    """Of a whole model on a GPU, which has its pool. None where decode steps run kernel by kernel: on a CPU, on ranks
+    of a gang, and where the model cannot be recorded, which is said with the reason."""
+    if model.device.type != "cuda" or model.part.place.size > 1:
+        return None
+    started = time.monotonic()
+    try:
+        graphs = DecodeGraphs(model, page_size, max_num_seqs, _recorder())
+    except Exception as error:  # a model's own code may raise anything where it may not wait for the GPU
+        logger.warning("decode steps run without CUDA graphs: %s: %s", type(error).__name__, error)
+        return None
+    logger.info("recorded CUDA graphs of decode steps in %.1f s", time.monotonic() - started)
+    return graphs
+
+
+@contextmanager
+def _refusing_to_wait() -> Iterator[None]:
+    """Raises where the host waits for the GPU. A capture would too, but leaves torch's allocator in disorder."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _recorder() -> Record:
+    """By stream capture, into memory that all graphs share: only one runs at a time."""
+    memory = torch.cuda.graph_pool_handle()
+    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # left again also where a capture fails, which `torch.cuda.graph` would not
+            with _refusing_to_wait():
+                run()  # compiles kernels, allocates what libraries keep
+            with torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph.replay
+
+    return record

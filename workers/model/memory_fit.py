@@ -1,0 +1,92 @@
+"""Whether a rank's weights and KV pages fit, said before they are loaded, and what would fit if they do not."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crossdock.workers.model.parallel import CannotCut, Place
+from crossdock.workers.model.weights import measure_part
+
+
+class DoesNotFit(ValueError):
+    """There is less memory than the model needs; the message says how much is missing, and what would help."""
+
+
+def check_fits(
+    config: Any,
+    place: Place,
+    dtype: torch.dtype,
+    kv_bytes: int,
+    device: str,
+    num_sharing: int = 1,
+    free_bytes: int | None = None,
+) -> None:
+    """Of a transformers configuration, the part at `place`. `num_sharing`: ranks that share this host's memory.
+    `free_bytes`: None asks the device."""
+    free = free_bytes if free_bytes is not None else _free(device)
+    mine = free // num_sharing if device == "cpu" else free
+    weights = measure_part(config, place, dtype)
+    if weights + kv_bytes <= mine:
+        return
+    shared = f" (this host's {size_of(free)} for {num_sharing} ranks)" if mine < free else ""
+    raise DoesNotFit(
+        f"{place} needs {size_of(weights)} for weights and {size_of(kv_bytes)} for KV pages, and {size_of(mine)} are "
+        f"free on {device}{shared}: {size_of(weights + kv_bytes - mine)} are missing. "
+        f"{_advice(config, place, dtype, kv_bytes, mine)}"
+    )
+
+
+def _advice(config: Any, place: Place, dtype: torch.dtype, kv_bytes: int, mine: int) -> str:
+    for tensor_size in (2, 4, 8, 16, 32, 64):
+        if tensor_size <= place.tensor_size:
+            continue
+        wider = Place(0, tensor_size, place.num_stages)
+        try:
+            needed = max(
+                measure_part(config, Place(stage * tensor_size, tensor_size, place.num_stages), dtype)
+                for stage in range(place.num_stages)
+            )
+        except CannotCut:
+            break
+        if needed + kv_bytes <= mine:
+            return (
+                f"tensor_parallel_size {wider.tensor_size} would fit with as much for every rank: {size_of(needed)} "
+                f"and {size_of(kv_bytes)} each"
+            )
+    return "No tensor_parallel_size would fit: lower kv_cache_memory, choose a smaller dtype, or more pipeline stages"
+
+
+def used() -> str:
+    """What this process uses, for people."""
+    if torch.cuda.is_available():
+        return f"{size_of(torch.cuda.memory_allocated())} of GPU memory in use"
+    return f"{size_of(_kib('/proc/self/status', 'VmRSS'))} of memory in use"
+
+
+def used_by_all_but_torch() -> int:
+    """Bytes of the GPU: other processes', and what libraries of this one hold outside torch's allocator."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def _free(device: str) -> int:
+    if device != "cpu":
+        return int(torch.cuda.mem_get_info()[0])
+    free = _kib("/proc/meminfo", "MemAvailable")
+    limit, current = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        free = min(free, int(most) - int(current.read_text()))
+    return free
+
+
+def _kib(file: str, key: str) -> int:
+    for line in Path(file).read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) << 10
+    raise ValueError(f"{file} has no {key}")
+
+
+def size_of(num_bytes: int) -> str:
+    """For people."""
+    return f"{num_bytes / (1 << 30):.2f} GiB" if num_bytes >= 1 << 28 else f"{num_bytes / (1 << 20):.1f} MiB"

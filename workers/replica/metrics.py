@@ -1,0 +1,255 @@
+"""What a replica measures of itself, in Prometheus terms. No ray: the ingress fetches the text and merges it."""
+
+from collections import Counter as Tally
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from crossdock.kvtransfer.events import Figures
+from crossdock.workers.replica.docks import Docks
+from crossdock.workers.replica.engine import Engine, Step
+from crossdock.workers.report.timeline import Progress, Timeline, prompt_length_bucket
+from crossdock.workers.schedule.request import Leg, Request, Status
+
+_STEP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
+_CHUNK_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_CHUNK_WAIT = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_ITERATIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
+_TTFT = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_GAP = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+_TRANSFER = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_KINDS = ("chunks", "decodes", "mixed")
+_ACTIVE = (Status.WAITING, Status.RUNNING, Status.HELD)
+_SHARED = {True: "true", False: "false"}  # values of the label prefill_shared
+
+
+class EngineMetrics:
+    """Counters of one engine, on a registry of their own; its gauges are read at every scrape."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        self._token_bytes = engine.model.layout(engine.config.page_size).token_bytes
+        steps = self._counter("crossdock_steps", "Engine steps.", "kind")
+        step_seconds = self._histogram("crossdock_step_seconds", "Duration of a step.", _STEP_SECONDS, "kind")
+        predicted = self._histogram(
+            "crossdock_step_predicted_seconds", "What a step was predicted to take.", _STEP_SECONDS, "kind"
+        )
+        self._of_kind = {
+            kind: (steps.labels(kind), step_seconds.labels(kind), predicted.labels(kind)) for kind in _KINDS
+        }
+        self._skipped = self._counter("crossdock_decodes_skipped", "Decodes left out of a step for more urgent ones.")
+        self._chunks = self._histogram("crossdock_chunk_tokens", "Prompt tokens per chunk.", _CHUNK_TOKENS)
+        self._chunk_wait = self._histogram(
+            "crossdock_chunk_wait_seconds",
+            "From when a request could have had a chunk to the step that carried one.",
+            _CHUNK_WAIT,
+            "slo_class",
+        )
+        self._iterations = self._histogram(
+            "crossdock_prefill_iterations", "Chunks of a request up to its first token.", _ITERATIONS, "slo_class"
+        )
+        self._ttft = self._histogram(
+            "crossdock_time_to_first_token_seconds",
+            "From arrival at the replica to the first token.",
+            _TTFT,
+            "prompt_tokens",
+            "slo_class",
+        )
+        gap = self._histogram(
+            "crossdock_inter_token_seconds",
+            "Between two tokens of a stream; prefill_shared: a chunk was computed in between.",
+            _GAP,
+            "prefill_shared",
+            "slo_class",
+        )
+        self._gap = {
+            (slo.name, is_shared): gap.labels(label, slo.name)
+            for slo in engine.config.slo_classes
+            for is_shared, label in _SHARED.items()
+        }
+        self._tpot = self._histogram(
+            "crossdock_time_per_output_token_seconds",
+            "Mean gap of a request's tokens, apart for those in which a chunk was computed and the others.",
+            _GAP,
+            "prefill_shared",
+            "slo_class",
+        )
+        self._slo_ttft = self._counter(
+            "crossdock_slo_ttft", "Requests by whether their first token was in time.", "slo_class", "outcome"
+        )
+        self._slo_tpot = self._counter(
+            "crossdock_slo_tpot", "Finished requests by whether their tokens kept pace.", "slo_class", "outcome"
+        )
+        self._prompt_tokens = self._counter("crossdock_prompt_tokens", "Prompt tokens computed.")
+        self._cached_tokens = self._counter("crossdock_cached_tokens", "Prompt tokens found in cache.")
+        self._output_tokens = self._counter("crossdock_output_tokens", "Tokens generated.")
+        self._finished = self._counter("crossdock_requests", "Requests ended.", "finish_reason", "slo_class")
+        self._refused = self._counter(
+            "crossdock_requests_refused",
+            "Requests this replica answered 429: their first token would be late.",
+            "slo_class",
+        )
+        self._cancelled_bytes = self._counter(
+            "crossdock_cancelled_kv_bytes", "KV bytes computed for requests that were aborted."
+        )
+        self._transfers = self._counter("crossdock_transfers", "Transfers of KV pages.", "direction", "outcome")
+        self._transfer_bytes = self._counter("crossdock_transfer_bytes", "KV bytes moved.", "direction")
+        self._transfer_seconds = self._histogram(
+            "crossdock_transfer_seconds", "Seconds of one sent transfer, by what they were.", _TRANSFER, "phase"
+        )
+        self._hidden = self._counter(
+            "crossdock_transfer_hidden_seconds", "Of the seconds of writing, those behind the computing of chunks."
+        )
+        self.registry.register(_Gauges(engine))
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+
+    def stepped(self, step: Step) -> None:
+        batch = step.batch
+        num_chunks = len(batch.scheduled) - batch.num_decodes
+        kind = "mixed" if batch.num_decodes and num_chunks else "decodes" if batch.num_decodes else "chunks"
+        count, seconds, predicted = self._of_kind[kind]
+        count.inc()
+        seconds.observe(step.seconds)
+        if step.predicted:
+            predicted.observe(step.predicted)
+        if batch.num_skipped:
+            self._skipped.inc(batch.num_skipped)
+
+    def progressed(self, progress: Progress) -> None:
+        for timeline, chunk in progress.chunks:
+            self._chunks.observe(chunk.num_tokens)
+            self._prompt_tokens.inc(chunk.num_tokens)
+            self._chunk_wait.labels(timeline.slo.name).observe(chunk.waited_s)
+            if timeline.num_chunks == 1:
+                self._cached_tokens.inc(chunk.start)
+        if progress.tokens:
+            self._output_tokens.inc(len(progress.tokens))
+        for timeline in progress.tokens:
+            if timeline.gap is not None:
+                self._gap[timeline.slo.name, timeline.is_gap_shared].observe(timeline.gap)
+            elif timeline.first_token is not None:
+                self._first_token(timeline)
+        for timeline in progress.finished:
+            self._end(timeline)
+
+    def aborted(self, timeline: Timeline) -> None:
+        self._end(timeline)
+        counts = timeline.counts()
+        self._cancelled_bytes.inc(max(counts.computed - counts.cached, 0) * self._token_bytes)
+        if timeline.first_token is None and timeline.ttft_met(timeline.ended) is False:
+            self._slo_ttft.labels(timeline.slo.name, "missed").inc()  # nobody waits for what is late for ever
+
+    def transferred(self, is_sent: bool, figures: Figures, outcome: str) -> None:
+        direction = "sent" if is_sent else "received"
+        self._transfers.labels(direction, outcome).inc()
+        self._transfer_bytes.labels(direction).inc(figures.num_bytes)
+        if is_sent and figures.num_writes:
+            self._transfer_seconds.labels("write").observe(figures.write_seconds)
+            self._transfer_seconds.labels("handshake").observe(figures.handshake_seconds or 0.0)
+            self._transfer_seconds.labels("grant").observe(figures.grant_wait_seconds or 0.0)
+            self._hidden.inc(figures.hidden_seconds)
+
+    def watch(self, dock: Docks) -> None:
+        """Shows at every scrape what the docks have under way."""
+        open_ = Gauge("crossdock_transfers_open", "Transfers under way, both directions.", registry=self.registry)
+        open_.set_function(lambda: dock.counts().num_open)
+        dropped = Gauge(
+            "crossdock_transfer_messages_dropped", "Stale or malformed, since the start.", registry=self.registry
+        )
+        dropped.set_function(lambda: dock.counts().num_unknown + dock.counts().num_malformed)
+
+    def refused(self, slo_class: str) -> None:
+        self._refused.labels(slo_class).inc()
+
+    def _first_token(self, timeline: Timeline) -> None:
+        assert timeline.ttft is not None
+        name = timeline.slo.name
+        self._ttft.labels(prompt_length_bucket(timeline.num_prompt_tokens), name).observe(timeline.ttft)
+        self._iterations.labels(name).observe(timeline.num_chunks)
+        self._slo_ttft.labels(name, "met" if timeline.ttft <= timeline.ttft_deadline else "missed").inc()
+
+    def _end(self, timeline: Timeline) -> None:
+        assert timeline.finish_reason is not None
+        name = timeline.slo.name
+        self._finished.labels(timeline.finish_reason.value, name).inc()
+        for is_shared, seconds in timeline.tpot_by_sharing().items():
+            self._tpot.labels(_SHARED[is_shared], name).observe(seconds)
+        if (is_met := timeline.tpot_met()) is not None:
+            self._slo_tpot.labels(name, "met" if is_met else "missed").inc()
+
+    def text(self) -> str:
+        return generate_latest(self.registry).decode()
+
+
+class _Gauges(Collector):
+    """What an engine looks like at this moment. It is read while the engine's thread changes it: the requests are
+    copied in one operation, which no thread can interrupt, and a number may be one step older than its neighbour."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        engine = self._engine
+        counts = engine.pages.counts()
+        pages = {state: getattr(counts, state) for state in ("free", "owned", "cached", "quarantined")}
+        yield _gauge("crossdock_pages", "KV pages by state.", ("state",), {(name,): n for name, n in pages.items()})
+        yield from self._requests(engine.scheduler.requests())
+        yield from self._cost()
+        preemptions = CounterMetricFamily("crossdock_preemptions", "Requests whose pages went to others.")
+        preemptions.add_metric([], engine.scheduler.num_preemptions)
+        yield preemptions
+
+    def _requests(self, requests: list[Request]) -> Iterator[Metric]:
+        classes = [slo.name for slo in self._engine.config.slo_classes]
+        active = Tally((request.status, request.slo_class) for request in requests)
+        every = {(status.value, name): active[status, name] for status in _ACTIVE for name in classes}
+        yield _gauge("crossdock_requests_active", "Requests by status.", ("status", "slo_class"), every)
+        tokens, seconds = dict.fromkeys(classes, 0), dict.fromkeys(classes, 0.0)
+        for request in requests:
+            if request.is_decoding or request.status is Status.HELD or request.leg is Leg.RECEIVE:
+                continue
+            tokens[request.slo_class] += request.num_uncached_tokens
+            seconds[request.slo_class] += self._engine.scheduler.prefill_seconds(request)
+        yield _gauge(
+            "crossdock_uncached_tokens_waiting",
+            "Prompt tokens that requests without a first token still have to compute.",
+            ("slo_class",),
+            {(name,): count for name, count in tokens.items()},
+        )
+        yield _gauge(
+            "crossdock_backlog_seconds",
+            "What computing them takes, by prediction.",
+            ("slo_class",),
+            {(name,): value for name, value in seconds.items()},
+        )
+
+    def _cost(self) -> Iterator[Metric]:
+        fit = self._engine.cost_fit
+        if fit is None:
+            return
+        cost = {(name,): value for name, value in fit.cost.model_dump().items()}
+        yield _gauge("crossdock_step_cost_seconds", "Coefficients of StepCost.", ("coefficient",), cost)
+        yield _gauge(
+            "crossdock_step_relative_error",
+            "|predicted - actual| / actual of the seconds of recent steps.",
+            ("quantile",),
+            {(str(quantile),): fit.error(quantile) for quantile in (0.5, 0.9)},
+        )
+        rejected = CounterMetricFamily("crossdock_step_outliers", "Steps too far off to be learnt from.")
+        rejected.add_metric([], fit.num_rejected)
+        yield rejected
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Mapping[Any, float]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, number in samples.items():  # by label values, a tuple
+        family.add_metric(list(values), number)
+    return family

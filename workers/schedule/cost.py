@@ -1,0 +1,259 @@
+"""What a replica can do, in seconds: `StepCost` predicts a step, `SchedulingProfile` is what routers are told."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import combinations
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from crossdock.workers.schedule.slo import SloClass
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes, as far as its duration depends on it."""
+
+    prefill_tokens: int = 0
+    attended: float = 0.0  # sum over chunks of tokens * (context before the chunk + tokens / 2)
+    decodes: int = 0
+    context: int = 0  # tokens before each chunk and each decode, summed: what attention reads, however few ask
+
+    @classmethod
+    def of(cls, chunks: Iterable[tuple[int, int]], decode_contexts: Sequence[int] = ()) -> "StepWork":
+        """`chunks`: (start, num_tokens) of each; `decode_contexts`: tokens before each decoded one."""
+        tokens, attended, context = 0, 0.0, sum(decode_contexts)
+        for start, num_tokens in chunks:
+            tokens += num_tokens
+            attended += num_tokens * (start + num_tokens / 2)
+            context += start
+        return cls(tokens, attended, len(decode_contexts), context)
+
+    def features(self) -> NDArray[np.float64]:
+        return np.array([1.0, self.prefill_tokens, self.attended, self.decodes, self.context])
+
+
+class StepCost(BaseModel):
+    """seconds(step) = base + per_prefill_token·tokens + per_attended·Σ chunk·(context + chunk/2) + per_decode·decodes
+    + per_context·Σ context, the last sum over chunks and decodes. Measured, never configured; all coefficients are in
+    seconds and at least 0.
+
+    The last term is reading the context's pages, once for a decode and once for a chunk of whatever size. Without it
+    for chunks, a page of a prompt 12k deep is predicted a fifth too short (SmolLM2-135M, Zen 4, 2026-11-21).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    base: float = Field(ge=0)
+    per_prefill_token: float = Field(ge=0)
+    per_attended: float = Field(0.0, ge=0)
+    per_decode: float = Field(0.0, ge=0)
+    per_context: float = Field(0.0, ge=0)
+
+    @classmethod
+    def of(cls, coefficients: Sequence[float]) -> "StepCost":
+        """The opposite of `coefficients`."""
+        return cls(**dict(zip(cls.model_fields, coefficients, strict=True)))
+
+    @property
+    def coefficients(self) -> tuple[float, float, float, float, float]:
+        """In the order of `StepWork.features`."""
+        return self.base, self.per_prefill_token, self.per_attended, self.per_decode, self.per_context
+
+    def seconds(self, work: StepWork) -> float:
+        return (
+            self.base
+            + self.per_prefill_token * work.prefill_tokens
+            + self.per_attended * work.attended
+            + self.decode_seconds(work.decodes, work.context)
+        )
+
+    def decode_seconds(self, decodes: int, context: int) -> float:
+        """What `decodes` streams of `context` tokens together add to a step."""
+        return self.per_decode * decodes + self.per_context * context
+
+    def chunk_seconds(self, start: int, num_tokens: int) -> float:
+        """What a chunk of `num_tokens` after `start` tokens of context adds to a step."""
+        if num_tokens <= 0:
+            return 0.0
+        return self.per_context * start + num_tokens * (
+            self.per_prefill_token + self.per_attended * (start + num_tokens / 2)
+        )
+
+    def tokens_within(self, seconds: float, start: int) -> int:
+        """The largest chunk after `start` tokens of context that adds at most `seconds` to a step."""
+        seconds -= self.per_context * start
+        if seconds <= 0:
+            return 0
+        linear = self.per_prefill_token + self.per_attended * start
+        if linear <= 0 and self.per_attended <= 0:
+            return _NO_LIMIT
+        # The positive root of per_attended/2 · n² + linear · n = seconds, in the form that does not cancel.
+        root = (linear * linear + 2 * self.per_attended * seconds) ** 0.5
+        return min(int(2 * seconds / (linear + root)), _NO_LIMIT)
+
+    def prefill_seconds(self, start: int, end: int, chunk: int) -> float:
+        """A prompt's tokens `[start, end)` alone on a replica, in steps of `chunk` tokens."""
+        tokens = max(end - start, 0)
+        num_chunks = -(-tokens // chunk)
+        read_again = self.per_context * (num_chunks - 1) * (start + chunk * num_chunks / 2) if num_chunks else 0.0
+        return num_chunks * self.base + self.chunk_seconds(start, tokens) + read_again
+
+
+_NO_LIMIT = 1 << 40
+
+# The columns of `StepWork.features` differ by nine orders of magnitude; scaled, the normal equations are solvable.
+_SCALE = np.array([1.0, 1e2, 1e5, 1e1, 1e4])
+
+
+@dataclass(slots=True)
+class StepCostFit:
+    """Keeps a `StepCost` true to what steps really take: least squares over the warm-up sweep and, with exponential
+    forgetting, over the steps since (recursive least squares in its information form: two running sums).
+
+    Errors count relative to the step's duration, so that a decode of 6 ms weighs as much as a chunk of 600 ms; to the
+    predicted one, so that it is the mean that is learnt: relative to the actual one, slow steps weigh less, and where
+    steps vary by 20 % predictions are 8 % too short. The sweep's sums never decay: after a week of decodes alone the
+    replica still knows what a chunk costs. Coefficients cannot be negative: among all subsets of columns the best
+    feasible solution is taken, which is exact for five. A step that takes a multiple of its prediction (a pause, a
+    neighbour) is left out, unless it becomes the rule.
+    """
+
+    sweep: Sequence[tuple[StepWork, float]]  # (work, seconds) measured at start; at least one
+    memory: int = 512  # steps after which an observation's weight has fallen to 1/e
+    cost: StepCost = field(init=False)
+    num_rejected: int = 0
+    overrun: float = 1.2  # a guess, until steps with chunks have been seen
+    """The 95th percentile of actual / predicted seconds over the latest steps with a chunk in them; 1 or more."""
+    _sweep_sums: tuple[NDArray[np.float64], NDArray[np.float64]] = field(init=False)
+    _sums: tuple[NDArray[np.float64], NDArray[np.float64]] = field(init=False)
+    _errors: deque[float] = field(init=False)
+    _overruns: deque[float] = field(init=False)
+    _rejected_in_a_row: int = 0
+    _since_fit: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.sweep:
+            raise ValueError("sweep must have at least one measured step")
+        self._errors = deque(maxlen=self.memory)
+        self._overruns = deque(maxlen=self.memory // 4)
+        self._sums = np.zeros((5, 5)), np.zeros(5)
+        self._sweep_sums = np.zeros((5, 5)), np.zeros(5)
+        for work, seconds in self.sweep:
+            _accumulate(self._sweep_sums, work, seconds, seconds)
+        self._fit()
+
+    def observe(self, work: StepWork, seconds: float) -> float:
+        """Takes in a step that took `seconds`. Returns what had been predicted."""
+        predicted = self.cost.seconds(work)
+        error = abs(predicted - seconds) / seconds
+        self._errors.append(error)
+        if work.prefill_tokens:
+            self._overruns.append(seconds / predicted)
+        is_outlier = seconds > _OUTLIER * predicted or predicted > _OUTLIER * seconds
+        if is_outlier and self._rejected_in_a_row < _PATIENCE:
+            self._rejected_in_a_row += 1
+            self.num_rejected += 1
+            return predicted
+        if not is_outlier:
+            self._rejected_in_a_row = 0
+        forget = 1 - 1 / self.memory
+        for total in self._sums:
+            total *= forget
+        scale = min(max(predicted, seconds / _OUTLIER), seconds * _OUTLIER)
+        _accumulate(self._sums, work, seconds, scale)
+        self._since_fit += 1
+        if self._since_fit >= _FIT_EVERY:
+            self._fit()
+        return predicted
+
+    def error(self, quantile: float) -> float:
+        """That quantile of |predicted - actual| / actual over the last `memory` steps; 0 before the first."""
+        return float(np.quantile(self._errors, quantile)) if self._errors else 0.0
+
+    def _fit(self) -> None:
+        self._since_fit = 0
+        if len(self._overruns) >= _FIT_EVERY:
+            self.overrun = max(float(np.quantile(self._overruns, 0.95)), 1.0)
+        matrix = self._sweep_sums[0] + self._sums[0]
+        vector = self._sweep_sums[1] + self._sums[1]
+        base, *rest = (float(value) for value in _non_negative_solution(matrix, vector) / _SCALE)
+        self.cost = StepCost(
+            base=base,
+            per_prefill_token=rest[0],
+            per_attended=rest[1],
+            per_decode=rest[2],
+            per_context=rest[3],
+        )
+
+
+_OUTLIER = 3.0
+_PATIENCE = 8  # so many in a row are no accident: the device has changed, and is believed
+_FIT_EVERY = 16
+
+
+def _accumulate(
+    sums: tuple[NDArray[np.float64], NDArray[np.float64]], work: StepWork, seconds: float, scale: float
+) -> None:
+    """`scale`: seconds that errors are relative to."""
+    row = work.features() / _SCALE / scale
+    sums[0][...] += np.outer(row, row)
+    sums[1][...] += row * (seconds / scale)
+
+
+@cache
+def _subsets() -> tuple[tuple[int, ...], ...]:
+    return tuple(subset for size in range(5, 0, -1) for subset in combinations(range(5), size))
+
+
+def _non_negative_solution(matrix: NDArray[np.float64], vector: NDArray[np.float64]) -> NDArray[np.float64]:
+    """argmin over x >= 0 of x'Mx - 2v'x. One of the subsets of columns holds the optimum with all its entries > 0."""
+    ridge = 1e-9 * np.trace(matrix) * np.eye(5)  # a column never seen must not make the system singular
+    best, best_value = np.zeros(5), 0.0
+    for subset in _subsets():
+        index = list(subset)
+        solution = np.linalg.solve((matrix + ridge)[np.ix_(index, index)], vector[index])
+        if (solution < 0).any():
+            continue
+        full = np.zeros(5)
+        full[index] = solution
+        value = float(full @ matrix @ full - 2 * vector @ full)
+        if value < best_value:
+            best, best_value = full, value
+        if len(index) == 5:
+            break  # the unconstrained optimum is feasible
+    return best
+
+
+Role: TypeAlias = Literal["mixed", "prefill", "decode"]
+"""What a replica's pool is kept for. A value: every replica can do everything."""
+
+
+class SchedulingProfile(BaseModel):
+    """What a replica advertises. The static part: fixed once it has started."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_model_len: int  # tokens, prompt and output together
+    vocab_size: int
+    page_size: int  # tokens
+    num_pages: int
+    max_num_batched_tokens: int  # per step
+    max_num_seqs: int
+    slo_classes: tuple[SloClass, ...]  # most urgent first
+    chunk_policy: Literal["adaptive", "fixed"] = "adaptive"
+    min_chunk_tokens: int = 16  # adaptive: what a step carries of a prompt however little time there is
+    admission: Literal["reject", "queue"] = "reject"
+    role: Role = "mixed"
+    compatibility: str = ""  # replicas that may exchange pages have the same: model, data type, shape of a page
+    page_bytes: int = 0  # 0: unknown
+    bytes_per_second: float = 1e9  # at which its pages travel to another replica
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    peer: bytes = b""  # where its KV transfers are reached; empty: it makes none
+    cost: StepCost  # as measured at start
+    overrun: float = 1.0  # see `StepCostFit`
