@@ -35,7 +35,7 @@ from crossdock.workers.replica.ranks import Gang, GangSpec, follow
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
-from crossdock.workers.schedule.scheduler import Batch, Sampled, Scheduler
+from crossdock.workers.schedule.scheduler import Batch, SampledToken, Scheduler
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "prompts whole": {"enable_chunked_prefill": False, "max_num_batched_tokens": 8192},
@@ -169,7 +169,9 @@ class Pipeline:
             self._flights.append((batch, self._run(batch)))
         batch, ended = self._flights.popleft()
         self.now = max(self.now, ended)
-        self.scheduler.update(batch, {part.request.id: Sampled(5) for part in batch.scheduled if part.samples}, ended)
+        self.scheduler.update(
+            batch, {part.request.id: SampledToken(5) for part in batch.scheduled if part.samples}, ended
+        )
 
     def _run(self, batch: Batch) -> float:
         ready, share = self.now, self._cost.seconds(batch.work) / len(self._free)

@@ -17,7 +17,8 @@ from typing import Any
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.placement import Query
 from crossdock.workers.report.advertise import LiveProfile, PageChanges, Prompts
-from crossdock.workers.schedule.cost import Role, SchedulingProfile, StepCost
+from crossdock.workers.report.profile import Role, SchedulingProfile
+from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pages import hash_pages
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 

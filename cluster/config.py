@@ -19,7 +19,7 @@ from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.model.checkpoint import model_name
 from crossdock.workers.replica.docks import TransferConfig
 from crossdock.workers.replica.engine import EngineConfig
-from crossdock.workers.schedule.cost import Role
+from crossdock.workers.report.profile import Role
 
 Dtype: TypeAlias = Literal["auto", "bfloat16", "float16", "float32"]
 

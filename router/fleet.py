@@ -32,9 +32,9 @@ from crossdock.router.placement import (
 )
 from crossdock.router.prefixes import Prefixes
 from crossdock.workers.report.advertise import LiveProfile, PageChanges
-from crossdock.workers.schedule.cost import Role, SchedulingProfile
+from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.pages import PageHash
-from crossdock.workers.schedule.slo import SloClass, rank_of
+from crossdock.workers.schedule.slo import SloClass, priority_of
 
 
 class RouterConfig(BaseModel):
@@ -174,13 +174,13 @@ class Fleet:
         """
         candidates = self._candidates(query, exclude)
         self._refresh(now)
-        rank = self._rank(query.slo_class)
+        priority = self._priority(query.slo_class)
         cached = self._cached(query)
         age = now - self._news
         if self._stale:
             age[list(self._stale)] = 0.0  # nobody knows whether it has gone on
-        it = predict(self._loads, query, rank, cached, age, self.classes)
-        slo = self.classes[rank]
+        it = predict(self._loads, query, priority, cached, age, self.classes)
+        slo = self.classes[priority]
         self.num_chosen += 1
         if self.config.policy == "seconds":
             best = choose(self._loads, query, cached, it, slo, candidates)
@@ -191,7 +191,7 @@ class Fleet:
 
     def book(self, query: Query, placement: Placement, now: float) -> None:
         """The request is on its way to the replicas of `placement`."""
-        rank = self._rank(query.slo_class)
+        priority = self._priority(query.slo_class)
         pair = placement.prefill is not None
         names = (placement.decode,) if placement.prefill is None else (placement.decode, placement.prefill)
         self._placed[query.request_id] = names, query.page_hashes
@@ -202,7 +202,7 @@ class Fleet:
             computes = not pair or name == placement.prefill
             pages = ceil((query.num_tokens - placement.cached_tokens) / it.profile.page_size)
             seconds = max(placement.prefill_seconds, 1e-9) if computes else 0.0
-            booking = Booking(rank, query.num_tokens, seconds, pages, decodes=name == placement.decode)
+            booking = Booking(priority, query.num_tokens, seconds, pages, decodes=name == placement.decode)
             it.unseen[query.request_id] = booking
             self._dirty.add(it.slot)
             self.prefixes.expect(it.slot, query.page_hashes)
@@ -257,9 +257,9 @@ class Fleet:
 
     # -- how it is kept ----------------------------------------------------------------------------------------------
 
-    def _rank(self, slo_class: str) -> int:
+    def _priority(self, slo_class: str) -> int:
         try:
-            return rank_of(self.classes, slo_class)
+            return priority_of(self.classes, slo_class)
         except ValueError:
             return len(self.classes) - 1  # the replica will say so
 
@@ -414,7 +414,7 @@ class Fleet:
         assert first is not None
         assert last is not None
         ttft = float(it.ttft[prefill])
-        slo = self.classes[self._rank(query.slo_class)]
+        slo = self.classes[self._priority(query.slo_class)]
         late = slo.weight * max(ttft - slo.ttft_deadline(float(it.prefill[prefill])), 0.0)
         late += float(it.prompt_late[prefill] + it.stream_late[decode])
         reason: str = self.config.policy

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdock.workers.report.advertise import LENGTHS, MEMORY_S, LiveProfile
+from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.chunking import LEAST_SHARE, share_of_prompts
-from crossdock.workers.schedule.cost import SchedulingProfile
 from crossdock.workers.schedule.pages import PageHash
 from crossdock.workers.schedule.request import Overloaded
 from crossdock.workers.schedule.slo import DEFAULT_CLASS, SloClass
@@ -69,7 +69,7 @@ class Placement:
 class Booking:
     """What a router has given a replica, in the replica's own seconds."""
 
-    rank: int
+    priority: int
     tokens: int  # of the prompt
     seconds: float  # that the replica computes of it; 0: another does
     pages: int  # that it takes there
@@ -79,7 +79,7 @@ class Booking:
 
 @dataclass(slots=True)
 class Loads:
-    """What replicas can do and have to do. One entry each; `[rank, replica]` where it is per class."""
+    """What replicas can do and have to do. One entry each; `[priority, replica]` where it is per class."""
 
     # what they can do
     base: Floats
@@ -98,29 +98,29 @@ class Loads:
     chunk: Floats  # tokens of a prompt that a step carries, at least
     busier: Floats  # share of its time that streams kept from prompts of late beyond what they do now
     gap: Floats  # seconds of a step of all streams and no prompt
-    tightest: Floats  # rank of the most urgent stream
+    tightest: Floats  # priority of the most urgent stream
     future_gap: Floats  # of a step of all streams, those included that are on the way
     turnover: Floats  # seconds from one stream's end to the next
     stream_pages: Floats  # that each gives back
-    pages: Floats  # [rank, replica]
-    places: Floats  # [rank, replica]
-    at_once: Floats  # [rank, replica]: tokens of the longest prompt that waits for neither pages nor a place
-    share: Floats  # [rank, replica]: of the time, what goes into prompts of a class while those streams run
-    own_share: Floats  # [rank, replica]: less what goes into prompts of more urgent classes
-    urgent: Floats  # [rank, replica]: seconds of prompts of more urgent classes, as it last said
-    booked_urgent: Floats  # [rank, replica]: and of those given to it since
-    num_lengths: Floats  # [rank, replica]: that prompts have, which take up the first so many places of `prompts`
-    streams: Floats  # [rank, replica]
-    all_streams: Floats  # [rank, replica]: those included that are on the way
+    pages: Floats  # [priority, replica]
+    places: Floats  # [priority, replica]
+    at_once: Floats  # [priority, replica]: tokens of the longest prompt that waits for neither pages nor a place
+    share: Floats  # [priority, replica]: of the time, what goes into prompts of a class while those streams run
+    own_share: Floats  # [priority, replica]: less what goes into prompts of more urgent classes
+    urgent: Floats  # [priority, replica]: seconds of prompts of more urgent classes, as it last said
+    booked_urgent: Floats  # [priority, replica]: and of those given to it since
+    num_lengths: Floats  # [priority, replica]: that prompts have, which take up the first so many places of `prompts`
+    streams: Floats  # [priority, replica]
+    all_streams: Floats  # [priority, replica]: those included that are on the way
     lateness: Floats  # weighted seconds that a step of all streams is late for those that run
     future_lateness: Floats  # and for those that are on the way
     # where that lies
     columns: Floats  # [column, replica]: all of the above, in that order
-    prompts: Floats  # [0 said or 1 given since, 0 number or 1 seconds together, rank, place, replica]: by length
+    prompts: Floats  # [0 said or 1 given since, 0 number or 1 seconds together, priority, place, replica]: by length
 
 
 _COLUMNS = Loads.__slots__[:-2]
-_PER_RANK = frozenset(
+_PER_PRIORITY = frozenset(
     (
         "pages",
         "places",
@@ -138,16 +138,16 @@ _AGE = 3.0  # seconds: who is busy and has said nothing new for longer may have 
 NUM_LENGTHS = len(LENGTHS) + 1
 
 
-def blank(num_replicas: int, num_ranks: int) -> Loads:
+def blank(num_replicas: int, num_classes: int) -> Loads:
     """Loads of so many slots with no replica in them."""
-    columns = np.zeros((len(_COLUMNS) + len(_PER_RANK) * (num_ranks - 1), num_replicas))
+    columns = np.zeros((len(_COLUMNS) + len(_PER_PRIORITY) * (num_classes - 1), num_replicas))
     views: dict[str, Floats] = {}
     at = 0
     for name in _COLUMNS:
-        width = num_ranks if name in _PER_RANK else 1
-        views[name] = columns[at : at + width] if name in _PER_RANK else columns[at]
+        width = num_classes if name in _PER_PRIORITY else 1
+        views[name] = columns[at : at + width] if name in _PER_PRIORITY else columns[at]
         at += width
-    loads = Loads(**views, columns=columns, prompts=np.zeros((2, 2, num_ranks, NUM_LENGTHS, num_replicas)))
+    loads = Loads(**views, columns=columns, prompts=np.zeros((2, 2, num_classes, NUM_LENGTHS, num_replicas)))
     for divisor in (loads.page_size, loads.bytes_per_second, loads.share, loads.own_share, loads.stream_pages):
         divisor[:] = 1.0
     loads.budget[:] = loads.at_once[:] = 1e12  # tokens: an empty slot is none of the few that need a closer look
@@ -159,92 +159,94 @@ class Row:
     """One replica's part of `Loads`."""
 
     columns: list[float]
-    prompts: list[tuple[int, int, int, float, float]]  # (said or given since, rank, place, number, seconds together)
+    prompts: list[
+        tuple[int, int, int, float, float]
+    ]  # (said or given since, priority, place, number, seconds together)
 
     def put(self, loads: Loads, slot: int) -> None:
         loads.columns[:, slot] = self.columns
         loads.prompts[..., slot] = 0.0
-        for given, rank, place, count, seconds in self.prompts:
-            loads.prompts[given, 0, rank, place, slot] = count
-            loads.prompts[given, 1, rank, place, slot] = seconds
+        for given, priority, place, count, seconds in self.prompts:
+            loads.prompts[given, 0, priority, place, slot] = count
+            loads.prompts[given, 1, priority, place, slot] = seconds
 
 
 def row(
     profile: SchedulingProfile, live: LiveProfile | None, booked: Iterable[Booking], classes: Sequence[SloClass]
 ) -> Row:
     """One replica's row. `booked`: what is not in `live`."""
-    num_ranks = len(classes)
+    num_classes = len(classes)
     cost = live.cost if live is not None and live.cost else profile.cost.coefficients
     base, per_token, per_attended, per_decode, per_context = cost
     queue = _Queue()
-    streams, arriving = [0.0] * num_ranks, [0.0] * num_ranks
-    soon = [0.0] * num_ranks  # streams, and those whose prompts others compute
-    places, pages = [float(profile.max_num_seqs)] * num_ranks, [float(profile.num_pages)] * num_ranks
+    streams, arriving = [0.0] * num_classes, [0.0] * num_classes
+    soon = [0.0] * num_classes  # streams, and those whose prompts others compute
+    places, pages = [float(profile.max_num_seqs)] * num_classes, [float(profile.num_pages)] * num_classes
     prompt_shares: Sequence[float] = ()
     context = future_context = remaining = step = kept = 0.0
     rate = profile.bytes_per_second
     if live is not None:
         for group in live.prompts:
-            rank = min(group.rank, num_ranks - 1)
-            queue.add(0, rank, group.length, group.count, group.seconds)
-            arriving[rank] += group.count
+            priority = min(group.priority, num_classes - 1)
+            queue.add(0, priority, group.length, group.count, group.seconds)
+            arriving[priority] += group.count
             future_context += group.tokens
         num_leaving = sum(live.leaving)
         if num_leaving:  # whose tokens are whose, it does not say
             future_context *= 1 - min(num_leaving / max(sum(arriving), 1), 1)
-        streams = _by_rank(live.streams, num_ranks)
+        streams = _by_priority(live.streams, num_classes)
         soon = [*streams]
-        for rank, count in enumerate(_by_rank(live.arriving, num_ranks)):
-            arriving[rank] += count
-            soon[rank] += count
-        for rank, count in enumerate(_by_rank(live.leaving, num_ranks)):
-            arriving[rank] -= count
-        places[: len(live.places)] = live.places[:num_ranks]
-        pages[: len(live.free_pages)] = live.free_pages[:num_ranks]
+        for priority, count in enumerate(_by_priority(live.arriving, num_classes)):
+            arriving[priority] += count
+            soon[priority] += count
+        for priority, count in enumerate(_by_priority(live.leaving, num_classes)):
+            arriving[priority] -= count
+        places[: len(live.places)] = live.places[:num_classes]
+        pages[: len(live.free_pages)] = live.free_pages[:num_classes]
         prompt_shares, kept = live.prompt_shares, live.stream_share
         context, remaining = live.context_tokens, live.remaining_tokens
         step, rate = live.step_seconds, live.bytes_per_second or rate
     for it in booked:
-        rank = min(it.rank, num_ranks - 1)
+        priority = min(it.priority, num_classes - 1)
         if it.seconds and not it.has_first:
-            queue.add(1, rank, bisect(LENGTHS, it.seconds), 1, it.seconds)
+            queue.add(1, priority, bisect(LENGTHS, it.seconds), 1, it.seconds)
         if it.decodes and it.has_first:
-            streams[rank] += 1
-            soon[rank] += 1
+            streams[priority] += 1
+            soon[priority] += 1
             context += it.tokens
             remaining += EXPECTED_TOKENS
         elif it.decodes:
-            arriving[rank] += 1
-            soon[rank] += not it.seconds
+            arriving[priority] += 1
+            soon[priority] += not it.seconds
             future_context += it.tokens
         if it.decodes or not it.has_first:
             pages = [free - it.pages for free in pages]
             places = [free - 1 for free in places]
     num_streams, num_arriving = sum(streams), max(sum(arriving), 0.0)
     everyone = [*streams]
-    for rank, count in enumerate(arriving):
+    for priority, count in enumerate(arriving):
         if count > 0:
-            everyone[rank] += count
+            everyone[priority] += count
     decodes = base + per_decode * num_streams + per_context * context
-    tightest = next((rank for rank, count in enumerate(streams) if count), num_ranks)
+    tightest = next((priority for priority, count in enumerate(streams) if count), num_classes)
     is_adaptive, budget = profile.chunk_policy == "adaptive", profile.max_num_batched_tokens
     page_size = profile.page_size
-    shares = [1.0] * num_ranks  # as in Scheduler.prefill_share
+    shares = [1.0] * num_classes  # as in Scheduler.prefill_share
     if num_soon := sum(soon):
         seconds = decodes + per_decode * (num_soon - num_streams)
         if is_adaptive:
-            ranks = [rank for rank, count in enumerate(soon) if count]
-            tpot, least = min([classes[rank].tpot_s for rank in ranks]), page_size * per_token
-            for rank in range(num_ranks):
-                floor = profile.min_chunk_tokens * per_token if rank <= ranks[0] else 0.0
-                shares[rank] = share_of_prompts(seconds, tpot, profile.overrun, floor, least)
+            priorities = [priority for priority, count in enumerate(soon) if count]
+            tpot, least = min([classes[priority].tpot_s for priority in priorities]), page_size * per_token
+            for priority in range(num_classes):
+                floor = profile.min_chunk_tokens * per_token if priority <= priorities[0] else 0.0
+                shares[priority] = share_of_prompts(seconds, tpot, profile.overrun, floor, least)
         else:
             room = budget - num_soon
-            shares = [1 - seconds / (seconds + room * (per_token + per_attended * room / 2))] * num_ranks
+            shares = [1 - seconds / (seconds + room * (per_token + per_attended * room / 2))] * num_classes
     future_gap = decodes + per_decode * num_arriving + per_context * future_context
     mean_context = (context + future_context) / max(num_streams + num_arriving, 1.0)
     begins = zip(pages, places, strict=True)
-    prompts, (num_said, num_given), (urgent, booked_urgent) = queue.placed(num_ranks)
+    prompts, (num_said, num_given), (urgent, booked_urgent) = queue.placed(num_classes)
     columns = [
         base,
         per_token,
@@ -269,7 +271,7 @@ def row(
         *places,
         *[(free - 1) * page_size if place >= 1 else -1.0 for free, place in begins],
         *[max(share, LEAST_SHARE) for share in shares],
-        *[max(share - sum(prompt_shares[:rank]), LEAST_SHARE) for rank, share in enumerate(shares)],
+        *[max(share - sum(prompt_shares[:priority]), LEAST_SHARE) for priority, share in enumerate(shares)],
         *urgent,
         *booked_urgent,
         *map(max, num_said, num_given),
@@ -286,42 +288,42 @@ class _Queue:
     """The prompts that wait at one replica."""
 
     groups: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
-    """By 0 said or 1 given since, rank and length: how many, and their seconds together."""
+    """By 0 said or 1 given since, priority and length: how many, and their seconds together."""
 
-    def add(self, given: int, rank: int, length: int, count: float, seconds: float) -> None:
-        counted, together = self.groups.get((given, rank, length), (0.0, 0.0))
-        self.groups[given, rank, length] = counted + count, together + seconds
+    def add(self, given: int, priority: int, length: int, count: float, seconds: float) -> None:
+        counted, together = self.groups.get((given, priority, length), (0.0, 0.0))
+        self.groups[given, priority, length] = counted + count, together + seconds
 
     def placed(
-        self, num_ranks: int
+        self, num_classes: int
     ) -> tuple[list[tuple[int, int, int, float, float]], tuple[list[int], ...], tuple[list[float], ...]]:
-        """As in `Row.prompts`; and for those said and those given, by rank, how many places they take up, and the
+        """As in `Row.prompts`; and for those said and those given, by priority, how many places they take up, and the
         seconds of those of more urgent classes."""
         prompts = []
-        taken, before = ([0] * num_ranks, [0] * num_ranks), ([0.0] * num_ranks, [0.0] * num_ranks)
-        for (given, rank, _), (count, seconds) in sorted(self.groups.items()):
-            prompts.append((given, rank, taken[given][rank], count, seconds))
-            taken[given][rank] += 1
-            for less_urgent in range(rank + 1, num_ranks):
+        taken, before = ([0] * num_classes, [0] * num_classes), ([0.0] * num_classes, [0.0] * num_classes)
+        for (given, priority, _), (count, seconds) in sorted(self.groups.items()):
+            prompts.append((given, priority, taken[given][priority], count, seconds))
+            taken[given][priority] += 1
+            for less_urgent in range(priority + 1, num_classes):
                 before[given][less_urgent] += seconds
         return prompts, taken, before
 
 
-def _by_rank(said: Sequence[float], num_ranks: int) -> list[float]:
+def _by_priority(said: Sequence[float], num_classes: int) -> list[float]:
     """In an upgrade a replica may have more classes than this router knows, or fewer."""
-    if len(said) == num_ranks:
+    if len(said) == num_classes:
         return [*said]
-    known = [*said[:num_ranks], *[0.0] * (num_ranks - len(said))]
-    known[-1] += sum(said[num_ranks:])
+    known = [*said[:num_classes], *[0.0] * (num_classes - len(said))]
+    known[-1] += sum(said[num_classes:])
     return known
 
 
 def lateness(gap: float, streams: Sequence[float], classes: Sequence[SloClass]) -> float:
     """Seconds per token by which streams are late where a step takes `gap`, each times its class's weight."""
     late = 0.0
-    for rank, slo in enumerate(classes):
+    for priority, slo in enumerate(classes):
         if gap > slo.tpot_s:
-            late += streams[rank] * slo.weight * (gap - slo.tpot_s)
+            late += streams[priority] * slo.weight * (gap - slo.tpot_s)
     return late
 
 
@@ -340,27 +342,27 @@ class Prediction:
 
 
 def predict(
-    loads: Loads, query: Query, rank: int, cached: Floats, age: Floats, classes: Sequence[SloClass]
+    loads: Loads, query: Query, priority: int, cached: Floats, age: Floats, classes: Sequence[SloClass]
 ) -> Prediction:
     """`cached`: tokens of the prompt that each replica has; `age`: seconds since it last said something new, which it
     may have no end of if it has nothing to do."""
-    slo = classes[rank]
+    slo = classes[priority]
     total = query.num_tokens
     rest = total - cached
     context = cached + rest / 2
     per_token = loads.per_token + loads.per_attended * context
     own = _prefill_seconds(loads, rest, cached, per_token)
     # chunking.predicted_ttft, whose prompts come here by class and length. Since it last spoke, it has gone on.
-    done = np.minimum(age, _AGE) * loads.share[rank]
-    ahead = np.maximum(loads.urgent[rank] - done, 0.0) + loads.booked_urgent[rank]
-    width = int(loads.num_lengths[rank].max())
+    done = np.minimum(age, _AGE) * loads.share[priority]
+    ahead = np.maximum(loads.urgent[priority] - done, 0.0) + loads.booked_urgent[priority]
+    width = int(loads.num_lengths[priority].max())
     if width:
-        ahead += _among(loads, rank, width, done, own)
-    room = _room(loads, rank, rest)
+        ahead += _among(loads, priority, width, done, own)
+    room = _room(loads, priority, rest)
     # Who is more urgent and comes later goes first; and the longer it takes, the more streams will be there as ever.
     behind = ahead + own
     busier = loads.busier * np.exp(age / -MEMORY_S) * (behind / (behind + SOON))
-    share = np.maximum(loads.own_share[rank] - busier, LEAST_SHARE)
+    share = np.maximum(loads.own_share[priority] - busier, LEAST_SHARE)
     ttft = np.maximum(ahead / share, room) + own / share + loads.step
 
     chunk = np.minimum(loads.chunk, rest)
@@ -368,7 +370,9 @@ def predict(
     prompt_late = stream_late = np.zeros(len(rest))
     tightest = min([it.tpot_s for it in classes])
     if mixed.max() > tightest:  # else nobody is late, and that is all
-        carries = (loads.adaptive == 0) | (rank <= loads.tightest)  # nobody waits for the prompt of a less urgent class
+        carries = (loads.adaptive == 0) | (
+            priority <= loads.tightest
+        )  # nobody waits for the prompt of a less urgent class
         more = _lateness(mixed, loads.streams, classes) - loads.lateness
         prompt_late = np.where(carries, more * rest / np.maximum(chunk, 1.0), 0.0)
 
@@ -378,7 +382,9 @@ def predict(
     if gap.max() > tightest:
         more = _lateness(gap, loads.all_streams, classes) - loads.future_lateness
         stream_late = num_output * (more + slo.weight * np.maximum(gap - slo.tpot_s, 0.0))
-    return Prediction(own, behind / loads.share[rank], ttft, room, gap, prompt_late, stream_late, num_output * token)
+    return Prediction(
+        own, behind / loads.share[priority], ttft, room, gap, prompt_late, stream_late, num_output * token
+    )
 
 
 def _prefill_seconds(loads: Loads, rest: Floats, cached: Floats, per_token: Floats) -> Floats:
@@ -391,23 +397,23 @@ def _prefill_seconds(loads: Loads, rest: Floats, cached: Floats, per_token: Floa
     return num_chunks * loads.base + rest * per_token + loads.per_context * contexts
 
 
-def _among(loads: Loads, rank: int, width: int, done: Floats, own: Floats) -> Floats:
+def _among(loads: Loads, priority: int, width: int, done: Floats, own: Floats) -> Floats:
     """Seconds of the prompts of its own class that go before it, each of which delays it by its own length at most."""
-    (counts, seconds), (booked_counts, booked_seconds) = loads.prompts[:, :, rank, :width]
-    left = 1 - (done - loads.urgent[rank]) / np.maximum(seconds.sum(axis=0), 1e-9)
+    (counts, seconds), (booked_counts, booked_seconds) = loads.prompts[:, :, priority, :width]
+    left = 1 - (done - loads.urgent[priority]) / np.maximum(seconds.sum(axis=0), 1e-9)
     left = np.minimum(np.maximum(left, 0.0), 1.0)
     among: Floats = np.minimum(seconds * left, counts * own).sum(axis=0)
     among += np.minimum(booked_seconds, booked_counts * own).sum(axis=0)
     return among
 
 
-def _room(loads: Loads, rank: int, rest: Floats) -> Floats:
+def _room(loads: Loads, priority: int, rest: Floats) -> Floats:
     """Seconds until so many streams have ended that there are a place and pages for the rest of the prompt."""
-    if not (rest > loads.at_once[rank]).any():
+    if not (rest > loads.at_once[priority]).any():
         return np.zeros(len(rest))
     pages = np.ceil(rest / loads.page_size) + 1
-    missing = np.maximum(1 - loads.places[rank], 0.0)
-    missing = np.maximum(missing, np.maximum(pages - loads.pages[rank], 0.0) / loads.stream_pages)
+    missing = np.maximum(1 - loads.places[priority], 0.0)
+    missing = np.maximum(missing, np.maximum(pages - loads.pages[priority], 0.0) / loads.stream_pages)
     room: Floats = missing * loads.turnover
     return room
 

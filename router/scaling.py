@@ -12,7 +12,8 @@ from math import ceil
 from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.workers.report.advertise import LiveProfile
-from crossdock.workers.schedule.cost import Role, SchedulingProfile, StepCost
+from crossdock.workers.report.profile import Role, SchedulingProfile
+from crossdock.workers.schedule.cost import StepCost
 
 
 class ScalingConfig(BaseModel):
@@ -60,7 +61,7 @@ def demand(profile: SchedulingProfile, live: LiveProfile, done_per_s: float) -> 
     """How many replicas like this one its work needs. `done_per_s`: seconds of prompts it has computed per second."""
     cost = StepCost.of(live.cost) if live.cost else profile.cost
     classes = profile.slo_classes
-    waiting = sum(prompts.seconds / classes[prompts.rank].ttft_s for prompts in live.prompts)
+    waiting = sum(prompts.seconds / classes[prompts.priority].ttft_s for prompts in live.prompts)
     time = done_per_s + waiting
     if tightest := [slo.tpot_s for slo, streams in zip(classes, live.streams, strict=False) if streams]:
         time += (cost.base + cost.decode_seconds(sum(live.streams), live.context_tokens)) / tightest[0]

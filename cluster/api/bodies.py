@@ -98,7 +98,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Sampled(Body):
+class GenerationBody(Body):
     """The fields that completions and chats share: OpenAI's, then those vLLM adds."""
 
     n: int = Field(1, ge=1, le=128)
@@ -214,7 +214,7 @@ class Sampled(Body):
         return asked[0][1] if asked else None
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(GenerationBody):
     prompt: Any
     best_of: int | None = Field(None, ge=1)
     echo: bool = False
@@ -245,7 +245,7 @@ class CompletionRequest(Sampled):
         )
 
 
-class ChatCompletionRequest(Sampled):
+class ChatCompletionRequest(GenerationBody):
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)

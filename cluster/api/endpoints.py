@@ -23,7 +23,7 @@ from crossdock.cluster.api.bodies import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Sampled,
+    GenerationBody,
     TokenizeRequest,
 )
 from crossdock.cluster.api.choices import Choice, Output, Prompt, merge
@@ -232,11 +232,11 @@ class _Endpoints:
             )
         return card
 
-    def _slo_class(self, request: Request, asked: Sampled) -> str:
+    def _slo_class(self, request: Request, asked: GenerationBody) -> str:
         return self._tiers.choose(asked.service_tier, request.headers.get(HEADER), request.state.api_key)
 
     def _head(
-        self, request: Request, asked: Sampled, card: ModelCard, slo_class: str, prefix: str, kind: str
+        self, request: Request, asked: GenerationBody, card: ModelCard, slo_class: str, prefix: str, kind: str
     ) -> dict[str, Any]:
         return {
             "id": f"{prefix}-{request.state.request_id}",
@@ -596,7 +596,9 @@ def _sees(request: Request) -> str | None:
     return None if key is None or key.sees_all_requests else key.tenant
 
 
-def _truncated(token_ids: list[int], asked: Sampled, card: ModelCard, limit: int | None, param: str) -> list[int]:
+def _truncated(
+    token_ids: list[int], asked: GenerationBody, card: ModelCard, limit: int | None, param: str
+) -> list[int]:
     """The end of the prompt, where the request asks for it; -1 asks for as much as there is room for."""
     keep = asked.truncate_prompt_tokens
     if keep == -1:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams
-from crossdock.workers.schedule.scheduler import Batch, Sampled, Scheduler, SchedulerConfig
+from crossdock.workers.schedule.scheduler import Batch, SampledToken, Scheduler, SchedulerConfig
 
 PAGE_SIZE = 16
 _MOST_STEPS = 1000
@@ -108,7 +108,7 @@ class _Play:
             }
         )
         self.now += seconds
-        sampled = {part.request.id: Sampled(0) for part in batch.scheduled if part.samples}
+        sampled = {part.request.id: SampledToken(0) for part in batch.scheduled if part.samples}
         self.scheduler.update(batch, sampled, self.now)
         for name in sampled:
             self._token(name)

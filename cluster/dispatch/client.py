@@ -11,7 +11,7 @@ from ray.serve.handle import DeploymentHandle
 from crossdock.cluster.dispatch import membership
 from crossdock.cluster.dispatch.dispatch import ReplicaDead
 from crossdock.workers.report.advertise import Message
-from crossdock.workers.schedule.cost import Role, SchedulingProfile
+from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.request import Overloaded, Submission
 
 

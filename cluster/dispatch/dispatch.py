@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.placement import Placement, Query
 from crossdock.workers.report.advertise import Message
+from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.report.timeline import prompt_length_bucket
-from crossdock.workers.schedule.cost import SchedulingProfile
 from crossdock.workers.schedule.pages import PageHash, hash_pages
 from crossdock.workers.schedule.request import FinishReason, Leg, Overloaded, Submission, TokenDelta
 

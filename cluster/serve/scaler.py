@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.dispatch.client import ReplicaClient, follow_members
 from crossdock.router.scaling import Bounds, Flip, Resize, Scaling
-from crossdock.workers.schedule.cost import SchedulingProfile
+from crossdock.workers.report.profile import SchedulingProfile
 
 logger = logging.getLogger("ray.serve")
 

@@ -16,7 +16,8 @@ steps that are about balanced. KV pages get what weights and a tenth of the memo
 
 from dataclasses import dataclass
 
-from crossdock.workers.schedule.cost import SchedulingProfile, StepCost
+from crossdock.workers.report.profile import SchedulingProfile
+from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 

@@ -1,6 +1,6 @@
 """One simulated replica: the real scheduler and pages, and a clock where the model would be.
 
-It goes round as `EngineLoop` does: what was posted, then a step, then its transfers. While nobody comes or goes, steps
+It goes round as `EngineThread` does: what was posted, then a step, then its transfers. While nobody comes or goes, steps
 that are alike are taken in at once (`Scheduler.advance`), which changes nothing but the time it takes to simulate.
 """
 
@@ -19,10 +19,10 @@ from crossdock.cluster.simulate.fleet import SimulatedPool
 from crossdock.workers.report.advertise import Publisher
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Request, TokenDelta
-from crossdock.workers.schedule.scheduler import Batch, Sampled, Scheduler
+from crossdock.workers.schedule.scheduler import Batch, SampledToken, Scheduler
 
 TOKEN = 2**32 - 1  # what every simulated model says
-_SAMPLED = Sampled(TOKEN)
+_SAMPLED = SampledToken(TOKEN)
 
 Action: TypeAlias = Callable[[float], None]
 """Something done at a time."""
@@ -34,13 +34,13 @@ class Observer(Protocol):
     def streamed(self, requests: Sequence[Request], times: Sequence[float]) -> None:
         """Each of the requests made a token at each of the times."""
 
-    def stepped(self, replica: "Replica", batch: Batch, deltas: Sequence[TokenDelta], now: float) -> None:
+    def stepped(self, replica: "SimulatedReplica", batch: Batch, deltas: Sequence[TokenDelta], now: float) -> None:
         """A step has ended."""
 
-    def granted(self, replica: "Replica", request: Request, now: float) -> None:
+    def granted(self, replica: "SimulatedReplica", request: Request, now: float) -> None:
         """There are pages for what another replica computes."""
 
-    def published(self, replica: "Replica", now: float) -> None:
+    def published(self, replica: "SimulatedReplica", now: float) -> None:
         """It is time for the routers to hear of it."""
 
 
@@ -70,7 +70,7 @@ class Noise:
 
 
 @dataclass(slots=True, eq=False)
-class Replica:
+class SimulatedReplica:
     """`post` is the only way in."""
 
     name: str

@@ -13,7 +13,7 @@ from rich.table import Table
 from crossdock.cluster.bench import metrics
 from crossdock.cluster.bench.metrics import Sample, Targets
 from crossdock.cluster.bench.report import add_classes
-from crossdock.cluster.simulate.replica import Replica
+from crossdock.cluster.simulate.replica import SimulatedReplica
 from crossdock.cluster.simulate.simulation import Outcome
 from crossdock.cluster.simulate.study import Estimate, Score
 
@@ -51,12 +51,12 @@ def _pool(outcome: Outcome, name: str) -> dict[str, Any]:
     }
 
 
-def _utilisation(replica: Replica, duration: float) -> float:
+def _utilisation(replica: SimulatedReplica, duration: float) -> float:
     """The share of its life in which it computed."""
     return replica.busy_s / max(_alive_s(replica, duration), 1e-9)
 
 
-def _alive_s(replica: Replica, duration: float) -> float:
+def _alive_s(replica: SimulatedReplica, duration: float) -> float:
     return (duration if replica.until is None else min(replica.until, duration)) - min(replica.since, duration)
 
 

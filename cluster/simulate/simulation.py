@@ -12,8 +12,8 @@ from crossdock.cluster.bench.metrics import Sample
 from crossdock.cluster.bench.workloads import Job
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import Failure, SimulatedFleet, SimulatedPool
-from crossdock.cluster.simulate.replica import TOKEN, Noise, Replica
-from crossdock.cluster.simulate.transfer import Links, Transfer
+from crossdock.cluster.simulate.replica import TOKEN, Noise, SimulatedReplica
+from crossdock.cluster.simulate.transfer import SimulatedNetwork, SimulatedTransfer
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import Placement, Query
 from crossdock.workers.report.advertise import LiveProfile
@@ -40,9 +40,9 @@ class Call:
     query: Query
     prompt: list[int]  # tokens
     placement: Placement | None = None
-    decode: Replica | None = None
-    prefill: Replica | None = None  # until its pages are shipped
-    transfer: Transfer | None = None
+    decode: SimulatedReplica | None = None
+    prefill: SimulatedReplica | None = None  # until its pages are shipped
+    transfer: SimulatedTransfer | None = None
     given: int = 0  # tokens that its client had when it was placed
     epoch: int = 0  # how often it has been placed before
     losses: int = 0  # of these, because a replica died
@@ -66,7 +66,7 @@ class Outcome:
     seed: int
     samples: list[Sample]  # in order of arrival
     placed: list[Placed]
-    replicas: list[Replica]
+    replicas: list[SimulatedReplica]
     duration: float  # seconds, from the first arrival to the last end
 
 
@@ -78,11 +78,11 @@ class Simulation:
         self.fleet = fleet
         self.clock = Clock()
         self.routers = [Fleet(fleet.router) for _ in range(fleet.routers)]
-        self.replicas: dict[str, Replica] = {}
+        self.replicas: dict[str, SimulatedReplica] = {}
         self.calls: dict[str, Call] = {}  # by request, those that have not ended
         self._outcome = Outcome(fleet, seed, [], [], [], 0.0)
         self._at_once = at_once
-        self._links = Links()
+        self._links = SimulatedNetwork()
         self._said: dict[str, tuple[LiveProfile, float]] = {}  # by replica: last, and when
         self._started: dict[str, int] = {pool.name: 0 for pool in fleet.pools}
         self._default_class = fleet.pools[0].engine.default_slo_class
@@ -159,11 +159,11 @@ class Simulation:
             self._place(call, now)
             return
         half = self.fleet.latency_s / 2
-        call.transfer = Transfer(call.id, epoch, call.prefill, call.decode, self.clock, self._links, half)
+        call.transfer = SimulatedTransfer(call.id, epoch, call.prefill, call.decode, self.clock, self._links, half)
         for replica, leg in ((call.decode, Leg.RECEIVE), (call.prefill, Leg.SEND)):
             replica.post(partial(self._take, call, replica, leg, epoch), now)
 
-    def _take(self, call: Call, replica: Replica, leg: Leg, epoch: int, now: float) -> None:
+    def _take(self, call: Call, replica: SimulatedReplica, leg: Leg, epoch: int, now: float) -> None:
         """Between two steps of the replica: it takes the request, or refuses."""
         if call.epoch != epoch or call.decode is None:
             return  # the other replica has refused already
@@ -216,7 +216,7 @@ class Simulation:
         for request in requests:
             self.calls[request.id].sample.times.extend(times)
 
-    def stepped(self, replica: Replica, batch: Batch, deltas: Sequence[TokenDelta], now: float) -> None:
+    def stepped(self, replica: SimulatedReplica, batch: Batch, deltas: Sequence[TokenDelta], now: float) -> None:
         for delta in deltas:
             call = self.calls.get(delta.request_id)
             if call is None or replica not in (call.decode, call.prefill) or _is_late(call, batch):
@@ -239,18 +239,18 @@ class Simulation:
         placed = Placed(call.placement.reason, call.placement.predicted_ttft, now - call.sample.sent)
         self._outcome.placed.append(placed)
 
-    def _ended(self, call: Call, replica: Replica, now: float) -> None:
+    def _ended(self, call: Call, replica: SimulatedReplica, now: float) -> None:
         """Its last token is made: both its replicas are done with it."""
         if call.transfer is not None and not call.transfer.is_over:  # its first token was its last
             self._withdraw(call, now)
         self._over(call, now)
 
-    def granted(self, replica: Replica, request: Request, now: float) -> None:
+    def granted(self, replica: SimulatedReplica, request: Request, now: float) -> None:
         call = self.calls.get(request.id)
         if call is not None and call.transfer is not None and call.decode is replica:
             call.transfer.grant(request, now)
 
-    def published(self, replica: Replica, now: float) -> None:
+    def published(self, replica: SimulatedReplica, now: float) -> None:
         live, pages = replica.publisher.live(now, replica.step_s), replica.publisher.page_changes()
         self._said[replica.name] = live, now
         for router in self.routers:
@@ -274,7 +274,7 @@ class Simulation:
         name = f"{pool.name}/{self._started[pool.name]}"
         self._started[pool.name] += 1
         noise = Noise(self.fleet.noise, (self._outcome.seed, len(self._outcome.replicas)))
-        replica = Replica(name, pool, self.clock, self, noise, self._at_once, since=now)
+        replica = SimulatedReplica(name, pool, self.clock, self, noise, self._at_once, since=now)
         replica.publisher.interval_s = self.fleet.publish_s
         self.replicas[name] = replica
         self._outcome.replicas.append(replica)
@@ -341,12 +341,12 @@ def _is_late(call: Call, batch: Batch) -> bool:
     )
 
 
-def _abort(replica: Replica, request_id: str, owner: str, now: float) -> None:
+def _abort(replica: SimulatedReplica, request_id: str, owner: str, now: float) -> None:
     replica.scheduler.abort(request_id)
     replica.scheduler.pages.release(owner)  # who sends keeps its pages until nobody reads them any more
 
 
-def _forgive(replica: Replica, owner: str, now: float) -> None:
+def _forgive(replica: SimulatedReplica, owner: str, now: float) -> None:
     """Nobody writes to those pages any more."""
     replica.scheduler.pages.end_quarantine(owner)
 

@@ -4,17 +4,19 @@ else the two replicas' links carry. What `Handover` and the docks do, in simulat
 from dataclasses import dataclass, field
 
 from crossdock.cluster.simulate.clock import Clock
-from crossdock.cluster.simulate.replica import TOKEN, Replica
+from crossdock.cluster.simulate.replica import TOKEN, SimulatedReplica
 from crossdock.workers.schedule.request import Leg, Request, Status
 
 
 @dataclass(slots=True)
-class Links:
+class SimulatedNetwork:
     """Every replica has one link out and one in; each carries one message at a time, in the order they were given."""
 
     _free: dict[tuple[str, bool], float] = field(default_factory=dict)  # by replica, and whether out
 
-    def carry(self, sender: Replica, receiver: Replica, num_bytes: float, now: float) -> tuple[float, float]:
+    def carry(
+        self, sender: SimulatedReplica, receiver: SimulatedReplica, num_bytes: float, now: float
+    ) -> tuple[float, float]:
         """When so many bytes that are sent now begin to travel, and when they will have arrived."""
         out, into = (sender.name, True), (receiver.name, False)
         begin = max(now, self._free.get(out, 0.0), self._free.get(into, 0.0))
@@ -24,15 +26,15 @@ class Links:
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class SimulatedTransfer:
     """The pages of one prompt. It is over when all has arrived, or when either side does not want it any more."""
 
     request_id: str
     epoch: int
-    sender: Replica
-    receiver: Replica
+    sender: SimulatedReplica
+    receiver: SimulatedReplica
     clock: Clock
-    links: Links
+    links: SimulatedNetwork
     latency_s: float  # of a message between replicas
     is_over: bool = False
     _granted: int | None = None  # the first page that the receiver does not have

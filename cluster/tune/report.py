@@ -14,7 +14,7 @@ from rich.table import Table
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.tune.advice import Advice
 from crossdock.cluster.tune.curves import NEAR_BEST, Cell, Curves, relative_errors
-from crossdock.workers.schedule.cost import SchedulingProfile
+from crossdock.workers.report.profile import SchedulingProfile
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,11 @@ from typing import Any
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.placement import Placement, Query
 from crossdock.workers.report.advertise import LiveProfile, Publisher
-from crossdock.workers.schedule.cost import Role, SchedulingProfile, StepCost
+from crossdock.workers.report.profile import Role, SchedulingProfile
+from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pages import PagePool, hash_pages
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams
-from crossdock.workers.schedule.scheduler import Sampled, Scheduler, SchedulerConfig
+from crossdock.workers.schedule.scheduler import SampledToken, Scheduler, SchedulerConfig
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 COST = StepCost(base=2e-3, per_prefill_token=1e-4, per_attended=1e-8, per_decode=2e-4, per_context=1e-7)
@@ -92,7 +93,7 @@ class Replica:
         """One step; the requests that got a token."""
         batch = self.scheduler.schedule(self.now)
         self.now += self.profile.cost.seconds(batch.work)
-        sampled = {part.request.id: Sampled(7) for part in batch.scheduled if part.samples}
+        sampled = {part.request.id: SampledToken(7) for part in batch.scheduled if part.samples}
         return [delta.request_id for delta in self.scheduler.update(batch, sampled, self.now)]
 
     def say(self, fleet: Fleet, name: str, now: float) -> None:

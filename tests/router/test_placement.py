@@ -43,10 +43,10 @@ def test_the_first_token_is_predicted_as_by_the_replicas_own_scheduler(rng: rand
     replica.say(fleet, "it", 0.0)
     new = [99, *range(rng.choice([10, 100, 1000, 4000]))]
     request = Request("new", new, SamplingParams(max_tokens=50), slo_class=rng.choice(CLASSES))
-    request.rank = CLASSES.index(request.slo_class)
+    request.priority = CLASSES.index(request.slo_class)
     wanted, own = replica.scheduler.predict_ttft(request)
     found = predicted(fleet, Query("new", len(new), slo_class=request.slo_class, max_tokens=50))
-    same = [it for it in replica.scheduler.prefills() if it.rank == request.rank]
+    same = [it for it in replica.scheduler.prefills() if it.priority == request.priority]
     slack = sum(max(own - replica.scheduler.prefill_seconds(it), 0.0) for it in same)
     assert wanted <= found + 1e-9
     assert found <= wanted + slack / 0.05 + 1e-9
@@ -311,13 +311,13 @@ def test_it_is_the_least_of_all_placements(rng: random.Random) -> None:
     candidates = fleet._candidates(asked, ())
     fleet._refresh(0.0)
     loads, zero = fleet._loads, np.zeros(len(fleet._slots))
-    rank = CLASSES.index(asked.slo_class)
-    it = predict(loads, asked, rank, zero, zero, fleet.classes)
+    priority = CLASSES.index(asked.slo_class)
+    it = predict(loads, asked, priority, zero, zero, fleet.classes)
     nobody = candidates.alone[:0]
 
     def among(alone: object, near: object, far: object) -> Choice:
         them = Candidates(alone, near, far, candidates.groups, candidates.names)  # type: ignore[arg-type]
-        return choose(loads, asked, zero, it, fleet.classes[rank], them)
+        return choose(loads, asked, zero, it, fleet.classes[priority], them)
 
     found = among(candidates.alone, candidates.prefills, candidates.decodes)
     alone = [among(candidates.alone[n : n + 1], nobody, nobody) for n in range(len(candidates.alone))]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from crossdock.router.scaling import Bounds, Flip, Resize, Scaling, ScalingConfig, demand
 from crossdock.workers.report.advertise import LiveProfile, Prompts
-from crossdock.workers.schedule.cost import Role
+from crossdock.workers.report.profile import Role
 from tests.router.replicas import COST, profile, quiet
 
 CONFIG = ScalingConfig(utilisation=0.5, interval_s=1.0, up_delay_s=3.0, down_delay_s=5.0)

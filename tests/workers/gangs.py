@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ByteSize
 
-from crossdock.workers.model.kv_memory import Budget
+from crossdock.workers.model.kv_memory import MemoryBudget
 from crossdock.workers.replica.docks import RankDock
 from crossdock.workers.replica.engine import Engine, EngineConfig
 from crossdock.workers.replica.ranks import Gang, GangSpec, follow
@@ -18,7 +18,7 @@ SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 80, "max_num_seqs": 8, "kv
 
 
 def spec_of(path: Path, tensor_size: int, num_stages: int, **options: Any) -> GangSpec:
-    defaults = {"dtype": "float32", "max_model_len": None, "page_size": 16, "budget": Budget(4 << 20)}
+    defaults = {"dtype": "float32", "max_model_len": None, "page_size": 16, "budget": MemoryBudget(4 << 20)}
     return GangSpec(
         str(path),
         num_threads=1,

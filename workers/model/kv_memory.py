@@ -22,7 +22,7 @@ MARGIN = 512 << 20  # bytes for what CUDA records graphs in and for gaps between
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class MemoryBudget:
     """What decides it, the same for all ranks of a replica."""
 
     kv_cache_memory: int | None = None  # bytes; None: `ON_CPUS` there, on GPUs it is measured
@@ -37,21 +37,21 @@ class Budget:
         return ON_CPUS if device == "cpu" else None
 
 
-class Room(NamedTuple):
+class PageBudget(NamedTuple):
     """What a rank has memory for."""
 
     num_pages: int
     page_bytes: int
 
 
-def room_for_pages(model: PagedModel, budget: Budget, page_size: int) -> Room:
+def room_for_pages(model: PagedModel, budget: MemoryBudget, page_size: int) -> PageBudget:
     """Of a rank that has no pool yet. Where it is measured, all ranks of a gang must come here at once."""
     known = budget.known(model.device.type)
     page_bytes = model.layout(page_size).page_bytes
-    return Room((_measured(model, budget, page_size) if known is None else known) // page_bytes, page_bytes)
+    return PageBudget((_measured(model, budget, page_size) if known is None else known) // page_bytes, page_bytes)
 
 
-def _measured(model: PagedModel, budget: Budget, page_size: int) -> int:
+def _measured(model: PagedModel, budget: MemoryBudget, page_size: int) -> int:
     """Bytes that are left on a GPU by the largest step there can be: `max_num_batched_tokens` tokens through scratch
     pages, with every token's logits, as logprobs of a prompt want them, and `max_num_seqs` rows sampled in the way that
     takes most; and by as many decodes."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from crossdock.workers.model.parallel import CannotCut, Place
+from crossdock.workers.model.parallel import CannotCut, RankPosition
 from crossdock.workers.model.weights import measure_part
 
 
@@ -15,7 +15,7 @@ class DoesNotFit(ValueError):
 
 def check_fits(
     config: Any,
-    place: Place,
+    place: RankPosition,
     dtype: torch.dtype,
     kv_bytes: int,
     device: str,
@@ -37,14 +37,14 @@ def check_fits(
     )
 
 
-def _advice(config: Any, place: Place, dtype: torch.dtype, kv_bytes: int, mine: int) -> str:
+def _advice(config: Any, place: RankPosition, dtype: torch.dtype, kv_bytes: int, mine: int) -> str:
     for tensor_size in (2, 4, 8, 16, 32, 64):
         if tensor_size <= place.tensor_size:
             continue
-        wider = Place(0, tensor_size, place.num_stages)
+        wider = RankPosition(0, tensor_size, place.num_stages)
         try:
             needed = max(
-                measure_part(config, Place(stage * tensor_size, tensor_size, place.num_stages), dtype)
+                measure_part(config, RankPosition(stage * tensor_size, tensor_size, place.num_stages), dtype)
                 for stage in range(place.num_stages)
             )
         except CannotCut:

@@ -24,7 +24,7 @@ from crossdock.workers.model.fp8_scales import example_text, in_float32, scale_f
 from crossdock.workers.model.fused_projections import join_projections
 from crossdock.workers.model.fusion import NotFusableError, fuse
 from crossdock.workers.model.memory_fit import check_fits, used_by_all_but_torch
-from crossdock.workers.model.parallel import Links, Part, Place
+from crossdock.workers.model.parallel import Links, Part, RankPosition
 from crossdock.workers.model.weights import load_part
 
 _IMPLEMENTATION = "crossdock"
@@ -130,7 +130,7 @@ class PagedModel:
     layers: Sequence[LayerShape]  # what is here of each layer from the part's first on
     max_model_len: int  # tokens
     eos_token_ids: frozenset[int]
-    part: Part = field(default_factory=lambda: Part(Place()))
+    part: Part = field(default_factory=lambda: Part(RankPosition()))
     attention: Attention = CPP
     pages: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     pool: Tensor | None = None
@@ -260,7 +260,7 @@ def load_model(
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _IMPLEMENTATION}
     part = None
     if kv_bytes is not None:
-        place, num_sharing = (links.place, links.ranks_on_this_host()) if links is not None else (Place(), 1)
+        place, num_sharing = (links.place, links.ranks_on_this_host()) if links is not None else (RankPosition(), 1)
         check_fits(config, place, dtype, kv_bytes, device, num_sharing)
     try:
         if links is not None and links.place.size > 1:
@@ -306,7 +306,7 @@ def wrap_module(
     eos_token_ids = {
         token for value in eos if value is not None for token in (value if type(value) is list else [value])
     }
-    part = part or Part(Place(), num_layers=text_config.num_hidden_layers)
+    part = part or Part(RankPosition(), num_layers=text_config.num_hidden_layers)
     attention = attention or choose_attention("auto", next(module.parameters()).device, kv_cache_dtype)
     model = PagedModel(module, config, (), max_model_len, frozenset(eos_token_ids), part, attention)
     _probe(model, kv_cache_dtype)

@@ -20,7 +20,7 @@ from crossdock.kvtransfer.layout import head_range, layer_range
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPosition:
     """Where a rank stands in its gang. Ranks are numbered stage by stage, as in `kvtransfer.layout.shard_model`."""
 
     rank: int = 0
@@ -68,7 +68,7 @@ class Links:
     A rank that does not take part within `deadline_s` fails the call on every other one.
     """
 
-    def __init__(self, place: Place, deadline_s: float, backend: str = "gloo") -> None:
+    def __init__(self, place: RankPosition, deadline_s: float, backend: str = "gloo") -> None:
         """In an initialised torch.distributed world, by gloo, of just this gang; all its ranks must come here."""
         self.place = place
         timeout = timedelta(seconds=deadline_s)
@@ -157,7 +157,7 @@ class Cut:
 class Part:
     """What `cut` left of a module."""
 
-    place: Place
+    place: RankPosition
     cuts: dict[str, Cut] = field(default_factory=dict)  # by parameter
     heads: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """By layer whose attention is cut: its KV heads `[start, stop)` of how many."""
@@ -170,7 +170,7 @@ class CannotCut(ValueError):
     """The model cannot be divided so; the message says why, and what could be asked for."""
 
 
-def cut(model: Any, place: Place, links: Links | None) -> Part:
+def cut(model: Any, place: RankPosition, links: Links | None) -> Part:
     """Leaves of a transformers causal LM on the meta device what the rank at `place` holds. `links` may be None where
     it is only to be measured.
 
@@ -337,7 +337,7 @@ class _Heads:
     num_kv_heads: int
 
     @classmethod
-    def of_rank(cls, num_heads: int, num_kv_heads: int, place: Place) -> "_Heads":
+    def of_rank(cls, num_heads: int, num_kv_heads: int, place: RankPosition) -> "_Heads":
         """Whole groups of query heads go with their KV head. Ranks that hold the same KV head divide its group."""
         ranges = [head_range(num_kv_heads, place.tensor_size, rank) for rank in range(place.tensor_size)]
         kv = ranges[place.tensor_rank]

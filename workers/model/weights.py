@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, rename_source_key
 
-from crossdock.workers.model.parallel import CannotCut, Cut, Links, Part, Place, cut
+from crossdock.workers.model.parallel import CannotCut, Cut, Links, Part, RankPosition, cut
 
 
 def load_part(
-    config: PretrainedConfig, path: Path, place: Place, links: Links | None, **options: Any
+    config: PretrainedConfig, path: Path, place: RankPosition, links: Links | None, **options: Any
 ) -> tuple[Any, Part]:
     """The part at `place` of the model in a Hugging Face directory; `options` are `from_pretrained`'s.
 
@@ -48,7 +48,7 @@ def load_part(
     return module, parts[0]
 
 
-def measure_part(config: PretrainedConfig, place: Place, dtype: torch.dtype) -> int:
+def measure_part(config: PretrainedConfig, place: RankPosition, dtype: torch.dtype) -> int:
     """Bytes of the weights that the rank at `place` would hold. CannotCut: there is no such part."""
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -61,7 +61,7 @@ def check_division(path: Path, tensor_size: int, num_stages: int) -> None:
     """Raises CannotCut, with the reason, if the model in a Hugging Face directory cannot be divided among so many."""
     config = AutoConfig.from_pretrained(path)
     for rank in range(tensor_size * num_stages):
-        measure_part(config, Place(rank, tensor_size, num_stages), torch.float32)
+        measure_part(config, RankPosition(rank, tensor_size, num_stages), torch.float32)
 
 
 class _Slice:

@@ -16,12 +16,13 @@ from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.workers.model.grammar import GrammarCompiler, GrammarState
 from crossdock.workers.model.graphs import decode_graphs
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.kv_memory import Budget, room_for_pages
+from crossdock.workers.model.kv_memory import MemoryBudget, room_for_pages
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.sampler import Drawn, SampleRow, logprobs_of, sample
 from crossdock.workers.replica.ranks import Gang, held, pool_spec
-from crossdock.workers.schedule.cost import SchedulingProfile, StepCostFit, StepWork
+from crossdock.workers.report.profile import SchedulingProfile
+from crossdock.workers.schedule.cost import StepCostFit, StepWork
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import (
     FinishReason,
@@ -32,7 +33,7 @@ from crossdock.workers.schedule.request import (
     TokenDelta,
     TokenLogprobs,
 )
-from crossdock.workers.schedule.scheduler import Batch, Sampled, Scheduled, Scheduler, SchedulerConfig
+from crossdock.workers.schedule.scheduler import Batch, SampledToken, Scheduled, Scheduler, SchedulerConfig
 
 
 class EngineConfig(SchedulerConfig):
@@ -57,8 +58,8 @@ class EngineConfig(SchedulerConfig):
     )
 
     @property
-    def budget(self) -> Budget:
-        return Budget(
+    def budget(self) -> MemoryBudget:
+        return MemoryBudget(
             None if self.kv_cache_memory is None else int(self.kv_cache_memory),
             self.gpu_memory_utilization,
             self.max_num_batched_tokens,
@@ -82,7 +83,7 @@ class _Flight:
     """A step that has begun: with pipeline stages, or ahead of its tokens, the next begins before it ends."""
 
     batch: Batch
-    sampled: Callable[[], dict[str, Sampled]]  # waits for its end
+    sampled: Callable[[], dict[str, SampledToken]]  # waits for its end
     started: float
     is_alone: bool = True  # no other was in flight at the same time: what it took is what it costs
     found: Tensor | None = None  # its tokens where they are computed, for a step that begins before they are known
@@ -230,13 +231,13 @@ class Engine:
         self._flights.append(flight)
         return True
 
-    def _read(self, batch: Batch, drawn: Drawn) -> dict[str, Sampled]:
+    def _read(self, batch: Batch, drawn: Drawn) -> dict[str, SampledToken]:
         """Waits for a step. Where a token is found only now, the step behind it has begun with another."""
         ids = [part.request.id for part in batch.scheduled if part.samples]
         token_ids, late = drawn.read()
         for flight in self._flights if late else ():
             flight.void, flight.found = {ids[i] for i in late}, None
-        return {id_: Sampled(token_id) for id_, token_id in zip(ids, token_ids, strict=True)}
+        return {id_: SampledToken(token_id) for id_, token_id in zip(ids, token_ids, strict=True)}
 
     def is_in_flight(self, request_id: str) -> bool:
         """Whether a step that has begun computes some of it. Between two steps, where the next has begun already."""
@@ -263,13 +264,13 @@ class Engine:
         seconds = ended - flight.started
         return Step(batch, deltas, flight.started, seconds, self._learn(batch, seconds, flight.is_alone))
 
-    def _compute(self, batch: Batch) -> dict[str, Sampled]:
+    def _compute(self, batch: Batch) -> dict[str, SampledToken]:
         return self._finish(batch, self._runner.begin(batch))
 
-    def _finish(self, batch: Batch, inputs: tuple[StepInputs, list[range]]) -> dict[str, Sampled]:
+    def _finish(self, batch: Batch, inputs: tuple[StepInputs, list[range]]) -> dict[str, SampledToken]:
         return self._sampled(batch, *self._runner.finish(inputs))
 
-    def _sampled(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, Sampled]:
+    def _sampled(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, SampledToken]:
         self._collect_prompt_logprobs(batch, logits, rows)
         sampled = self._sample(batch, logits, rows)
         self.model.wait()  # also where nothing was sampled: its pages may be shipped, and it has taken so long
@@ -322,7 +323,7 @@ class Engine:
             )
         return self._grammar_compiler.compile(grammar)  # type: ignore[arg-type]
 
-    def _sample(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, Sampled]:
+    def _sample(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, SampledToken]:
         parts = [
             (part, row[-1])
             for part, row in zip(batch.scheduled, rows, strict=True)
@@ -343,7 +344,7 @@ class Engine:
                 state.accept(token.token_id)
             ends = state is not None and state.finished
             error = state.error if state is not None else None
-            sampled[part.request.id] = Sampled(token.token_id, token.logprobs, ends, error)
+            sampled[part.request.id] = SampledToken(token.token_id, token.logprobs, ends, error)
         return sampled
 
     def _collect_prompt_logprobs(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> None:

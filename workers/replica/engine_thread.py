@@ -18,9 +18,9 @@ from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.replica.handover import Handover
 from crossdock.workers.replica.metrics import EngineMetrics
 from crossdock.workers.report.advertise import LiveProfile, Message, PageChanges, Publisher
+from crossdock.workers.report.profile import Role
 from crossdock.workers.report.recent_steps import RecentSteps
 from crossdock.workers.report.timeline import Progress, Timeline, Timelines
-from crossdock.workers.schedule.cost import Role
 from crossdock.workers.schedule.request import Overloaded, Status, Submission, TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Channel:
                 return
 
 
-class EngineLoop:
+class EngineThread:
     """Steps an engine for as long as it has work. All public methods belong to the event loop that constructed it."""
 
     def __init__(self, engine: Engine, connect: Callable[[Callable[[Event], None]], Handover] | None = None) -> None:

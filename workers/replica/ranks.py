@@ -31,10 +31,10 @@ from crossdock.kvtransfer.layout import LayerShape, PoolSpec, Shard
 from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.fp8_scales import exponents, fingerprint_of
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.kv_memory import Budget, Room, room_for_pages
+from crossdock.workers.model.kv_memory import MemoryBudget, PageBudget, room_for_pages
 from crossdock.workers.model.memory_fit import used
 from crossdock.workers.model.model import PagedModel, load_model
-from crossdock.workers.model.parallel import Links, Place
+from crossdock.workers.model.parallel import Links, RankPosition
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class GangSpec:
     dtype: str
     max_model_len: int | None
     page_size: int  # tokens
-    budget: Budget  # of each rank
+    budget: MemoryBudget  # of each rank
     num_threads: int
     tensor_size: int = 1
     num_stages: int = 1
@@ -70,8 +70,8 @@ class GangSpec:
     def size(self) -> int:
         return self.tensor_size * self.num_stages
 
-    def place(self, rank: int) -> Place:
-        return Place(rank, self.tensor_size, self.num_stages)
+    def place(self, rank: int) -> RankPosition:
+        return RankPosition(rank, self.tensor_size, self.num_stages)
 
     @property
     def driver(self) -> int:
@@ -141,7 +141,9 @@ class Phases:
         self._since = now
 
 
-def load_rank(spec: GangSpec, place: Place, store: Any, say: Callable[[str], None]) -> tuple[PagedModel, Room]:
+def load_rank(
+    spec: GangSpec, place: RankPosition, store: Any, say: Callable[[str], None]
+) -> tuple[PagedModel, PageBudget]:
     """Joins the world of the gang, loads this rank's part of the model, and finds what room it has for pages.
 
     Raises:
@@ -217,14 +219,14 @@ def _fingerprint_of_scales(everyone: Sequence[Held]) -> str:
 # -- the driver ------------------------------------------------------------------------------------------------------
 
 
-_NO_ROOM = Room(0, 0)
+_NO_ROOM = PageBudget(0, 0)
 
 
 @dataclass(slots=True, eq=False)
 class _Follower:
     channel: Channel
     held: Held | None = None  # once it is ready
-    room: Room = _NO_ROOM
+    room: PageBudget = _NO_ROOM
     blob: bytes | None = None  # of its dock
 
 
@@ -258,10 +260,10 @@ class Gang:
         return model
 
     @property
-    def room(self) -> Room:
+    def room(self) -> PageBudget:
         """As many pages as every rank has room for, and the bytes of the largest of any rank."""
         rooms = [self._room, *(follower.room for follower in self._followers.values())]
-        return Room(min(room.num_pages for room in rooms), max(room.page_bytes for room in rooms))
+        return PageBudget(min(room.num_pages for room in rooms), max(room.page_bytes for room in rooms))
 
     @property
     def everyone(self) -> list[Held]:
@@ -347,7 +349,7 @@ class Gang:
                         case "phase":
                             logger.info("%s: %s", place, fields[0])
                         case "ready":
-                            follower.held, follower.room = fields[0], Room(*fields[1])
+                            follower.held, follower.room = fields[0], PageBudget(*fields[1])
                         case "opened":
                             follower.blob = fields[0]
                         case "failed":

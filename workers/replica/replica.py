@@ -20,14 +20,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from crossdock.workers.model.checkpoint import fingerprint, resolve_model
 from crossdock.workers.model.model import load_model
-from crossdock.workers.model.parallel import Place
+from crossdock.workers.model.parallel import RankPosition
 from crossdock.workers.replica.docks import RankDock, TransferConfig
 from crossdock.workers.replica.engine import Engine, EngineConfig, warm_up
-from crossdock.workers.replica.engine_thread import EngineLoop
+from crossdock.workers.replica.engine_thread import EngineThread
 from crossdock.workers.replica.handover import connect
 from crossdock.workers.replica.ranks import Address, Gang, GangSpec, RankFailed, follow
 from crossdock.workers.report.advertise import Message
-from crossdock.workers.schedule.cost import Role, SchedulingProfile
+from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.request import Overloaded, Submission
 
 logger = logging.getLogger("ray.serve")
@@ -91,10 +91,10 @@ class Replica:
         name = await asyncio.to_thread(fingerprint, path)
         peer = b""
         if transfer is None:
-            self.loop = EngineLoop(loaded)
+            self.loop = EngineThread(loaded)
         else:
             transfer = transfer.model_copy(update={"host": transfer.host or ray.util.get_node_ip_address()})
-            self.loop = EngineLoop(loaded, partial(connect, loaded, name, role, transfer))
+            self.loop = EngineThread(loaded, partial(connect, loaded, name, role, transfer))
             assert self.loop.handover is not None
             peer = self.loop.handover.dock.blob
         self._starting = None
@@ -152,7 +152,7 @@ class Replica:
             watching = asyncio.create_task(self._watch(spec.place(rank), actor.run.remote(spec, rank, address)))
             self._watching.add(watching)
 
-    async def _watch(self, place: Place, running: Any) -> None:
+    async def _watch(self, place: RankPosition, running: Any) -> None:
         """Until the follower ends, which it never does alone."""
         try:
             await running
@@ -192,7 +192,7 @@ class Replica:
             await self.loop.close_channel(ingress, channel)
 
     async def submit(self, ingress: str, submission: Submission) -> int | ValueError | Overloaded:
-        """See `EngineLoop.submit`; or why the request is refused. Returned, not raised: Serve would write each with its
+        """See `EngineThread.submit`; or why the request is refused. Returned, not raised: Serve would write each with its
         traceback to the log, and most refusals come when there is the least time for it."""
         try:
             return await self.loop.submit(ingress, submission)
@@ -212,11 +212,11 @@ class Replica:
             channel.close()
 
     async def progress(self, request_id: str) -> int | None:
-        """See `EngineLoop.progress`."""
+        """See `EngineThread.progress`."""
         return self.loop.progress(request_id)
 
     async def keep_for(self, role: Role) -> None:
-        """Changes this replica's role, without a restart; see `EngineLoop.keep_for`."""
+        """Changes this replica's role, without a restart; see `EngineThread.keep_for`."""
         await self.loop.keep_for(role)
 
     async def peer_dead(self, peer: bytes) -> None:
@@ -232,7 +232,7 @@ class Replica:
         return self.loop.timelines.live(tenant, self.loop.engine.clock())
 
     async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
-        """How it does now, and its newest steps; see `EngineLoop.watched`."""
+        """How it does now, and its newest steps; see `EngineThread.watched`."""
         profile = self.profile.model_dump(exclude={"peer"}, mode="json")
         return {"pool": serve.get_replica_context().deployment, "profile": profile, **self.loop.watched(seen, tenant)}
 

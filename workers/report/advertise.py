@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, inf
 
-from crossdock.workers.schedule.cost import Role
+from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.pages import PageHash
 from crossdock.workers.schedule.request import Leg, Request, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
@@ -21,7 +21,7 @@ MEMORY_S = 5.0  # of what its time went into
 class Prompts:
     """Prompts of one class and about one length that are not computed yet, all parts of them that are left."""
 
-    rank: int
+    priority: int
     length: int  # place among `LENGTHS`
     count: int
     tokens: int
@@ -36,14 +36,16 @@ class LiveProfile:
     sequence: int
     cost: tuple[float, ...]  # `StepCost.coefficients`, as refined by now; empty: unknown
     prompts: tuple[Prompts, ...] = ()
-    streams: tuple[int, ...] = ()  # decodes, by rank
+    streams: tuple[int, ...] = ()  # decodes, by priority
     context_tokens: int = 0  # of all streams together
     remaining_tokens: int = 0  # that the streams may still make, all together
-    arriving: tuple[int, ...] = ()  # by rank: their prompts are computed elsewhere, their tokens will be here
-    leaving: tuple[int, ...] = ()  # by rank: their prompts are computed here, their tokens will be elsewhere
-    places: tuple[int, ...] = ()  # by rank: how many more could begin; below 0, so many that wait could not
-    free_pages: tuple[int, ...] = ()  # by rank: less what those that wait will take, and what the class below gives up
-    prompt_shares: tuple[float, ...] = ()  # by rank: of its time, what went into prompts of late
+    arriving: tuple[int, ...] = ()  # by priority: their prompts are computed elsewhere, their tokens will be here
+    leaving: tuple[int, ...] = ()  # by priority: their prompts are computed here, their tokens will be elsewhere
+    places: tuple[int, ...] = ()  # by priority: how many more could begin; below 0, so many that wait could not
+    free_pages: tuple[
+        int, ...
+    ] = ()  # by priority: less what those that wait will take, and what the class below gives up
+    prompt_shares: tuple[float, ...] = ()  # by priority: of its time, what went into prompts of late
     stream_share: float = 0.0  # of its time, what streams kept from prompts of late
     step_seconds: float = 0.0  # of the last step; 0: nothing is running
     bytes_per_second: float = 0.0  # of pages on their way to others, of late; 0: none were
@@ -87,22 +89,22 @@ def observe(
     leaving = [0] * len(classes)
     for request in scheduler.prefills():
         seconds = scheduler.prefill_seconds(request)
-        group = groups.setdefault((request.rank, bisect(LENGTHS, seconds)), [0, 0, 0.0])
+        group = groups.setdefault((request.priority, bisect(LENGTHS, seconds)), [0, 0, 0.0])
         group[0] += 1
         group[1] += request.num_uncached_tokens
         group[2] += seconds
         if request.leg is Leg.SEND:
-            leaving[request.rank] += 1
+            leaving[request.priority] += 1
     streams, context, remaining = [0] * len(classes), 0, 0
     for request in scheduler.running:
         if request.is_decoding:
-            streams[request.rank] += 1
+            streams[request.priority] += 1
             context += request.num_tokens
             remaining += _num_remaining(request)
     arriving = [0] * len(classes)
     for request in (*scheduler.held, *scheduler.waiting):
         if request.leg is Leg.RECEIVE:
-            arriving[request.rank] += 1
+            arriving[request.priority] += 1
     places, pages = _room(scheduler)
     return LiveProfile(
         incarnation,
@@ -126,21 +128,21 @@ def observe(
 
 
 def _room(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """By rank: how many more could begin, and the pages that are free for them. Who waits is ahead of those of its
+    """By priority: how many more could begin, and the pages that are free for them. Who waits is ahead of those of its
     class and of the less urgent; and a class takes the pages of the less urgent."""
-    num_ranks = len(scheduler.config.slo_classes)
-    places = [scheduler.num_places(rank) for rank in range(num_ranks)]
-    pages = [scheduler.pages.num_available] * num_ranks
+    num_classes = len(scheduler.config.slo_classes)
+    places = [scheduler.num_places(priority) for priority in range(num_classes)]
+    pages = [scheduler.pages.num_available] * num_classes
     for request in scheduler.waiting:
         num_pages = -(-(request.num_tokens - request.expected_cached_tokens) // scheduler.pages.page_size)
-        for rank in range(request.rank, num_ranks):
-            places[rank] -= 1
-            pages[rank] -= num_pages
+        for priority in range(request.priority, num_classes):
+            places[priority] -= 1
+            pages[priority] -= num_pages
     for request in scheduler.running:
-        if request.rank and request.leg is not Leg.SEND:
+        if request.priority and request.leg is not Leg.SEND:
             num_pages = len(scheduler.pages.pages_of(request.owner))
-            for rank in range(request.rank):
-                pages[rank] += num_pages
+            for priority in range(request.priority):
+                pages[priority] += num_pages
     return tuple(places), tuple(pages)
 
 
@@ -164,8 +166,8 @@ class Publisher:
     _was_busy: bool = False
     _spoke: float = 0.0  # when it last did
     _said: tuple[int, ...] = ()  # `_requests` then
-    _work: list[int] = field(default_factory=list)  # by rank, when it last spoke
-    _shares: dict[int, float] = field(default_factory=dict)  # by rank
+    _work: list[int] = field(default_factory=list)  # by priority, when it last spoke
+    _shares: dict[int, float] = field(default_factory=dict)  # by priority
     _step_seconds: float = 0.0
     _kept: float = 0.0  # share of its time that streams kept from prompts when it last spoke
     _mean_kept: float = 0.0
@@ -203,20 +205,20 @@ class Publisher:
         self.role, self._was_busy = role, not self._is_busy
 
     def _shares_of_time(self, now: float) -> tuple[tuple[float, ...], float]:
-        """What went into prompts, by rank, and what streams kept from them, of the last seconds, the latest counting
+        """What went into prompts, by priority, and what streams kept from them, of the last seconds, the latest counting
         most."""
         seconds, self._spoke = now - self._spoke, now
         keep = exp(-seconds / MEMORY_S)
         self._mean_kept = keep * self._mean_kept + (1 - keep) * self._kept
         self._kept = 1 - self.scheduler.prefill_share(0)
         cost = self.scheduler.cost.per_prefill_token if self.scheduler.cost is not None else 0.0
-        ranks = range(len(self.scheduler.config.slo_classes))
-        work = [self.scheduler.work_of[rank] for rank in ranks]
+        priorities = range(len(self.scheduler.config.slo_classes))
+        work = [self.scheduler.work_of[priority] for priority in priorities]
         before, self._work = self._work or work, work
-        for rank in ranks if seconds > 0 else ():
-            now_share = min((work[rank] - before[rank]) * cost / seconds, 1.0)
-            self._shares[rank] = keep * self._shares.get(rank, 0.0) + (1 - keep) * now_share
-        return tuple(self._shares.get(rank, 0.0) for rank in ranks), self._mean_kept
+        for priority in priorities if seconds > 0 else ():
+            now_share = min((work[priority] - before[priority]) * cost / seconds, 1.0)
+            self._shares[priority] = keep * self._shares.get(priority, 0.0) + (1 - keep) * now_share
+        return tuple(self._shares.get(priority, 0.0) for priority in priorities), self._mean_kept
 
     def transferred(self, num_bytes: int, seconds: float) -> None:
         """Pages have gone to another replica."""

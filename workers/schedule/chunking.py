@@ -18,13 +18,13 @@ _MOST_OVERRUN = 2.0  # beyond it chunks would shrink to nothing for a machine th
 
 
 @dataclass(slots=True)
-class Room:
+class ChunkBudget:
     """What a step has left for prefill chunks: tokens, and seconds where `cost` says what they buy."""
 
     tokens: int
     seconds: float = inf
-    floor: int = 0  # tokens the step carries whatever the seconds say, for prompts of `floor_rank` or more urgent
-    floor_rank: int = 1 << 30
+    floor: int = 0  # tokens the step carries whatever the seconds say, for prompts of `floor_priority` or more urgent
+    floor_priority: int = 1 << 30
     cost: StepCost | None = None
     reason: str = "token budget"  # why it is not larger
     lane_tokens: int = 0  # of the tokens and seconds above, what long prompts may not take
@@ -41,9 +41,9 @@ class Room:
     def end_lane(self) -> None:
         self.lane_tokens, self.lane_seconds = 0, 0.0
 
-    def chunk(self, start: int, end: int, rank: int, is_long: bool, threshold: int, page_size: int) -> int:
-        """How many tokens to compute now of those in `[start, end)`, the uncached rest of a prompt of class `rank`."""
-        budget, seconds, floor = self.tokens, self.seconds, self.floor if rank <= self.floor_rank else 0
+    def chunk(self, start: int, end: int, priority: int, is_long: bool, threshold: int, page_size: int) -> int:
+        """How many tokens to compute now of those in `[start, end)`, the uncached rest of a prompt of class `priority`."""
+        budget, seconds, floor = self.tokens, self.seconds, self.floor if priority <= self.floor_priority else 0
         if is_long and self.lane_tokens:  # deep in its context, a floor of it would take the time of all who are short
             budget, seconds, floor = budget - self.lane_tokens, seconds - self.lane_seconds, 0
         if self.cost is not None and self.seconds < inf:
@@ -71,26 +71,26 @@ def chunk_tokens(start: int, end: int, budget: int, threshold: int, page_size: i
     return max(stop - start, 0)
 
 
-def fixed_room(max_num_batched_tokens: int, num_decodes: int) -> Room:
+def fixed_chunk_budget(max_num_batched_tokens: int, num_decodes: int) -> ChunkBudget:
     """vLLM's rule: whatever the decodes leave of a fixed number of tokens."""
-    return Room(max_num_batched_tokens - num_decodes)
+    return ChunkBudget(max_num_batched_tokens - num_decodes)
 
 
-def adaptive_room(
+def adaptive_chunk_budget(
     max_num_batched_tokens: int,
     floor: int,
     contexts: Sequence[int],
     slack: float,
     idle_seconds: float,
     cost: StepCost,
-    floor_rank: int = 1 << 30,
+    floor_priority: int = 1 << 30,
     overrun: float = 1.0,
-) -> Room:
+) -> ChunkBudget:
     """As much as keeps the step inside `slack`, the seconds until the first of the streams must have its token, and
     inside `idle_seconds`: whoever arrives meanwhile waits for its end.
 
     `contexts`: tokens of each decode in the step. While no stream runs or is about to, `slack` is infinite. Never more
-    tokens than the ceiling, `max_num_batched_tokens`; never less than `floor` for prompts of class `floor_rank` or more
+    tokens than the ceiling, `max_num_batched_tokens`; never less than `floor` for prompts of class `floor_priority` or more
     urgent ones. The others take what time is left, which may be none: nobody's stream is late for a prompt that is less
     urgent. `overrun`: by what factor steps take longer than predicted now and then; they must be in time even so.
     """
@@ -101,11 +101,11 @@ def adaptive_room(
         reason = f"slack of {slack * 1e3:.0f} ms, {len(contexts)} decodes"
     else:
         seconds, reason = idle_seconds, f"idle step of {idle_seconds * 1e3:.0f} ms"
-    return Room(tokens, max(seconds - fixed, 0.0), min(floor, tokens), floor_rank, cost, reason)
+    return ChunkBudget(tokens, max(seconds - fixed, 0.0), min(floor, tokens), floor_priority, cost, reason)
 
 
 def share_of_prompts(streams_seconds: float, tpot: float, overrun: float, floor: float, least: float) -> float:
-    """What share of the time goes into chunks, in steps of `adaptive_room`, while streams run that take
+    """What share of the time goes into chunks, in steps of `adaptive_chunk_budget`, while streams run that take
     `streams_seconds` of each step and were promised a token every `tpot`: they are ahead by what they may bank.
     `floor`: seconds of a chunk that is computed whatever the streams say; `least`: of the smallest that can be."""
     chunk = max(BANK * tpot * MARGIN / min(overrun, _MOST_OVERRUN) - streams_seconds, floor)
@@ -120,16 +120,16 @@ def skip_decodes(streams: Sequence[Request], now: float, cost: StepCost) -> set[
     the others take what is left, and are late only when there is nothing else to give.
     """
     skipped: set[str] = set()
-    earliest: dict[int, float] = {}  # by rank
+    earliest: dict[int, float] = {}  # by priority
     for stream in streams:
-        earliest[stream.rank] = min(stream.due, earliest.get(stream.rank, inf))
+        earliest[stream.priority] = min(stream.due, earliest.get(stream.priority, inf))
     if len(earliest) < 2:  # nobody is more urgent than another
         return skipped
     seconds = cost.base + cost.decode_seconds(len(streams), sum([stream.num_tokens for stream in streams]))
     if now + seconds <= min(earliest.values()):  # nobody would be late
         return skipped
-    for stream in sorted(streams, key=lambda it: (-it.rank, -it.due, it.id)):
-        above = min((due for rank, due in earliest.items() if rank < stream.rank), default=inf)
+    for stream in sorted(streams, key=lambda it: (-it.priority, -it.due, it.id)):
+        above = min((due for priority, due in earliest.items() if priority < stream.priority), default=inf)
         if now + seconds <= above or stream.due <= now + 2 * seconds:
             continue
         skipped.add(stream.id)
@@ -181,7 +181,7 @@ def order_prefills(requests: Iterable[Request], now: float, work_done: int, star
         if is_starving(request, now, starvation_s):
             return (-1, 0.0, request.arrival_time, request.id)
         ratio = inf if request.num_preemptions else response_ratio(request, work_done)
-        return (request.rank, -ratio, request.arrival_time, request.id)
+        return (request.priority, -ratio, request.arrival_time, request.id)
 
     return sorted(requests, key=key)
 
@@ -195,21 +195,27 @@ def prefill_reason(request: Request, now: float, work_done: int, starvation_s: f
     return f"response ratio {response_ratio(request, work_done):.2f}"
 
 
-def reserved_slots(classes: Sequence[SloClass], max_num_seqs: int, running_ranks: Sequence[int], rank: int) -> int:
-    """Of the free places for streams, how many are kept for classes more urgent than `rank`."""
+def reserved_slots(
+    classes: Sequence[SloClass], max_num_seqs: int, running_priorities: Sequence[int], priority: int
+) -> int:
+    """Of the free places for streams, how many are kept for classes more urgent than `priority`."""
     kept = 0
-    for urgent, slo in enumerate(classes[:rank]):
+    for urgent, slo in enumerate(classes[:priority]):
         if slo.decode_share:
-            kept += max(int(slo.decode_share * max_num_seqs) - running_ranks.count(urgent), 0)
+            kept += max(int(slo.decode_share * max_num_seqs) - running_priorities.count(urgent), 0)
     return kept
 
 
-def predicted_ttft(own_seconds: float, rank: int, backlog: Iterable[tuple[int, float]], prefill_share: float) -> float:
+def predicted_ttft(
+    own_seconds: float, priority: int, backlog: Iterable[tuple[int, float]], prefill_share: float
+) -> float:
     """Seconds until the first token of a prompt that takes `own_seconds` alone.
 
-    `backlog`: (rank, seconds) of every prompt not finished yet. More urgent classes go before it entirely; those of
+    `backlog`: (priority, seconds) of every prompt not finished yet. More urgent classes go before it entirely; those of
     its own class share with it, so that each delays it by at most its own length, as under processor sharing.
     `prefill_share`: what running streams leave of a step's time.
     """
-    ahead = sum(seconds if other < rank else min(seconds, own_seconds) for other, seconds in backlog if other <= rank)
+    ahead = sum(
+        seconds if other < priority else min(seconds, own_seconds) for other, seconds in backlog if other <= priority
+    )
     return (ahead + own_seconds) / max(prefill_share, LEAST_SHARE)

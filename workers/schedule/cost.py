@@ -1,17 +1,14 @@
-"""What a replica can do, in seconds: `StepCost` predicts a step, `SchedulingProfile` is what routers are told."""
+"""Predict the seconds of a step: `StepCost` is the formula, `StepCostFit` learns its coefficients from measured steps."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations
-from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
-
-from crossdock.workers.schedule.slo import SloClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,31 +226,4 @@ def _non_negative_solution(matrix: NDArray[np.float64], vector: NDArray[np.float
     return best
 
 
-Role: TypeAlias = Literal["mixed", "prefill", "decode"]
 """What a replica's pool is kept for. A value: every replica can do everything."""
-
-
-class SchedulingProfile(BaseModel):
-    """What a replica advertises. The static part: fixed once it has started."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    max_model_len: int  # tokens, prompt and output together
-    vocab_size: int
-    page_size: int  # tokens
-    num_pages: int
-    max_num_batched_tokens: int  # per step
-    max_num_seqs: int
-    slo_classes: tuple[SloClass, ...]  # most urgent first
-    chunk_policy: Literal["adaptive", "fixed"] = "adaptive"
-    min_chunk_tokens: int = 16  # adaptive: what a step carries of a prompt however little time there is
-    admission: Literal["reject", "queue"] = "reject"
-    role: Role = "mixed"
-    compatibility: str = ""  # replicas that may exchange pages have the same: model, data type, shape of a page
-    page_bytes: int = 0  # 0: unknown
-    bytes_per_second: float = 1e9  # at which its pages travel to another replica
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    peer: bytes = b""  # where its KV transfers are reached; empty: it makes none
-    cost: StepCost  # as measured at start
-    overrun: float = 1.0  # see `StepCostFit`

@@ -143,7 +143,7 @@ class Request:
     leg: Leg = Leg.LOCAL
     epoch: int = 0
     arrival_time: float = 0.0  # seconds, on the scheduler's clock
-    rank: int = 0  # of its class, 0 the most urgent
+    priority: int = 0  # of its class, 0 the most urgent
     arrival_work: int = 0  # prompt tokens the scheduler had handed out when it came
     queued_at: float = 0.0  # when it last began to wait: at arrival, or when preempted
     due: float = 0.0  # of a stream: when its next token is promised

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from crossdock.workers.schedule.chunking import (
     IDLE,
-    Room,
-    adaptive_room,
-    fixed_room,
+    ChunkBudget,
+    adaptive_chunk_budget,
+    fixed_chunk_budget,
     is_starving,
     next_due,
     order_prefills,
@@ -28,7 +28,7 @@ from crossdock.workers.schedule.chunking import (
 from crossdock.workers.schedule.cost import StepCost, StepWork
 from crossdock.workers.schedule.pages import PageHash, PagePool, hash_pages
 from crossdock.workers.schedule.request import FinishReason, Leg, Overloaded, Request, Status, TokenDelta, TokenLogprobs
-from crossdock.workers.schedule.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass, rank_of
+from crossdock.workers.schedule.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass, priority_of
 
 
 class SchedulerConfig(BaseModel):
@@ -143,7 +143,7 @@ class Batch:
 
 
 @dataclass(slots=True)
-class Sampled:
+class SampledToken:
     """What a step found for one request that `samples`."""
 
     token_id: int
@@ -179,7 +179,7 @@ class Scheduler:
     num_preemptions: int = 0
     work_done: int = 0  # prompt tokens handed out since the start: the clock of response ratios
     prefilled_seconds: float = 0.0  # what `cost` says of that work, the fixed part of steps left out
-    work_of: Counter[int] = field(default_factory=Counter)  # of these, by rank
+    work_of: Counter[int] = field(default_factory=Counter)  # of these, by priority
     lacks_pages: bool = False  # some that are `foreseen` to be kept are wanted: nothing is to be foreseen for now
     _requests: dict[str, Request] = field(default_factory=dict)
     _chunks_last: bool = False  # without mixed_chunks: the last step was one of chunks
@@ -228,7 +228,7 @@ class Scheduler:
             )
         if request.id in self._requests:
             raise ValueError(f"request_id {request.id!r} is already being served")
-        request.rank = rank_of(self.config.slo_classes, request.slo_class)
+        request.priority = priority_of(self.config.slo_classes, request.slo_class)
         request.arrival_work, request.queued_at = self.work_done, request.arrival_time
         request.expected_cached_tokens = len(self._match_prefix(request)) * self.pages.page_size
         if request.leg is not Leg.RECEIVE and not request.output_token_ids:  # else its first token comes from elsewhere
@@ -253,15 +253,15 @@ class Scheduler:
     def predict_ttft(self, request: Request) -> tuple[float, float]:
         """Seconds until the request's first token if it came now, and if it were alone; (0, 0) without a cost."""
         own = self.prefill_seconds(request)
-        backlog = [(other.rank, self.prefill_seconds(other)) for other in self.prefills()]
-        return predicted_ttft(own, request.rank, backlog, self.prefill_share(request.rank)), own
+        backlog = [(other.priority, self.prefill_seconds(other)) for other in self.prefills()]
+        return predicted_ttft(own, request.priority, backlog, self.prefill_share(request.priority)), own
 
     def _promise(self, request: Request) -> None:
         """Notes when the first token will come, and refuses the request where that is too late."""
         if self.cost is None:
             return
         request.predicted_ttft, alone = self.predict_ttft(request)
-        slo = self.config.slo_classes[request.rank]
+        slo = self.config.slo_classes[request.priority]
         request.patience = deadline = slo.ttft_deadline(alone)
         late = request.predicted_ttft - deadline
         if late > 0 and self.config.admission == "reject" and self.has_work:
@@ -283,8 +283,8 @@ class Scheduler:
         end = request.num_tokens
         return self.cost.prefill_seconds(end - request.num_uncached_tokens, end, self.config.max_num_batched_tokens)
 
-    def prefill_share(self, rank: int) -> float:
-        """The share of the time that goes into prompts of class `rank` while those streams run that are here, or soon
+    def prefill_share(self, priority: int) -> float:
+        """The share of the time that goes into prompts of class `priority` while those streams run that are here, or soon
         will be."""
         streams = [request for request in self.running if request.is_decoding]
         arriving = [request for request in (*self.held, *self.waiting) if request.leg is Leg.RECEIVE]
@@ -295,12 +295,12 @@ class Scheduler:
         if self.config.chunk_policy == "fixed":
             room = self.config.max_num_batched_tokens - num_streams
             return 1 - seconds / (seconds + self.cost.chunk_seconds(0, room))
-        ranks = [it.rank for it in (*streams, *arriving)]
+        priorities = [it.priority for it in (*streams, *arriving)]
         return share_of_prompts(
             seconds,
-            min(self.config.slo_classes[it].tpot_s for it in ranks),
+            min(self.config.slo_classes[it].tpot_s for it in priorities),
             self.overrun,
-            self.cost.per_prefill_token * self._floor if rank <= min(ranks) else 0.0,
+            self.cost.per_prefill_token * self._floor if priority <= min(priorities) else 0.0,
             self.cost.per_prefill_token * self.pages.page_size,
         )
 
@@ -364,21 +364,21 @@ class Scheduler:
         chunks = [part for part in chunks if part.request.status is Status.RUNNING]
         return Batch([*decodes, *chunks], len(decodes), reason if chunks else "", len(skipped))
 
-    def _room(self, decodes: Sequence[Scheduled], skipped: Collection[str]) -> Room:
+    def _room(self, decodes: Sequence[Scheduled], skipped: Collection[str]) -> ChunkBudget:
         config = self.config
         if self.cost is None or config.chunk_policy == "fixed" or not config.enable_chunked_prefill:
-            room = fixed_room(config.max_num_batched_tokens, len(decodes))
+            room = fixed_chunk_budget(config.max_num_batched_tokens, len(decodes))
         else:
             streams = [it for it in self.running if it.is_decoding and it.id not in skipped]
             arriving = [self._due_at_best(it) for it in (*self.held, *self.waiting) if it.leg is Leg.RECEIVE]
-            room = adaptive_room(
+            room = adaptive_chunk_budget(
                 config.max_num_batched_tokens,
                 self._floor,
                 [part.start for part in decodes],
                 min([it.due for it in streams] + arriving, default=inf) - self._now,
                 IDLE * min(slo.ttft_s for slo in config.slo_classes),
                 self.cost,
-                min([it.rank for it in streams], default=len(config.slo_classes)),
+                min([it.priority for it in streams], default=len(config.slo_classes)),
                 self.overrun,
             )
         if config.max_prefill_tokens and config.max_prefill_tokens < room.tokens:
@@ -393,20 +393,20 @@ class Scheduler:
     def _due_at_best(self, request: Request) -> float:
         """When the second token of a request is due whose prompt another replica computes, if the rest of that is
         computed alone and as fast as here: a step that ends by then does not keep it waiting."""
-        return self._now + self.prefill_seconds(request) + self.config.slo_classes[request.rank].tpot_s
+        return self._now + self.prefill_seconds(request) + self.config.slo_classes[request.priority].tpot_s
 
-    def _fill(self, room: Room, prefills: Sequence[Request]) -> list[Scheduled]:
+    def _fill(self, room: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
         chunks: list[Scheduled] = []
-        blocked = len(self.config.slo_classes)  # from this rank on nobody may start: somebody before it lacks pages
+        blocked = len(self.config.slo_classes)  # from this priority on nobody may start: somebody before it lacks pages
         for request in prefills:
             if request.status is Status.WAITING:
-                if request.rank > blocked:
+                if request.priority > blocked:
                     continue
                 started = self._start(request, room)
                 if self.config.prefill_order == "fcfs" and not started:
                     blocked = -1
                 elif started is None:
-                    blocked = -1 if self._is_starving(request) else min(blocked, request.rank)
+                    blocked = -1 if self._is_starving(request) else min(blocked, request.priority)
                 if not started:
                     continue
             is_long, start = self._leaves_the_lane(request), request.num_scheduled_tokens
@@ -417,7 +417,7 @@ class Scheduler:
                 self.work_done += num_tokens
                 if self.cost is not None:
                     self.prefilled_seconds += self.cost.chunk_seconds(start, num_tokens)
-                self.work_of[request.rank] += num_tokens
+                self.work_of[request.priority] += num_tokens
         return chunks
 
     def _reason(self, request: Request) -> str:
@@ -428,15 +428,15 @@ class Scheduler:
     def _is_starving(self, request: Request) -> bool:
         return is_starving(request, self._now, self.config.starvation_s)
 
-    def _chunk(self, request: Request, start: int, room: Room) -> int:
+    def _chunk(self, request: Request, start: int, room: ChunkBudget) -> int:
         end = request.num_tokens
         if not self.config.enable_chunked_prefill:
             return end - start if end - start <= room.tokens else 0
-        rank = -1 if self._is_starving(request) else request.rank
+        priority = -1 if self._is_starving(request) else request.priority
         threshold = self.config.long_prefill_token_threshold
-        return room.chunk(start, end, rank, self._leaves_the_lane(request), threshold, self.pages.page_size)
+        return room.chunk(start, end, priority, self._leaves_the_lane(request), threshold, self.pages.page_size)
 
-    def _start(self, request: Request, room: Room) -> bool | None:
+    def _start(self, request: Request, room: ChunkBudget) -> bool | None:
         """Admits a waiting request if it would get a chunk now. None: only pages are missing."""
         if not self._has_place(request):
             return False
@@ -450,18 +450,20 @@ class Scheduler:
         return self._admit(request, hits) or None
 
     def _has_place(self, request: Request) -> bool:
-        return self.num_places(request.rank) > 0
+        return self.num_places(request.priority) > 0
 
-    def num_places(self, rank: int) -> int:
-        """How many more of class `rank` may hold pages: of the places, some are kept for more urgent classes."""
-        taken = [other.rank for other in self.running]
-        taken += [other.rank for other in self.held if other.leg is Leg.RECEIVE]  # one that is sent decodes elsewhere
-        kept = reserved_slots(self.config.slo_classes, self.config.max_num_seqs, taken, rank)
+    def num_places(self, priority: int) -> int:
+        """How many more of class `priority` may hold pages: of the places, some are kept for more urgent classes."""
+        taken = [other.priority for other in self.running]
+        taken += [
+            other.priority for other in self.held if other.leg is Leg.RECEIVE
+        ]  # one that is sent decodes elsewhere
+        kept = reserved_slots(self.config.slo_classes, self.config.max_num_seqs, taken, priority)
         return self.config.max_num_seqs - len(taken) - kept
 
     def _may_be_partial(self, request: Request) -> bool:
         """Whether one more of its class or a more urgent one may be partly computed: the others do not keep it out."""
-        partial = [other for other in self.running if not other.is_decoding and other.rank <= request.rank]
+        partial = [other for other in self.running if not other.is_decoding and other.priority <= request.priority]
         num_long = sum(map(self._is_long, partial))
         if self._is_long(request) and num_long >= self.config.max_long_partial_prefills:
             return False
@@ -521,11 +523,13 @@ class Scheduler:
 
     def _make_way(self, request: Request, num_pages: int, hits: Sequence[int]) -> bool:
         """Preempts requests of less urgent classes, where that gives the pages `request` wants; else nobody."""
-        self.lacks_pages |= any(other.rank > request.rank and other.id in self._foreseen for other in self.running)
+        self.lacks_pages |= any(
+            other.priority > request.priority and other.id in self._foreseen for other in self.running
+        )
         below = [
             other
             for other in self.running
-            if other.rank > request.rank
+            if other.priority > request.priority
             and not self._keeps_its_pages(other)
             and (other.is_decoding or not self._is_starving(other))
         ]
@@ -597,7 +601,7 @@ class Scheduler:
         assert request.status is Status.HELD
         self.commit(request_id, request.num_tokens)
         request.token_ids.append(token_id)
-        request.due = next_due(request.due, now, self.config.slo_classes[request.rank].tpot_s)
+        request.due = next_due(request.due, now, self.config.slo_classes[request.priority].tpot_s)
         request.status, request.leg = Status.RUNNING, Leg.LOCAL
         self.held.remove(request)
         self.running.append(request)
@@ -638,7 +642,7 @@ class Scheduler:
                 request.num_computed_tokens += part.num_tokens
                 if part.samples:
                     request.token_ids.append(~row)
-                    request.due = next_due(request.due, ended, self.config.slo_classes[request.rank].tpot_s)
+                    request.due = next_due(request.due, ended, self.config.slo_classes[request.priority].tpot_s)
             row += part.samples
         self._foreseen = {part.request.id for part, _ in taken}
         gone = {part.request.id for part, _ in taken if self._is_over(part)}
@@ -669,7 +673,7 @@ class Scheduler:
 
     # -- update: what the step found ---------------------------------------------------------------------------------
 
-    def update(self, batch: Batch, sampled: Mapping[str, Sampled], now: float) -> list[TokenDelta]:
+    def update(self, batch: Batch, sampled: Mapping[str, SampledToken], now: float) -> list[TokenDelta]:
         """Takes in a computed step that ended at `now`. `sampled` has an entry for every part that `samples`, but for
         those that were computed from a token which was not the one foreseen: they are to be computed again."""
         deltas, size = [], self.pages.page_size
@@ -688,7 +692,7 @@ class Scheduler:
                 self._index_pages(request, part.start)
             if part.samples:
                 deltas.append(self._append_token(request, sampled[request.id]))
-                request.due = next_due(request.due, now, self.config.slo_classes[request.rank].tpot_s)
+                request.due = next_due(request.due, now, self.config.slo_classes[request.priority].tpot_s)
                 if request.leg is Leg.SEND and request.status is Status.RUNNING:
                     self.running.remove(request)
                     request.status = Status.HELD
@@ -710,8 +714,12 @@ class Scheduler:
             min(it.sampling.max_tokens - it.num_output_tokens, self.max_model_len - it.num_tokens) for it in requests
         )
         steps = min(steps, self.pages.num_available // len(parts) * self.pages.page_size + 1)  # preempting nobody
-        if self.cost is not None and self.config.chunk_policy == "adaptive" and len({it.rank for it in requests}) > 1:
-            tpot = min(self.config.slo_classes[it.rank].tpot_s for it in requests)
+        if (
+            self.cost is not None
+            and self.config.chunk_policy == "adaptive"
+            and len({it.priority for it in requests}) > 1
+        ):
+            tpot = min(self.config.slo_classes[it.priority].tpot_s for it in requests)
             steps = min(steps, steps_without_skips([it.num_tokens for it in requests], tpot, self.cost))
         return steps
 
@@ -731,7 +739,7 @@ class Scheduler:
                 self.pages.allocate(request.owner, missing)
             if request.num_computed_tokens // size > start // size:
                 self._index_pages(request, start)
-            due, tpot = request.due, self.config.slo_classes[request.rank].tpot_s
+            due, tpot = request.due, self.config.slo_classes[request.priority].tpot_s
             for end in ends:
                 due = next_due(due, end, tpot)
             request.due = due
@@ -745,7 +753,7 @@ class Scheduler:
         if num_full > start // size and self.pages.enable_prefix_caching:
             self.pages.index(request.owner, self._hashes(request)[:num_full], first=start // size)
 
-    def _append_token(self, request: Request, sampled: Sampled) -> TokenDelta:
+    def _append_token(self, request: Request, sampled: SampledToken) -> TokenDelta:
         token_id, params = sampled.token_id, request.sampling
         request.token_ids.append(token_id)
         is_eos = token_id in self.eos_token_ids and not params.ignore_eos
@@ -792,4 +800,4 @@ class Scheduler:
 
 def _last_to_keep(requests: Sequence[Request]) -> Request:
     """Who gives up pages first: the least urgent class, in it the last admitted."""
-    return max(enumerate(requests), key=lambda pair: (pair[1].rank, pair[0]))[1]
+    return max(enumerate(requests), key=lambda pair: (pair[1].priority, pair[0]))[1]

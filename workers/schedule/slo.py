@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class SloClass(BaseModel):
-    """One class of requests. Classes are listed most urgent first; the place in that list is the class's rank."""
+    """One class of requests. Classes are listed most urgent first; the place in that list is the class's priority."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -30,10 +30,10 @@ DEFAULT_CLASSES = (
 DEFAULT_CLASS = "standard"
 
 
-def rank_of(classes: Sequence[SloClass], name: str) -> int:
+def priority_of(classes: Sequence[SloClass], name: str) -> int:
     """The place of class `name`, 0 the most urgent. ValueError, naming the field, if there is none."""
-    for rank, slo in enumerate(classes):
+    for priority, slo in enumerate(classes):
         if slo.name == name:
-            return rank
+            return priority
     known = ", ".join(slo.name for slo in classes)
     raise ValueError(f"slo_class {name!r} is not served here; there are {known}")

@@ -28,7 +28,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
     return ChatCompletionRequest.parse(json.dumps({"messages": [{"role": "user", "content": "Hi"}], **fields}).encode())
 
 
-def sampling(asked: bodies.Sampled, max_tokens: int = 16, **defaults: Any) -> SamplingParams:
+def sampling(asked: bodies.GenerationBody, max_tokens: int = 16, **defaults: Any) -> SamplingParams:
     return asked.sampling(max_tokens, defaults=defaults, vocab_size=VOCAB, max_logprobs=20)
 
 

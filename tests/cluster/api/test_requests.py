@@ -16,7 +16,8 @@ from crossdock.cluster.api.tokenizer import Text
 from crossdock.cluster.dispatch.dispatch import Dispatcher
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.replica.engine import EngineConfig
-from crossdock.workers.schedule.cost import SchedulingProfile, StepCost
+from crossdock.workers.report.profile import SchedulingProfile
+from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.slo import SloClass
 from tests.cluster.dispatch.test_dispatch import IN_TURN, InProcess, ready
 from tests.workers.replica.test_engine_thread import hold, posted

@@ -13,10 +13,10 @@ from crossdock.cluster.dispatch.dispatch import Dispatcher, ReplicaDead, Replica
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.model.model import wrap_module
 from crossdock.workers.replica.engine import Engine, EngineConfig, warm_up
-from crossdock.workers.replica.engine_thread import EngineLoop
+from crossdock.workers.replica.engine_thread import EngineThread
 from crossdock.workers.replica.handover import TransferConfig, connect
 from crossdock.workers.report.advertise import Message
-from crossdock.workers.schedule.cost import Role
+from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.request import Overloaded, SamplingParams, Submission, TokenDelta
 from tests.workers.architectures import build
 
@@ -31,9 +31,9 @@ class InProcess:
         engine = Engine(wrap_module(build("llama", {})), config)
         self.profile = warm_up(engine)
         if role == "mixed":
-            self.loop = EngineLoop(engine)
+            self.loop = EngineThread(engine)
         else:
-            self.loop = EngineLoop(engine, partial(connect, engine, "tiny", role, TransferConfig(transport="tcp")))
+            self.loop = EngineThread(engine, partial(connect, engine, "tiny", role, TransferConfig(transport="tcp")))
             assert self.loop.handover is not None
             self.profile = self.profile.model_copy(update={"role": role, "peer": self.loop.handover.dock.blob})
         self.is_killed = False

@@ -21,7 +21,8 @@ from crossdock.cluster.simulate.presets import GPUS, MODELS, preset
 from crossdock.cluster.simulate.replica import Noise
 from crossdock.cluster.simulate.simulation import Outcome, Simulation, token_ids
 from crossdock.cluster.simulate.study import Estimate, ratios
-from crossdock.workers.schedule.cost import SchedulingProfile, StepCost
+from crossdock.workers.report.profile import SchedulingProfile
+from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pages import hash_pages
 from crossdock.workers.schedule.slo import SloClass
 

@@ -18,8 +18,9 @@ from crossdock.cluster.tune.advice import Advice, advise
 from crossdock.cluster.tune.curves import Cell, Curves, relative_errors
 from crossdock.cluster.tune.report import Findings
 from crossdock.cluster.tune.sweep import grid
+from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.chunking import MARGIN
-from crossdock.workers.schedule.cost import SchedulingProfile, StepCost
+from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 COST = StepCost(base=9e-3, per_prefill_token=1e-3, per_decode=1e-3, per_context=1e-6)

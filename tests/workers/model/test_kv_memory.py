@@ -6,7 +6,15 @@ import torch
 from crossdock.kernels.backend import TORCH
 from crossdock.workers.model import kv_memory
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.kv_memory import MARGIN, ON_CPUS, Budget, Room, largest_step, room_for_pages, share
+from crossdock.workers.model.kv_memory import (
+    MARGIN,
+    ON_CPUS,
+    MemoryBudget,
+    PageBudget,
+    largest_step,
+    room_for_pages,
+    share,
+)
 from crossdock.workers.model.model import PagedModel, wrap_module
 from crossdock.workers.replica.engine import Engine, EngineConfig
 from tests.workers.architectures import build
@@ -50,9 +58,9 @@ def a_model() -> PagedModel:
 def test_on_a_cpu_nothing_is_measured() -> None:
     model = a_model()
     page_bytes = model.layout(16).page_bytes
-    assert room_for_pages(model, Budget(), 16) == Room(ON_CPUS // page_bytes, page_bytes)
-    assert room_for_pages(model, Budget(1 << 20), 16) == Room((1 << 20) // page_bytes, page_bytes)
-    assert EngineConfig().budget == Budget()
+    assert room_for_pages(model, MemoryBudget(), 16) == PageBudget(ON_CPUS // page_bytes, page_bytes)
+    assert room_for_pages(model, MemoryBudget(1 << 20), 16) == PageBudget((1 << 20) // page_bytes, page_bytes)
+    assert EngineConfig().budget == MemoryBudget()
     assert model.pool is None
 
 
@@ -67,7 +75,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[StepInputs]:
         return run(self, model)
 
     monkeypatch.setattr(StepInputs, "run", watched)
-    monkeypatch.setattr(Budget, "known", lambda self, _: self.kv_cache_memory)
+    monkeypatch.setattr(MemoryBudget, "known", lambda self, _: self.kv_cache_memory)
     monkeypatch.setattr(kv_memory, "MARGIN", 24 << 20)
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
@@ -82,13 +90,13 @@ def test_what_the_largest_steps_leave_is_for_pages(gpu: list[StepInputs]) -> Non
     config = EngineConfig(gpu_memory_utilization=0.5, max_num_batched_tokens=300, max_num_seqs=9)
     page_bytes = model.layout(16).page_bytes
     # half of it, less the weights, the prompts, the decodes and the margin
-    expected = Room(((512 - 200 - 100 - 100 - 24) << 20) // page_bytes, page_bytes)
+    expected = PageBudget(((512 - 200 - 100 - 100 - 24) << 20) // page_bytes, page_bytes)
     assert room_for_pages(model, config.budget, 16) == expected
     assert {len(step.token_ids) for step in gpu} == {300}
     assert model.pool is None, "the pages it ran on are given back"
     assert model.pages == []
     assert Engine(model, config).pages.num_pages == expected.num_pages
-    fixed = Budget(1 << 20)
+    fixed = MemoryBudget(1 << 20)
     gpu.clear()
     assert room_for_pages(model, fixed, 16).num_pages == (1 << 20) // page_bytes
     assert not gpu

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from crossdock.workers.model.memory_fit import DoesNotFit, check_fits
 from crossdock.workers.model.model import load_model
-from crossdock.workers.model.parallel import CannotCut, Links, Place
+from crossdock.workers.model.parallel import CannotCut, Links, RankPosition
 from crossdock.workers.model.weights import load_part, measure_part
 from tests.workers.architectures import build
 from tests.workers.ranks import Ranks, saved
@@ -29,7 +29,7 @@ def prompts() -> list[Tensor]:
 
 def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> list[Tensor] | None:
     """On one rank: every token's logits, where this rank has them."""
-    place = Place(rank, tensor_size, num_stages)
+    place = RankPosition(rank, tensor_size, num_stages)
     model = load_model(path, torch.float32, links=Links(place, 60.0))
     torch.manual_seed(0)  # the same pages everywhere
     logits = through_pages(model, prompts(), random_steps(LENGTHS, seed=7))
@@ -70,9 +70,9 @@ def test_heads_that_do_not_divide(
 def test_what_cannot_be_divided_is_refused_with_the_reason() -> None:
     config = build("llama", {"num_attention_heads": 2, "num_key_value_heads": 1}).config
     with pytest.raises(CannotCut, match=r"2 query heads over 1 KV heads .* 3 ranks: 3 of them .* at most 2"):
-        measure_part(config, Place(0, 3), torch.float32)
+        measure_part(config, RankPosition(0, 3), torch.float32)
     with pytest.raises(CannotCut, match=r"4 layers cannot be divided among 5 stages"):
-        measure_part(config, Place(0, 1, 5), torch.float32)
+        measure_part(config, RankPosition(0, 1, 5), torch.float32)
 
 
 def test_parts_add_up() -> None:
@@ -81,7 +81,7 @@ def test_parts_add_up() -> None:
     whole = sum(parameter.nbytes for parameter in module.parameters())
     norms = sum(parameter.nbytes for parameter in module.parameters() if parameter.dim() == 1)
     for tensor_size, num_stages in DIVISIONS:
-        places = [Place(rank, tensor_size, num_stages) for rank in range(tensor_size * num_stages)]
+        places = [RankPosition(rank, tensor_size, num_stages) for rank in range(tensor_size * num_stages)]
         held = [measure_part(module.config, place, torch.float32) for place in places]
         assert whole <= sum(held) <= whole + norms * tensor_size * num_stages
 
@@ -92,7 +92,7 @@ def test_parts_add_up() -> None:
 def peak_of_loading(_: int, path: Path) -> tuple[int, int]:
     """On a rank of two: bytes that its memory grew by at most while it loaded, and bytes of what it then holds."""
     config = AutoConfig.from_pretrained(path)
-    place = Place(torch.distributed.get_rank(), 2)
+    place = RankPosition(torch.distributed.get_rank(), 2)
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = _kib("VmRSS")
     module, _part = load_part(config, path, place, Links(place, 60.0), dtype=torch.float32)
@@ -116,12 +116,12 @@ def test_a_rank_never_holds_more_than_its_share(ranks: Ranks, tmp_path: Path) ->
 
 def test_what_does_not_fit_says_how_much_is_missing_and_what_would() -> None:
     config = build("llama", {}).config
-    weights = measure_part(config, Place(), torch.float32)
-    check_fits(config, Place(), torch.float32, 1 << 20, "cuda", free_bytes=weights + (1 << 20))
+    weights = measure_part(config, RankPosition(), torch.float32)
+    check_fits(config, RankPosition(), torch.float32, 1 << 20, "cuda", free_bytes=weights + (1 << 20))
     with pytest.raises(DoesNotFit, match=r"0.3 MiB for weights and 1.0 MiB .* 1.1 MiB .* 0.2 MiB are missing") as first:
-        check_fits(config, Place(), torch.float32, 1 << 20, "cuda", free_bytes=(1 << 20) + weights // 3)
+        check_fits(config, RankPosition(), torch.float32, 1 << 20, "cuda", free_bytes=(1 << 20) + weights // 3)
     assert "tensor_parallel_size 4 would fit" in str(first.value)
     with pytest.raises(DoesNotFit, match="No tensor_parallel_size would fit"):
-        check_fits(config, Place(), torch.float32, 1 << 20, "cuda", free_bytes=1 << 20)
+        check_fits(config, RankPosition(), torch.float32, 1 << 20, "cuda", free_bytes=1 << 20)
     with pytest.raises(DoesNotFit, match=r"this host's 1.3 MiB for 2 ranks"):
-        check_fits(config, Place(0, 2), torch.float32, 1 << 20, "cpu", 2, free_bytes=(1 << 20) + weights)
+        check_fits(config, RankPosition(0, 2), torch.float32, 1 << 20, "cpu", 2, free_bytes=(1 << 20) + weights)

@@ -13,7 +13,7 @@ from pydantic import ByteSize
 
 from crossdock.workers.model.model import wrap_module
 from crossdock.workers.replica.engine import Engine, EngineConfig, warm_up
-from crossdock.workers.replica.engine_thread import EngineLoop
+from crossdock.workers.replica.engine_thread import EngineThread
 from crossdock.workers.schedule.request import Overloaded, SamplingParams, Submission, TokenDelta
 from crossdock.workers.schedule.slo import SloClass
 from tests.workers.architectures import build
@@ -39,7 +39,7 @@ class Driven:
         engine = Engine(wrap_module(build("llama", {})), EngineConfig.model_validate(settings | config))
         if is_warm:
             warm_up(engine)
-        self.loop = EngineLoop(engine)
+        self.loop = EngineThread(engine)
         self.reader = self.loop.channel("test")
         self.ended: dict[str, asyncio.Event] = {}
         self.reading = asyncio.create_task(self._read())
@@ -327,7 +327,7 @@ def test_time_in_the_inbox_is_time_waited() -> None:
     driven(story)
 
 
-async def hold(loop: EngineLoop) -> threading.Event:
+async def hold(loop: EngineThread) -> threading.Event:
     """Keeps the engine's thread between two steps until the event is set."""
     gate, is_held = threading.Event(), threading.Event()
 
@@ -341,7 +341,7 @@ async def hold(loop: EngineLoop) -> threading.Event:
     return gate
 
 
-async def posted(loop: EngineLoop, count: int) -> None:
+async def posted(loop: EngineThread, count: int) -> None:
     """Until `count` actions wait for the engine's thread."""
     while len(loop._inbox) < count:
         await asyncio.sleep(0.001)

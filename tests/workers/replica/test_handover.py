@@ -20,7 +20,7 @@ from crossdock.kvtransfer.events import Figures
 from crossdock.workers.model.model import wrap_module
 from crossdock.workers.replica.docks import TransferConfig
 from crossdock.workers.replica.engine import Engine, EngineConfig, Step
-from crossdock.workers.replica.engine_thread import Channel, EngineLoop
+from crossdock.workers.replica.engine_thread import Channel, EngineThread
 from crossdock.workers.replica.handover import CannotPair, connect
 from crossdock.workers.schedule.request import FinishReason, Leg, SamplingParams, Status, Submission, TokenDelta
 from tests.workers.architectures import build
@@ -66,7 +66,7 @@ class Side:
         self.ended: list[tuple[str, bool, Figures, str]] = []
         transfer = TransferConfig(transport=transport, deadline_s=deadline_s, grace_s=0.1)  # type: ignore[arg-type]
 
-        self.loop = EngineLoop(self.engine, partial(connect, self.engine, model, "test", transfer))
+        self.loop = EngineThread(self.engine, partial(connect, self.engine, model, "test", transfer))
         assert self.loop.handover is not None
         told = self.loop.handover.on_figures
 

@@ -16,7 +16,7 @@ import torch
 from pydantic import ByteSize
 from torch import Tensor
 
-from crossdock.workers.model.kv_memory import Room
+from crossdock.workers.model.kv_memory import PageBudget
 from crossdock.workers.model.model import load_model
 from crossdock.workers.replica.docks import RankDock
 from crossdock.workers.replica.engine import Engine, EngineConfig, warm_up
@@ -135,10 +135,10 @@ def test_warm_up_measures_the_gang(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_ranks_agree_on_as_many_pages_as_the_poorest_has_room_for(path: Path) -> None:
     gang = Gang(spec_of(path, 2, 2), "127.0.0.1", lambda _: None)
-    gang._room = Room(100, 4096)
-    for rank, room in [(0, Room(90, 4096)), (1, Room(120, 2048)), (3, Room(95, 2048))]:
+    gang._room = PageBudget(100, 4096)
+    for rank, room in [(0, PageBudget(90, 4096)), (1, PageBudget(120, 2048)), (3, PageBudget(95, 2048))]:
         gang._followers[rank] = _Follower(Channel(socket.socket()), (), room)
-    assert gang.room == Room(90, 4096)
+    assert gang.room == PageBudget(90, 4096)
     gang.close()
 
 

@@ -11,7 +11,7 @@ from crossdock.workers.report.advertise import LENGTHS, LiveProfile, Prompts, Pu
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Leg, Overloaded, Request, SamplingParams
-from crossdock.workers.schedule.scheduler import Sampled, Scheduler, SchedulerConfig
+from crossdock.workers.schedule.scheduler import SampledToken, Scheduler, SchedulerConfig
 from crossdock.workers.schedule.slo import SloClass
 
 COST = StepCost(base=1e-3, per_prefill_token=1e-3, per_attended=1e-7, per_decode=5e-4, per_context=1e-6)
@@ -38,7 +38,7 @@ def request(name: str, num_tokens: int, slo_class: str = "standard", max_tokens:
 
 def step(it: Scheduler, now: float = 0.0) -> None:
     batch = it.schedule(now)
-    it.update(batch, {part.request.id: Sampled(7) for part in batch.scheduled if part.samples}, now)
+    it.update(batch, {part.request.id: SampledToken(7) for part in batch.scheduled if part.samples}, now)
 
 
 def test_what_it_says_of_every_kind_of_request() -> None:
@@ -138,11 +138,11 @@ def test_nothing_is_lost_or_counted_twice(rng: random.Random) -> None:
             step(it)
     live = observe(it, "me", 1)
     everyone = it.requests()
-    for rank in range(3):
-        here = [request for request in everyone if request.rank == rank]
-        held_to_send = [request for request in it.held if request.rank == rank and request.leg is Leg.SEND]
-        prompts = sum(prompts.count for prompts in live.prompts if prompts.rank == rank)
-        assert prompts + live.streams[rank] + live.arriving[rank] + len(held_to_send) == len(here)
+    for priority in range(3):
+        here = [request for request in everyone if request.priority == priority]
+        held_to_send = [request for request in it.held if request.priority == priority and request.leg is Leg.SEND]
+        prompts = sum(prompts.count for prompts in live.prompts if prompts.priority == priority)
+        assert prompts + live.streams[priority] + live.arriving[priority] + len(held_to_send) == len(here)
     uncached = sum(request.num_uncached_tokens for request in it.prefills())
     assert sum(prompts.tokens for prompts in live.prompts) == uncached
     assert live.context_tokens == sum(request.num_tokens for request in it.running if request.is_decoding)

@@ -9,7 +9,7 @@ import pytest
 from crossdock.workers.report.timeline import KEEP_CHUNKS, Progress, Timelines, prompt_length_bucket
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import FinishReason, Leg, Request, SamplingParams, Submission, TokenDelta
-from crossdock.workers.schedule.scheduler import Sampled, Scheduler, SchedulerConfig
+from crossdock.workers.schedule.scheduler import SampledToken, Scheduler, SchedulerConfig
 from crossdock.workers.schedule.slo import SloClass
 
 CLASSES = (
@@ -42,7 +42,7 @@ class Story:
     def step(self) -> Progress:
         started, self.now = self.now, self.now + STEP
         batch = self.scheduler.schedule(started)
-        sampled = {part.request.id: Sampled(7) for part in batch.scheduled if part.samples}
+        sampled = {part.request.id: SampledToken(7) for part in batch.scheduled if part.samples}
         deltas = self.scheduler.update(batch, sampled, self.now)
         self.batch = batch
         return self.timelines.stepped(batch, deltas, started, STEP, predicted=0.75)

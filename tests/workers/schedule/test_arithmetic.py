@@ -7,7 +7,7 @@ from crossdock.kvtransfer.layout import LayerShape, PoolLayout
 from crossdock.workers.schedule.cost import StepWork
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Request, SamplingParams
-from crossdock.workers.schedule.scheduler import Batch, Sampled, Scheduler, SchedulerConfig
+from crossdock.workers.schedule.scheduler import Batch, SampledToken, Scheduler, SchedulerConfig
 
 PAGE_SIZE = 16
 SMOLLM2 = PoolLayout([LayerShape(num_kv_heads=3, key_dim=64, value_dim=64)] * 30, PAGE_SIZE, itemsize=2)
@@ -34,7 +34,7 @@ def add(scheduler: Scheduler, name: str, prompt: range, max_tokens: int = 1) -> 
 
 def step(scheduler: Scheduler) -> Batch:
     batch = scheduler.schedule(0.0)
-    scheduler.update(batch, {part.request.id: Sampled(1) for part in batch.scheduled if part.samples}, 0.0)
+    scheduler.update(batch, {part.request.id: SampledToken(1) for part in batch.scheduled if part.samples}, 0.0)
     return batch
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from crossdock.workers.schedule.chunking import (
     MARGIN,
-    Room,
-    adaptive_room,
+    ChunkBudget,
+    adaptive_chunk_budget,
     chunk_tokens,
     next_due,
     order_prefills,
@@ -52,7 +52,7 @@ def test_chunk_tokens(pages: int, remaining: int, budget: int, threshold: int, s
 def test_an_adaptive_chunk_keeps_the_step_inside_the_slack(
     contexts: list[int], slack: float, start: int, length: int
 ) -> None:
-    room = adaptive_room(2048, 32, contexts, slack if contexts else inf, 0.5, COST)
+    room = adaptive_chunk_budget(2048, 32, contexts, slack if contexts else inf, 0.5, COST)
     tokens = room.chunk(start, start + length, 0, False, 0, 16)
     assert tokens <= 2048 - len(contexts)
     assert tokens >= min(length, 32), "prompts never stand still"
@@ -65,7 +65,7 @@ def test_an_adaptive_chunk_keeps_the_step_inside_the_slack(
 
 def test_the_deeper_the_context_the_smaller_the_chunk() -> None:
     sizes = [
-        adaptive_room(2048, 32, [100] * 8, 0.1, 0.5, COST).chunk(start, 10**7, 0, False, 0, 16)
+        adaptive_chunk_budget(2048, 32, [100] * 8, 0.1, 0.5, COST).chunk(start, 10**7, 0, False, 0, 16)
         for start in (0, 4096, 16_384, 65_536, 10**6)
     ]
     assert sizes == sorted(sizes, reverse=True)
@@ -74,23 +74,28 @@ def test_the_deeper_the_context_the_smaller_the_chunk() -> None:
 
 
 def test_a_room_says_what_bounds_it() -> None:
-    assert "slack of 80 ms, 2 decodes" in adaptive_room(512, 32, [9, 9], 0.08, 0.5, COST).reason
-    assert "idle" in adaptive_room(512, 32, [], inf, 0.5, COST).reason
+    assert "slack of 80 ms, 2 decodes" in adaptive_chunk_budget(512, 32, [9, 9], 0.08, 0.5, COST).reason
+    assert "idle" in adaptive_chunk_budget(512, 32, [], inf, 0.5, COST).reason
 
 
 def test_the_less_steps_can_be_predicted_the_smaller_the_chunk() -> None:
     """A step that overruns by half is in time all the same; one that is never in time does not stop prompts."""
     for overrun in (1.0, 1.2, 1.5, 2.0):
-        tokens = adaptive_room(2048, 32, [100] * 4, 0.1, 0.5, COST, overrun=overrun).chunk(0, 10**5, 0, False, 0, 16)
+        tokens = adaptive_chunk_budget(2048, 32, [100] * 4, 0.1, 0.5, COST, overrun=overrun).chunk(
+            0, 10**5, 0, False, 0, 16
+        )
         step = COST.seconds(StepWork.of([(0, tokens)], [100] * 4))
         assert step * overrun <= MARGIN * 0.1
         assert COST.seconds(StepWork.of([(0, tokens + 16)], [100] * 4)) * overrun > MARGIN * 0.1
-    assert adaptive_room(2048, 32, [100] * 4, 0.1, 0.5, COST, overrun=90).chunk(0, 10**5, 0, False, 0, 16) == tokens
+    assert (
+        adaptive_chunk_budget(2048, 32, [100] * 4, 0.1, 0.5, COST, overrun=90).chunk(0, 10**5, 0, False, 0, 16)
+        == tokens
+    )
 
 
 @given(st.integers(16, 4096), st.floats(0, 1, exclude_max=True), st.integers(0, 5000), st.floats(0.01, 2))
 def test_the_short_lane_keeps_no_more_than_is_wanted(tokens: int, share: float, wanted: int, seconds: float) -> None:
-    room = Room(tokens, seconds, 16, cost=COST)
+    room = ChunkBudget(tokens, seconds, 16, cost=COST)
     room.keep_lane(share, wanted)
     assert 0 <= room.lane_tokens <= share * tokens
     assert 0 <= room.lane_seconds <= share * seconds
@@ -103,7 +108,7 @@ def test_the_short_lane_keeps_no_more_than_is_wanted(tokens: int, share: float, 
 
 def test_a_floor_of_a_long_prompt_does_not_take_the_time_of_short_ones() -> None:
     """At 100,000 tokens of context a page costs 88 ms, more than the slack: it waits while a short prompt is there."""
-    room = adaptive_room(2048, 32, [100] * 4, 0.08, 0.5, COST)
+    room = adaptive_chunk_budget(2048, 32, [100] * 4, 0.08, 0.5, COST)
     assert room.chunk(100_000, 120_000, 0, True, 0, 16) == 32
     room.keep_lane(0.5, 50)
     assert room.chunk(100_000, 120_000, 0, True, 0, 16) == 0
@@ -114,7 +119,7 @@ def test_a_floor_of_a_long_prompt_does_not_take_the_time_of_short_ones() -> None
 
 
 def test_the_floor_is_for_prompts_as_urgent_as_the_streams() -> None:
-    room = adaptive_room(2048, 32, [100] * 4, 0.02, 0.5, COST, floor_rank=1)
+    room = adaptive_chunk_budget(2048, 32, [100] * 4, 0.02, 0.5, COST, floor_priority=1)
     assert room.chunk(100_000, 120_000, 0, False, 0, 16) == 32
     assert room.chunk(100_000, 120_000, 1, False, 0, 16) == 32
     assert room.chunk(100_000, 120_000, 2, False, 0, 16) == 0, "batch waits: no stream of another class is late for it"
@@ -123,8 +128,8 @@ def test_the_floor_is_for_prompts_as_urgent_as_the_streams() -> None:
 # -- who skips -------------------------------------------------------------------------------------------------------
 
 
-def stream(name: str, rank: int, due: float, context: int = 100) -> Request:
-    return Request(name, [7] * context, SamplingParams(), rank=rank, due=due)
+def stream(name: str, priority: int, due: float, context: int = 100) -> Request:
+    return Request(name, [7] * context, SamplingParams(), priority=priority, due=due)
 
 
 def test_nobody_skips_while_there_is_time() -> None:
@@ -151,8 +156,8 @@ def test_a_stream_whose_own_promise_is_near_does_not_skip() -> None:
 def test_the_most_urgent_class_never_skips(streams: list[tuple[int, float, int]]) -> None:
     all_of_them = [stream(f"{n}", *it) for n, it in enumerate(streams)]
     skipped = skip_decodes(all_of_them, 0.0, COST)
-    top = min((it.rank for it in all_of_them), default=0)
-    assert all(it.rank > top for it in all_of_them if it.id in skipped)
+    top = min((it.priority for it in all_of_them), default=0)
+    assert all(it.priority > top for it in all_of_them if it.id in skipped)
     assert skipped == skip_decodes(list(reversed(all_of_them)), 0.0, COST), "whatever order they come in"
 
 
@@ -166,8 +171,8 @@ def test_what_a_stream_banks_is_bounded_and_what_it_owes_is_forgiven() -> None:
 
 
 def test_classes_come_before_ratios() -> None:
-    old = request("old", 10, rank=2)
-    new = request("new", 1000, rank=0, arrival_work=50_000)
+    old = request("old", 10, priority=2)
+    new = request("new", 1000, priority=0, arrival_work=50_000)
     assert order_prefills([old, new], 1.0, 50_000, 60.0) == [new, old]
 
 
@@ -187,17 +192,17 @@ def test_a_long_prompt_ages_past_short_ones_that_have_just_come() -> None:
 
 
 def test_who_starves_goes_first_and_the_oldest_of_them() -> None:
-    batch = request("batch", 4000, rank=2, queued_at=0.0, arrival_time=0.0)
-    later = request("later", 10, rank=2, queued_at=1.0, arrival_time=1.0)
-    urgent = request("urgent", 10, rank=0, queued_at=61.0, arrival_time=61.0)
+    batch = request("batch", 4000, priority=2, queued_at=0.0, arrival_time=0.0)
+    later = request("later", 10, priority=2, queued_at=1.0, arrival_time=1.0)
+    urgent = request("urgent", 10, priority=0, queued_at=61.0, arrival_time=61.0)
     assert order_prefills([urgent, later, batch], 61.5, 0, 60.0) == [batch, later, urgent]
     assert prefill_reason(batch, 61.5, 0, 60.0) == "waited 62 s"
 
 
 def test_what_was_promised_for_later_is_not_urgent_yet() -> None:
     """A minute is nothing to a batch prompt that may take ten: it goes before no class until these are over."""
-    batch = request("batch", 4000, rank=2, queued_at=0.0, arrival_time=0.0, patience=600.0)
-    urgent = request("urgent", 10, rank=0, queued_at=599.0, arrival_time=599.0, patience=1.0)
+    batch = request("batch", 4000, priority=2, queued_at=0.0, arrival_time=0.0, patience=600.0)
+    urgent = request("urgent", 10, priority=0, queued_at=599.0, arrival_time=599.0, patience=1.0)
     assert order_prefills([batch, urgent], 599.5, 0, 60.0) == [urgent, batch]
     assert order_prefills([urgent, batch], 600.0, 0, 60.0) == [batch, urgent]
 

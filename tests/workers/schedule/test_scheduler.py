@@ -31,7 +31,7 @@ from crossdock.workers.schedule.request import (
     Status,
     TokenDelta,
 )
-from crossdock.workers.schedule.scheduler import Batch, Sampled, Scheduler, SchedulerConfig
+from crossdock.workers.schedule.scheduler import Batch, SampledToken, Scheduler, SchedulerConfig
 from crossdock.workers.schedule.slo import SloClass
 
 EOS = 0
@@ -70,7 +70,7 @@ def request(name: str, prompt: list[int], max_tokens: int = 8, **params: Any) ->
 
 def step(scheduler: Scheduler) -> tuple[Batch, list[TokenDelta]]:
     batch = scheduler.schedule(0.0)
-    tokens = {p.request.id: Sampled(next_token(p.request.token_ids)) for p in batch.scheduled if p.samples}
+    tokens = {p.request.id: SampledToken(next_token(p.request.token_ids)) for p in batch.scheduled if p.samples}
     return batch, scheduler.update(batch, tokens, 0.0)
 
 
@@ -183,7 +183,7 @@ def test_aborted_while_its_step_runs() -> None:
     it.add(request("a", [1, 2, 3]))
     batch = it.schedule(0.0)
     it.abort("a")
-    assert it.update(batch, {"a": Sampled(5)}, 0.0) == []
+    assert it.update(batch, {"a": SampledToken(5)}, 0.0) == []
     assert it.pages.counts().owned == 0
 
 
@@ -206,7 +206,7 @@ def test_ends(params: dict[str, Any], tokens: int, reason: FinishReason) -> None
     last = None
     while it.has_work:
         batch = it.schedule(0.0)
-        for last in it.update(batch, {"a": Sampled(script[len(output)])}, 0.0):
+        for last in it.update(batch, {"a": SampledToken(script[len(output)])}, 0.0):
             output += last.token_ids
     assert len(output) == tokens
     assert last is not None
@@ -266,7 +266,7 @@ class Simulation:
         self.it.grant(self.now)
         batch = self.it.schedule(self.now)
         self.now += COST.seconds(batch.work)
-        tokens = {p.request.id: Sampled(next_token(p.request.token_ids)) for p in batch.scheduled if p.samples}
+        tokens = {p.request.id: SampledToken(next_token(p.request.token_ids)) for p in batch.scheduled if p.samples}
         for delta in self.it.update(batch, tokens, self.now):
             self.first_token.setdefault(delta.request_id, self.now)
             self.tokens.setdefault(delta.request_id, []).append(self.now)
@@ -353,8 +353,8 @@ def test_what_share_of_the_time_goes_into_prompts_is_predicted(num_streams: int,
         them.step()
     for _ in range(8):  # they bank
         them.step()
-    rank = [slo.name for slo in CLASSES].index(slo_class)
-    predicted = them.it.prefill_share(rank)
+    priority = [slo.name for slo in CLASSES].index(slo_class)
+    predicted = them.it.prefill_share(priority)
     began, before = them.now, them.it.prefilled_seconds
     them.add("prompt", 3000, slo_class)
     for _ in range(10):
@@ -617,7 +617,7 @@ def test_steps_taken_in_at_once_are_as_steps_in_turn(
             batch = sim.it.advance(batch, tokens, stretch[:-1])
             sim.now = stretch[-1]
             ends += stretch
-            sim.it.update(batch, dict.fromkeys((it.id for it in sim.it.requests()), Sampled(9)), sim.now)
+            sim.it.update(batch, dict.fromkeys((it.id for it in sim.it.requests()), SampledToken(9)), sim.now)
             if not at_once or len(ends) % 7 == 0 or steps > 1:
                 state = [(it.id, it.num_tokens, it.num_computed_tokens, it.due, it.status) for it in sim.it.requests()]
                 seen.append((sim.now, state, sim.it.pages.counts(), set(sim.it.pages._index)))
@@ -974,7 +974,9 @@ class AnyHistory(RuleBasedStateMachine):
         sampling = [(part, read) for part, read in zip(batch.scheduled, reads, strict=True) if part.samples]
         self.found = [next_token(read) for _, read in sampling]
         names = [part.request.id for part, _ in sampling]
-        said = {name: Sampled(token) for name, token in zip(names, self.found, strict=True) if name not in self.late}
+        said = {
+            name: SampledToken(token) for name, token in zip(names, self.found, strict=True) if name not in self.late
+        }
         self.found = [EOS if row in self.late_rows else token for row, token in enumerate(self.found)]
         self.late = {name for row, name in enumerate(names) if self.flights and row in self.late_rows}
         self.late_rows = set()

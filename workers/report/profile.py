@@ -1,0 +1,36 @@
+"""The static part of what a replica advertises to routers; the live part is in advertise.py."""
+
+from typing import Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict
+
+from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.slo import SloClass
+
+Role: TypeAlias = Literal["mixed", "prefill", "decode"]
+
+
+class SchedulingProfile(BaseModel):
+    """What a replica advertises. The static part: fixed once it has started."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_model_len: int  # tokens, prompt and output together
+    vocab_size: int
+    page_size: int  # tokens
+    num_pages: int
+    max_num_batched_tokens: int  # per step
+    max_num_seqs: int
+    slo_classes: tuple[SloClass, ...]  # most urgent first
+    chunk_policy: Literal["adaptive", "fixed"] = "adaptive"
+    min_chunk_tokens: int = 16  # adaptive: what a step carries of a prompt however little time there is
+    admission: Literal["reject", "queue"] = "reject"
+    role: Role = "mixed"
+    compatibility: str = ""  # replicas that may exchange pages have the same: model, data type, shape of a page
+    page_bytes: int = 0  # 0: unknown
+    bytes_per_second: float = 1e9  # at which its pages travel to another replica
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    peer: bytes = b""  # where its KV transfers are reached; empty: it makes none
+    cost: StepCost  # as measured at start
+    overrun: float = 1.0  # see `StepCostFit`
