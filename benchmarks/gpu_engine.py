@@ -16,7 +16,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from crossdock.workers.model.model import wrap_module
-from crossdock.workers.replica.engine import Engine, EngineConfig, measure_step, warm_up
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine import Engine, measure_step, warm_up
 from crossdock.workers.schedule.request import SamplingParams, Submission
 
 _DENSE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}

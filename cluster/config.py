@@ -11,14 +11,13 @@ from typing import Any, Literal, Self, TypeAlias, cast, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from crossdock.cluster.api.endpoints import HttpConfig
+from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.keys import check_keys
 from crossdock.cluster.deploy.nodes import DeployConfig
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.model.checkpoint import model_name
-from crossdock.workers.replica.docks import TransferConfig
-from crossdock.workers.replica.engine import EngineConfig
+from crossdock.workers.replica.config import EngineConfig, TransferConfig
 from crossdock.workers.report.profile import Role
 
 Dtype: TypeAlias = Literal["auto", "bfloat16", "float16", "float32"]

@@ -4,17 +4,14 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from crossdock.kernels import attention
+from crossdock.kernels.options import AttentionBackend, KVCacheDtype
 
 logger = logging.getLogger(__name__)
-
-AttentionBackend = Literal["auto", "triton", "flash_attn", "torch"]
-KVCacheDtype = Literal["auto", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)

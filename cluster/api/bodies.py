@@ -8,41 +8,13 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
+from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.tokenizer import Text
 from crossdock.workers.schedule.request import Grammar, SamplingParams, TokenLogprobs
 
 MAX_CHOICES = 1024  # prompts times n, of one request
 MAX_MESSAGES = 4096  # of a chat: templates are interpreted, message by message, on the event loop
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinities; vLLM's number
-
-
-class ApiError(Exception):
-    """A request that is not answered, and what its client is told."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
-
-    def body(self) -> bytes:
-        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
-        return to_json({"error": error})
-
-
-def to_json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from crossdock.cluster.api import bodies
-from crossdock.cluster.api.bodies import ApiError
+from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.keys import ApiKey, KeyRing
 from crossdock.cluster.api.limits import Account, Ledger
 from crossdock.cluster.dispatch.dispatch import ReplicaLost

@@ -12,7 +12,7 @@ from typing import Any, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from crossdock.cluster.api.bodies import ApiError
+from crossdock.cluster.api.errors import ApiError
 
 logger = logging.getLogger("ray.serve")
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from crossdock.cluster.api.bodies import ApiError
+from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.keys import ApiKey
 
 _MINUTE = 60.0

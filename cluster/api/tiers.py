@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from crossdock.cluster.api.bodies import ApiError
+from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.keys import ApiKey
 from crossdock.workers.schedule.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass
 

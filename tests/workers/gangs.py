@@ -7,9 +7,10 @@ from typing import Any
 
 from pydantic import ByteSize
 
-from crossdock.workers.model.kv_memory import MemoryBudget
+from crossdock.workers.model.memory_budget import MemoryBudget
+from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.docks import RankDock
-from crossdock.workers.replica.engine import Engine, EngineConfig
+from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.ranks import Gang, GangSpec, follow
 
 from .ranks import Ranks

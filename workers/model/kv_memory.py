@@ -2,13 +2,13 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from crossdock.workers.model.graphs import DecodeGraphs
 from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.memory_budget import MemoryBudget
 from crossdock.workers.model.memory_fit import size_of
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.sampler import SampleRow, sample
@@ -17,24 +17,7 @@ from crossdock.workers.schedule.scheduler import Batch, Scheduled
 
 logger = logging.getLogger(__name__)
 
-ON_CPUS = 2 << 30  # bytes
 MARGIN = 512 << 20  # bytes for what CUDA records graphs in and for gaps between allocations; an estimate
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryBudget:
-    """What decides it, the same for all ranks of a replica."""
-
-    kv_cache_memory: int | None = None  # bytes; None: `ON_CPUS` there, on GPUs it is measured
-    gpu_memory_utilization: float = 0.9  # share of the GPU's memory
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 64
-
-    def known(self, device: str) -> int | None:
-        """Bytes of KV pages on a device of this type; None where they follow from a measurement."""
-        if self.kv_cache_memory is not None:
-            return self.kv_cache_memory
-        return ON_CPUS if device == "cpu" else None
 
 
 class PageBudget(NamedTuple):

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from crossdock.kernels.attention import AttentionBatch
-from crossdock.kernels.backend import CPP, Attention, AttentionBackend, KVCacheDtype, choose_attention
+from crossdock.kernels.backend import CPP, Attention, choose_attention
+from crossdock.kernels.options import AttentionBackend, KVCacheDtype
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
 from crossdock.workers.model.fp8_scales import example_text, in_float32, scale_for
 from crossdock.workers.model.fused_projections import join_projections

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.kvtransfer.dock import Dock, DockCounts
 from crossdock.kvtransfer.events import (
@@ -27,23 +26,8 @@ from crossdock.kvtransfer.nixl import NixlTransport
 from crossdock.kvtransfer.tcp import TcpTransport
 from crossdock.kvtransfer.transport import Memory, Transport, TransportUnavailable
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.ranks import Gang
-
-
-class TransferConfig(BaseModel):
-    """How KV pages travel between replicas."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    transport: Literal["auto", "nixl", "tcp"] = Field(
-        "auto", description="auto is nixl where it is installed, else tcp; all replicas must use the same."
-    )
-    host: str | None = Field(
-        None, description="Address that others reach a replica's transfers at; null is its node's own in the cluster."
-    )
-    deadline_s: float = Field(10.0, gt=0, description="How long the other side of a transfer may be silent.")
-    grace_s: float = Field(1.0, ge=0, description="How long after a writer's death its writes might still land.")
-
 
 _LOOPBACK = "127.0.0.1"  # where nobody has said which address the node has
 

@@ -8,18 +8,18 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from pydantic import ByteSize, Field
+from pydantic import ByteSize
 from torch import Tensor
 
-from crossdock.kernels.backend import AttentionBackend, KVCacheDtype
 from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.workers.model.grammar import GrammarCompiler, GrammarState
 from crossdock.workers.model.graphs import decode_graphs
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.kv_memory import MemoryBudget, room_for_pages
+from crossdock.workers.model.kv_memory import room_for_pages
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.sampler import Drawn, SampleRow, logprobs_of, sample
+from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.ranks import Gang, held, pool_spec
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost import StepCostFit, StepWork
@@ -33,38 +33,7 @@ from crossdock.workers.schedule.request import (
     TokenDelta,
     TokenLogprobs,
 )
-from crossdock.workers.schedule.scheduler import Batch, SampledToken, Scheduled, Scheduler, SchedulerConfig
-
-
-class EngineConfig(SchedulerConfig):
-    """What an engine may use. Scheduling fields come from `SchedulerConfig`."""
-
-    enable_prefix_caching: bool = Field(True, description="Share pages between requests with equal beginnings.")
-    kv_cache_memory: ByteSize | None = Field(
-        None, description="Memory for KV pages of each rank, e.g. 2GiB; null: 2GiB on CPUs, on GPUs what is left."
-    )
-    gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="Share of its GPU's memory that a rank may use in all, if kv_cache_memory is null."
-    )
-    enforce_eager: bool = Field(False, description="On GPUs: decode steps without CUDA graphs.")
-    async_scheduling: bool | None = Field(
-        None, description="Begin a step before the tokens of the one before it are known; null: on a GPU of its own."
-    )
-    kv_cache_dtype: KVCacheDtype = Field(
-        "auto", description="Of KV pages; auto is the model's dtype, fp8 (e4m3) holds twice as many tokens of bfloat16."
-    )
-    attention_backend: AttentionBackend = Field(
-        "auto", description="What computes attention; auto is our C++ on CPUs and Triton on GPUs."
-    )
-
-    @property
-    def budget(self) -> MemoryBudget:
-        return MemoryBudget(
-            None if self.kv_cache_memory is None else int(self.kv_cache_memory),
-            self.gpu_memory_utilization,
-            self.max_num_batched_tokens,
-            self.max_num_seqs,
-        )
+from crossdock.workers.schedule.scheduler import Batch, SampledToken, Scheduled, Scheduler
 
 
 @dataclass(frozen=True, slots=True)

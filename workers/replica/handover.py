@@ -11,7 +11,8 @@ import msgpack
 
 from crossdock.kvtransfer.events import Arrived, Committed, Event, Failed, Figures, Granted, Released, WriterStopped
 from crossdock.kvtransfer.layout import IncompatiblePools
-from crossdock.workers.replica.docks import Docks, TransferConfig
+from crossdock.workers.replica.config import TransferConfig
+from crossdock.workers.replica.docks import Docks
 from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.schedule.request import FinishReason, Leg, Request, Status, Submission, TokenDelta
 

@@ -26,12 +26,13 @@ import msgpack
 import torch
 import torch.distributed as dist
 
-from crossdock.kernels.backend import AttentionBackend, KVCacheDtype
+from crossdock.kernels.options import AttentionBackend, KVCacheDtype
 from crossdock.kvtransfer.layout import LayerShape, PoolSpec, Shard
 from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.fp8_scales import exponents, fingerprint_of
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.kv_memory import MemoryBudget, PageBudget, room_for_pages
+from crossdock.workers.model.kv_memory import PageBudget, room_for_pages
+from crossdock.workers.model.memory_budget import MemoryBudget
 from crossdock.workers.model.memory_fit import used
 from crossdock.workers.model.model import PagedModel, load_model
 from crossdock.workers.model.parallel import Links, RankPosition

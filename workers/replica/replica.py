@@ -21,8 +21,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from crossdock.workers.model.checkpoint import fingerprint, resolve_model
 from crossdock.workers.model.model import load_model
 from crossdock.workers.model.parallel import RankPosition
-from crossdock.workers.replica.docks import RankDock, TransferConfig
-from crossdock.workers.replica.engine import Engine, EngineConfig, warm_up
+from crossdock.workers.replica.config import EngineConfig, TransferConfig
+from crossdock.workers.replica.docks import RankDock
+from crossdock.workers.replica.engine import Engine, warm_up
 from crossdock.workers.replica.engine_thread import EngineThread
 from crossdock.workers.replica.handover import connect
 from crossdock.workers.replica.ranks import Address, Gang, GangSpec, RankFailed, follow

@@ -13,7 +13,8 @@ from openai.types.completion_choice import Logprobs
 from transformers import PreTrainedTokenizerFast
 
 from crossdock.cluster.api import bodies
-from crossdock.cluster.api.bodies import ApiError, ChatCompletionRequest, Chunks, CompletionRequest
+from crossdock.cluster.api.bodies import ChatCompletionRequest, Chunks, CompletionRequest
+from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.tokenizer import Text
 from crossdock.workers.schedule.request import Grammar, SamplingParams, TokenLogprobs
 

@@ -25,7 +25,8 @@ from transformers import PreTrainedTokenizerFast
 
 from crossdock.cluster.api.bodies import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from crossdock.cluster.api.choices import merge
-from crossdock.cluster.api.endpoints import HttpConfig, build_api
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.http_guard import Gate
 from crossdock.cluster.api.keys import KeyRing
 from crossdock.cluster.api.limits import Ledger

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossdock.cluster.api.bodies import ApiError
+from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.keys import ApiKey, KeyRing, read_keys
 from crossdock.cluster.api.limits import Account, Ledger
 

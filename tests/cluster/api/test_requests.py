@@ -10,12 +10,13 @@ import pytest
 from pydantic import ByteSize
 from transformers import PreTrainedTokenizerFast
 
-from crossdock.cluster.api.endpoints import HttpConfig, build_api
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.tiers import Tiers
 from crossdock.cluster.api.tokenizer import Text
 from crossdock.cluster.dispatch.dispatch import Dispatcher
 from crossdock.router.fleet import RouterConfig
-from crossdock.workers.replica.engine import EngineConfig
+from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.slo import SloClass

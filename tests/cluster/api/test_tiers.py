@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from crossdock.cluster.api.bodies import ApiError
-from crossdock.cluster.api.endpoints import HttpConfig
+from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.keys import ApiKey, find_key
 from crossdock.cluster.api.tiers import Tiers
 from crossdock.workers.schedule.slo import SloClass

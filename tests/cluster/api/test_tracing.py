@@ -17,7 +17,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from transformers import PreTrainedTokenizerFast
 
 from crossdock.cluster.api import endpoints, tracing
-from crossdock.cluster.api.endpoints import HttpConfig, build_api
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.listener import listen
 from crossdock.cluster.api.tokenizer import Text
 from crossdock.cluster.dispatch.dispatch import Dispatcher

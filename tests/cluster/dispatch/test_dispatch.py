@@ -12,9 +12,10 @@ from pydantic import ByteSize
 from crossdock.cluster.dispatch.dispatch import Dispatcher, ReplicaDead, ReplicaLost, merge_metrics
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.model.model import wrap_module
-from crossdock.workers.replica.engine import Engine, EngineConfig, warm_up
+from crossdock.workers.replica.config import EngineConfig, TransferConfig
+from crossdock.workers.replica.engine import Engine, warm_up
 from crossdock.workers.replica.engine_thread import EngineThread
-from crossdock.workers.replica.handover import TransferConfig, connect
+from crossdock.workers.replica.handover import connect
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.request import Overloaded, SamplingParams, Submission, TokenDelta

@@ -30,7 +30,8 @@ from ray.serve.config import ProxyLocation
 from crossdock.cluster.config import load
 from crossdock.cluster.serve.app import build
 from crossdock.workers.model.model import load_model
-from crossdock.workers.replica.engine import Engine, EngineConfig
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from tests.cluster.deploy.test_manifests import expressions
 from tests.cluster.ports import free_port

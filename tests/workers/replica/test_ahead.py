@@ -15,7 +15,8 @@ from crossdock.workers.model.model import wrap_module
 from crossdock.workers.model.parallel import RankPosition
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.sampler import Drawn, SampleRow, sample
-from crossdock.workers.replica.engine import Engine, EngineConfig, Step
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.schedule.request import SamplingParams, Submission, TokenDelta
 from crossdock.workers.schedule.slo import SloClass
 from tests.workers.architectures import build

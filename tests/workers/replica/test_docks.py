@@ -18,7 +18,8 @@ from crossdock.kvtransfer.events import (
     WriterStopped,
 )
 from crossdock.kvtransfer.transport import Memory, TransportUnavailable
-from crossdock.workers.replica.docks import Together, TransferConfig, _transport, pack_event, unpack_event
+from crossdock.workers.replica.config import TransferConfig
+from crossdock.workers.replica.docks import Together, _transport, pack_event, unpack_event
 
 RANKS = 3
 

@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ByteSize
 
 from crossdock.workers.model.model import wrap_module
-from crossdock.workers.replica.engine import Engine, EngineConfig, warm_up
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine import Engine, warm_up
 from crossdock.workers.replica.engine_thread import EngineThread
 from crossdock.workers.schedule.request import Overloaded, SamplingParams, Submission, TokenDelta
 from crossdock.workers.schedule.slo import SloClass

@@ -18,8 +18,8 @@ from pydantic import ByteSize
 
 from crossdock.kvtransfer.events import Figures
 from crossdock.workers.model.model import wrap_module
-from crossdock.workers.replica.docks import TransferConfig
-from crossdock.workers.replica.engine import Engine, EngineConfig, Step
+from crossdock.workers.replica.config import EngineConfig, TransferConfig
+from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.replica.engine_thread import Channel, EngineThread
 from crossdock.workers.replica.handover import CannotPair, connect
 from crossdock.workers.schedule.request import FinishReason, Leg, SamplingParams, Status, Submission, TokenDelta

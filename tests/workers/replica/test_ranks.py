@@ -18,8 +18,9 @@ from torch import Tensor
 
 from crossdock.workers.model.kv_memory import PageBudget
 from crossdock.workers.model.model import load_model
+from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.docks import RankDock
-from crossdock.workers.replica.engine import Engine, EngineConfig, warm_up
+from crossdock.workers.replica.engine import Engine, warm_up
 from crossdock.workers.replica.ranks import Channel, Gang, _Follower, follow
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from crossdock.workers.schedule.scheduler import Batch

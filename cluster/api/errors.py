@@ -1,0 +1,34 @@
+"""Errors in OpenAI's shape."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+class ApiError(Exception):
+    """A request that is not answered, and what its client is told."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return to_json({"error": error})
+
+
+def to_json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")

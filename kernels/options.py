@@ -1,0 +1,6 @@
+"""Names of the attention backends and KV dtypes that a configuration may ask for. No torch."""
+
+from typing import Literal, TypeAlias
+
+AttentionBackend: TypeAlias = Literal["auto", "triton", "flash_attn", "torch"]
+KVCacheDtype: TypeAlias = Literal["auto", "fp8"]

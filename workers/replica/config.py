@@ -1,0 +1,55 @@
+"""The settings of one replica: its engine and its KV transfers. No torch, no ray."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field
+
+from crossdock.kernels.options import AttentionBackend, KVCacheDtype
+from crossdock.workers.model.memory_budget import MemoryBudget
+from crossdock.workers.schedule.scheduler import SchedulerConfig
+
+
+class EngineConfig(SchedulerConfig):
+    """What an engine may use. Scheduling fields come from `SchedulerConfig`."""
+
+    enable_prefix_caching: bool = Field(True, description="Share pages between requests with equal beginnings.")
+    kv_cache_memory: ByteSize | None = Field(
+        None, description="Memory for KV pages of each rank, e.g. 2GiB; null: 2GiB on CPUs, on GPUs what is left."
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="Share of its GPU's memory that a rank may use in all, if kv_cache_memory is null."
+    )
+    enforce_eager: bool = Field(False, description="On GPUs: decode steps without CUDA graphs.")
+    async_scheduling: bool | None = Field(
+        None, description="Begin a step before the tokens of the one before it are known; null: on a GPU of its own."
+    )
+    kv_cache_dtype: KVCacheDtype = Field(
+        "auto", description="Of KV pages; auto is the model's dtype, fp8 (e4m3) holds twice as many tokens of bfloat16."
+    )
+    attention_backend: AttentionBackend = Field(
+        "auto", description="What computes attention; auto is our C++ on CPUs and Triton on GPUs."
+    )
+
+    @property
+    def budget(self) -> MemoryBudget:
+        return MemoryBudget(
+            None if self.kv_cache_memory is None else int(self.kv_cache_memory),
+            self.gpu_memory_utilization,
+            self.max_num_batched_tokens,
+            self.max_num_seqs,
+        )
+
+
+class TransferConfig(BaseModel):
+    """How KV pages travel between replicas."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    transport: Literal["auto", "nixl", "tcp"] = Field(
+        "auto", description="auto is nixl where it is installed, else tcp; all replicas must use the same."
+    )
+    host: str | None = Field(
+        None, description="Address that others reach a replica's transfers at; null is its node's own in the cluster."
+    )
+    deadline_s: float = Field(10.0, gt=0, description="How long the other side of a transfer may be silent.")
+    grace_s: float = Field(1.0, ge=0, description="How long after a writer's death its writes might still land.")
