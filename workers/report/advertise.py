@@ -15,6 +15,7 @@ LENGTHS = tuple(4.0**power for power in range(-3, 4))
 """Seconds that tell short prompts from long ones: how much longer one makes another wait depends on which is longer."""
 
 MEMORY_S = 5.0  # of what its time went into
+HEARTBEAT_S = 1.0  # after which a replica that has nothing new to report repeats its last report
 
 
 @dataclass(frozen=True, slots=True)
