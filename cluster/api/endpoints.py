@@ -37,7 +37,7 @@ from crossdock.cluster.api.tiers import HEADER, Tiers
 from crossdock.cluster.api.tokenizer import Text, TextStream
 from crossdock.cluster.api.tracing import Tracing, otlp_exporter
 from crossdock.cluster.api.web_assets import PAGE_HEADERS, Page, pages
-from crossdock.cluster.dispatch.dispatch import Dispatcher, ModelCard
+from crossdock.cluster.dispatch.dispatcher import Dispatcher, ModelCard
 from crossdock.workers.schedule.request import Submission, TokenDelta
 
 _LONG_TEXT = 4096  # characters; about 1 ms to tokenise. Longer ones leave the event loop for a thread.

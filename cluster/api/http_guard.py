@@ -15,7 +15,7 @@ from crossdock.cluster.api import bodies
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.keys import ApiKey, KeyRing
 from crossdock.cluster.api.limits import Account, Ledger
-from crossdock.cluster.dispatch.dispatch import ReplicaLost
+from crossdock.cluster.dispatch.dispatcher import ReplicaLost
 from crossdock.workers.schedule.request import Overloaded
 
 logger = logging.getLogger("ray.serve")

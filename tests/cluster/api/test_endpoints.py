@@ -31,7 +31,7 @@ from crossdock.cluster.api.http_guard import Gate
 from crossdock.cluster.api.keys import KeyRing
 from crossdock.cluster.api.limits import Ledger
 from crossdock.cluster.api.tokenizer import Text
-from crossdock.cluster.dispatch.dispatch import ModelCard, ReplicaLost
+from crossdock.cluster.dispatch.dispatcher import ModelCard, ReplicaLost
 from crossdock.workers.schedule.request import FinishReason, Grammar, Overloaded, Submission, TokenDelta, TokenLogprobs
 
 MAX_MODEL_LEN = 200

@@ -14,13 +14,13 @@ from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.tiers import Tiers
 from crossdock.cluster.api.tokenizer import Text
-from crossdock.cluster.dispatch.dispatch import Dispatcher
+from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.slo import SloClass
-from tests.cluster.dispatch.test_dispatch import IN_TURN, InProcess, ready
+from tests.cluster.dispatch.in_process import IN_TURN, InProcess, ready
 from tests.workers.replica.test_engine_thread import hold, posted
 
 CLASSES = (
@@ -47,9 +47,7 @@ class Served:
     async def start(self) -> None:
         for number, replica in enumerate(self.replicas):  # all say they are equally fast: the router takes turns
             self.dispatcher.join(f"r{number}", replica, self.replicas[0].profile)
-        while not all(link.is_open for link in self.dispatcher._links.values()):
-            await ready(self.dispatcher)
-            await asyncio.sleep(0.001)
+        await ready(self.dispatcher, len(self.replicas))
 
     async def stop(self) -> None:
         await self.http.aclose()

@@ -21,9 +21,9 @@ from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.listener import listen
 from crossdock.cluster.api.tokenizer import Text
-from crossdock.cluster.dispatch.dispatch import Dispatcher
+from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.router.fleet import RouterConfig
-from tests.cluster.dispatch.test_dispatch import InProcess
+from tests.cluster.dispatch.in_process import InProcess, ready
 from tests.cluster.ports import free_port
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -51,8 +51,7 @@ class Traced:
         await self.messages.put({"type": "lifespan.startup"})
         for number, replica in enumerate(self.replicas):
             self.dispatcher.join(f"r{number}", replica, replica.profile)
-        while not all(link.is_open for link in self.dispatcher._links.values()):
-            await asyncio.sleep(0.001)
+        await ready(self.dispatcher, len(self.replicas))
         return self
 
     async def _said(self, message: Any) -> None:
