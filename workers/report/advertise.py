@@ -122,7 +122,7 @@ def observe(
         stream_share,
         step_seconds if scheduler.has_work else 0.0,
         bytes_per_second,
-        scheduler.prefilled_seconds,
+        scheduler.prefilled.seconds,
         role,
     )
 
@@ -213,7 +213,7 @@ class Publisher:
         self._kept = 1 - self.scheduler.prefill_share(0)
         cost = self.scheduler.cost.per_prefill_token if self.scheduler.cost is not None else 0.0
         priorities = range(len(self.scheduler.config.slo_classes))
-        work = [self.scheduler.work_of[priority] for priority in priorities]
+        work = [self.scheduler.prefilled.tokens_by_priority[priority] for priority in priorities]
         before, self._work = self._work or work, work
         for priority in priorities if seconds > 0 else ():
             now_share = min((work[priority] - before[priority]) * cost / seconds, 1.0)
@@ -245,4 +245,4 @@ class Publisher:
     def _requests(self) -> tuple[int, ...]:
         """Another whenever a request has come, ended, or had some of its prompt computed."""
         it = self.scheduler
-        return len(it.waiting), len(it.running), len(it.held), it.work_done
+        return len(it.waiting), len(it.running), len(it.held), it.prefilled.tokens

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossdock.workers.report.timeline import Chunk, Timeline
-from crossdock.workers.schedule.scheduler import Batch
+from crossdock.workers.schedule.batch import Batch
 
 KEEP = 2048  # steps; 1 to 3 MiB with two chunks each
 

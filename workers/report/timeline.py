@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from crossdock.kvtransfer.events import Figures
+from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.request import FinishReason, Leg, Request, Status, Submission, TokenDelta
-from crossdock.workers.schedule.scheduler import Batch
 from crossdock.workers.schedule.slo import SloClass
 
 KEEP_FINISHED = 512  # requests; 27 MiB if every one had KEEP_CHUNKS chunks (tracemalloc), else far less

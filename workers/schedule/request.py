@@ -147,7 +147,7 @@ class Request:
     arrival_work: int = 0  # prompt tokens the scheduler had handed out when it came
     queued_at: float = 0.0  # when it last began to wait: at arrival, or when preempted
     due: float = 0.0  # of a stream: when its next token is promised
-    patience: float = 0.0  # seconds within which its class promises its first token
+    ttft_deadline: float = 0.0  # seconds after arrival by which its class promises the first token
     predicted_ttft: float | None = None  # seconds, as predicted when it came
     expected_cached_tokens: int = 0  # while it waits: what the prefix index held when last asked
     status: Status = Status.WAITING
