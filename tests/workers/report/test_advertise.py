@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.workers.report.advertise import LENGTHS, LiveProfile, Prompts, Publisher, observe
+from crossdock.workers.schedule.batch import SampledToken
+from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Leg, Overloaded, Request, SamplingParams
-from crossdock.workers.schedule.scheduler import SampledToken, Scheduler, SchedulerConfig
+from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.slo import SloClass
 
 COST = StepCost(base=1e-3, per_prefill_token=1e-3, per_attended=1e-7, per_decode=5e-4, per_context=1e-6)

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from crossdock.workers.report.timeline import KEEP_CHUNKS, Progress, Timelines, prompt_length_bucket
+from crossdock.workers.schedule.batch import SampledToken
+from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import FinishReason, Leg, Request, SamplingParams, Submission, TokenDelta
-from crossdock.workers.schedule.scheduler import SampledToken, Scheduler, SchedulerConfig
+from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.slo import SloClass
 
 CLASSES = (

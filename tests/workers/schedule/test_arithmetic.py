@@ -4,10 +4,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout
+from crossdock.workers.schedule.batch import Batch, SampledToken
+from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost import StepWork
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Request, SamplingParams
-from crossdock.workers.schedule.scheduler import Batch, SampledToken, Scheduler, SchedulerConfig
+from crossdock.workers.schedule.scheduler import Scheduler
 
 PAGE_SIZE = 16
 SMOLLM2 = PoolLayout([LayerShape(num_kv_heads=3, key_dim=64, value_dim=64)] * 30, PAGE_SIZE, itemsize=2)

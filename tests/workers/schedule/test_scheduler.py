@@ -19,7 +19,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.chunking import IDLE
+from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import (
@@ -31,7 +33,7 @@ from crossdock.workers.schedule.request import (
     Status,
     TokenDelta,
 )
-from crossdock.workers.schedule.scheduler import Batch, SampledToken, Scheduler, SchedulerConfig
+from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.slo import SloClass
 
 EOS = 0
