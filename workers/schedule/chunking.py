@@ -8,34 +8,35 @@ from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pace import LONGEST_GAP
 
 SLACK_SHARE = 0.9
-"""Share of the tightest stream's slack that a step may fill. The rest is for the way of the token to the client.
+"""Share of the tightest stream's slack that a step may fill. The rest is for sending the token to the client.
 
-How far steps overrun their prediction is accounted for by `overrun`. benchmarks/RESULTS.md, "Adaptive chunks against
-fixed budgets": a fixed share of 0.85 without `overrun` had longer p99 gaps at equal goodput. Shown by
-`python benchmarks/adaptive.py --settings adaptive` and by the token gaps of
-`crossdock simulate --pools mixed=4xh100-8b --request-rate 50`: MEASURED_SLACK
+How far steps overrun their prediction is a factor of its own, `overrun`. The longest gap of interactive streams, with
+0.8, 0.9 and 1.0: 50.0, 56.2 and 62.5 ms (`crossdock simulate --pools mixed=4xh100-8b --request-rate 50`, 2026-11-22).
+On a real machine: `python benchmarks/adaptive.py --settings adaptive`; a share of 0.85 without `overrun` had p99 gaps
+of 66.9, 81.9 and 59.4 ms in its three mixes, this has 52.1, 57.7 and 57.9 ms (benchmarks/RESULTS.md).
 """
 
 IDLE_SHARE = 0.25
 """Longest step, as a share of the tightest `ttft_s` of all classes.
 
-A request that arrives while a step runs waits for the end of the step. With half of `ttft_s`, choosing between local
-and shipped placement was worse than always shipping. Shown by interactive TTFT of
-`crossdock simulate --pools mixed=1xl4-8b --request-rate 0.5 --mix long-heavy`: MEASURED_IDLE
+A request that arrives while a step runs waits for the end of the step. Interactive p99 TTFT with 0.1, 0.25, 0.5 and 1:
+244, 357, 853 and 1,516 ms (`crossdock simulate --pools mixed=1xl4-8b --request-rate 1 --mix long-heavy`, 2026-11-22).
+Less than 0.25 means more steps for each prompt, and so more seconds where a step's fixed part is large.
 """
 
 MAX_OVERRUN = 2.0
-"""Factor by which steps may overrun their prediction and still be in time.
+"""Largest `overrun` that is accounted for: the factor by which steps may exceed their prediction and be in time.
 
-Beyond that, chunks would shrink to nothing on a machine that cannot be predicted. Shown by
-`crossdock simulate --pools mixed=4xh100-8b --request-rate 50 --noise 0.6`: MEASURED_OVERRUN
+Beyond that, chunks would shrink to nothing on a machine that cannot be predicted. With 1, 2 and 4, the longest gap is
+333, 130 and 136 ms, and the standard p99 TTFT 668, 753 and 821 ms
+(`crossdock simulate --pools mixed=4xh100-8b --request-rate 50 --noise 0.6`, 2026-11-22).
 """
 
 LEAST_SHARE = 0.02
-"""Share of the time that prompts are assumed to get where streams leave none.
+"""Share of the time that a prediction assumes for prompts where streams leave less.
 
-It bounds the predicted time to first token at 50 times the work ahead. Shown by the prediction error of
-`crossdock simulate --pools mixed=1xl4-8b --request-rate 1`: MEASURED_LEAST
+Only a bound: it keeps predicted times finite, at 50 times the work ahead, although streams end at some time. 0.005 and
+0.1 give the same results (`crossdock simulate --pools mixed=1xl4-8b --request-rate 3`, 2026-11-22).
 """
 
 _NO_PRIORITY = 1 << 30  # less urgent than every class
@@ -43,7 +44,7 @@ _NO_PRIORITY = 1 << 30  # less urgent than every class
 
 @dataclass(slots=True)
 class ChunkBudget:
-    """What a step has left for chunks: tokens, and the predicted seconds that they may take.
+    """The rest of a step that is left for chunks: tokens, and the predicted seconds that they may take.
 
     Part of it, the lane, is reserved for short prompts.
     """

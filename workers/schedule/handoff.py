@@ -1,4 +1,4 @@
-"""Requests whose prompt one replica computes and whose tokens another one makes: what that changes for the scheduler."""
+"""Requests whose prompt is computed by one replica and whose tokens are made by another."""
 
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import num_places

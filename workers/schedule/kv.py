@@ -1,4 +1,4 @@
-"""Pages for requests: reuse a cached prefix, reserve pages before the first chunk, grow, preempt, index what is full."""
+"""Pages for requests: reuse a cached prefix, reserve before the first chunk, grow, preempt, index full pages."""
 
 from collections.abc import Sequence
 

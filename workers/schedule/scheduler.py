@@ -272,53 +272,72 @@ class Scheduler:
         """Return all requests that have not ended."""
         return self._table.requests()
 
-    # -- other modules' ideas: forecast.py and admission.py, handoff.py, ahead.py, stretch.py -----------------------------
+    # -- predictions and places: forecast.py, admission.py -----------------------------------------------------------
 
     def predict_ttft(self, request: Request) -> tuple[float, float]:
+        """Return the seconds until a new request's first token, now and on an idle replica; (0, 0) without a cost."""
         return self._forecast.ttft(request)
 
     def prefills(self) -> list[Request]:
+        """Return the requests with prompt tokens left to compute on this replica."""
         return self._table.prefills()
 
     def prefill_seconds(self, request: Request) -> float:
+        """Return the seconds that the rest of a request's prompt takes on an idle replica; 0 without a cost."""
         return self._forecast.prefill_seconds(request)
 
     def prefill_share(self, priority: int) -> float:
+        """Return the share of the time that goes into prompts of a class, beside the streams that run or arrive."""
         return self._forecast.prefill_share(priority)
 
     def num_places(self, priority: int) -> int:
+        """Return how many more requests of a class may hold pages now."""
         return admission.num_places(self._table, priority)
 
+    # -- prompts and tokens on two replicas: handoff.py --------------------------------------------------------------
+
     def grant(self, now: float) -> list[Request]:
+        """Reserve pages for requests that another replica prefills, as far as possible, and return those requests."""
         return handoff.grant(self._table, now)
 
     def commit(self, request_id: str, num_tokens: int) -> None:
+        """Note that the first `num_tokens` of a held request have arrived."""
         handoff.commit(self._table, self._table.request(request_id), num_tokens)
 
     def start_decoding(self, request_id: str, token_id: int, now: float) -> None:
+        """Let a held request decode, all of whose pages and first token have arrived."""
         handoff.start_decoding(self._table, self._table.request(request_id), token_id, now)
 
     def take_over(self, request_id: str, now: float) -> None:
+        """Compute the prompt of a request here, because the other replica is lost."""
         handoff.take_over(self._table, self._table.request(request_id), now)
 
     def finish_sent(self, request_id: str) -> None:
+        """End a held request, all of whose pages are at the other replica."""
         handoff.finish_sent(self._table, self._table.request(request_id))
+
+    # -- the next step before a step's tokens are known: ahead.py ----------------------------------------------------
+
+    def assume_ended(self, batch: Batch, ended: float) -> AbstractContextManager[None]:
+        """Treat `batch`, the only step in flight, as ended at time `ended` within the context."""
+        return ahead.assume_ended(self._table, batch, ended)
 
     @property
     def needs_preemption(self) -> bool:
-        """Return whether the last step lacked pages that only a preemption can free.
+        """Return whether the last `schedule` needed a preemption, which cannot happen while a step is assumed to end.
 
-        A preemption cannot happen while a step is assumed to have ended; let the step in flight end first.
+        Let the step in flight end before the next `schedule`.
         """
         return self._table.needs_preemption
 
-    def assume_ended(self, batch: Batch, ended: float) -> AbstractContextManager[None]:
-        return ahead.assume_ended(self._table, batch, ended)
+    # -- many equal steps at once: stretch.py ------------------------------------------------------------------------
 
     def steady_steps(self, batch: Batch) -> int:
+        """Return how many steps, `batch` the first of them, are the same decodes while no request arrives or leaves."""
         return stretch.steady_steps(self._table, self._forecast.cost, batch)
 
     def advance(self, batch: Batch, tokens: Mapping[str, Sequence[int]], ends: Sequence[float]) -> Batch:
+        """Record fewer than `steady_steps` steps, `batch` the first of them, and return the batch of the next step."""
         return stretch.advance(self._table, batch, tokens, ends)
 
 

@@ -30,9 +30,7 @@ def steady_steps(table: RequestTable, cost: StepCost | None, batch: Batch) -> in
     return steps
 
 
-def advance(
-    table: RequestTable, batch: Batch, tokens: Mapping[str, Sequence[int]], ends: Sequence[float]
-) -> Batch:
+def advance(table: RequestTable, batch: Batch, tokens: Mapping[str, Sequence[int]], ends: Sequence[float]) -> Batch:
     """Record fewer than `steady_steps` steps, `batch` the first of them, and return the batch of the next step.
 
     The result is the same as that of `schedule` and `update` in turn. `tokens`: what each stream sampled in the steps,

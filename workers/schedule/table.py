@@ -1,4 +1,4 @@
-"""Every request that has not ended, by status, and the pages they hold. Requests change status here and nowhere else."""
+"""Every request that has not ended, by status, and its pages. Requests change status here and nowhere else."""
 
 from collections import Counter
 from collections.abc import Collection
