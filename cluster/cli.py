@@ -248,7 +248,7 @@ def effective_config(
     ] = None,
 ) -> "ClusterConfig":
     """The configuration that these flags mean."""
-    from crossdock.cluster.config import load
+    from crossdock.cluster.config_file import load
 
     if chunked_prefill_size is not None:
         max_num_batched_tokens, enable_chunked_prefill = _from_sglang(
@@ -337,7 +337,7 @@ def serve(**flags: Any) -> None:
 def show_config(**flags: Any) -> None:
     """Print the configuration that the same flags give to `serve`, every setting with its meaning."""
     with _told_plainly():
-        from crossdock.cluster.config import to_yaml
+        from crossdock.cluster.config_file import to_yaml
 
         sys.stdout.write(to_yaml(effective_config(**flags)))
 

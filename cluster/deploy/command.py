@@ -40,7 +40,7 @@ def render(
 
 def rendered(path: Path, target: Target) -> str:
     """What `render` prints."""
-    from crossdock.cluster.config import load
+    from crossdock.cluster.config_file import load
     from crossdock.cluster.deploy.kuberay import kuberay
     from crossdock.cluster.deploy.rayup import ray_up
     from crossdock.cluster.deploy.serve import serve_config

@@ -6,7 +6,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from crossdock.cluster.config import ClusterConfig, ConfigError, ModelConfig, load, to_yaml
+from crossdock.cluster.config import ClusterConfig, ModelConfig
+from crossdock.cluster.config_file import ConfigError, load, to_yaml
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from crossdock.cluster.cli import app
-from crossdock.cluster.config import ConfigError, load
+from crossdock.cluster.config_file import ConfigError, load
 from crossdock.cluster.deploy.command import Target, rendered
 from crossdock.cluster.deploy.kuberay import GROUP, PART_OF, kuberay
 from crossdock.cluster.deploy.rayup import ray_up

@@ -27,7 +27,7 @@ from ray import serve
 from ray.serve._private.common import DeploymentID
 from ray.serve.config import ProxyLocation
 
-from crossdock.cluster.config import load
+from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
 from crossdock.workers.model.model import load_model
 from crossdock.workers.replica.config import EngineConfig

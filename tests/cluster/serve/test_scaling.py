@@ -9,7 +9,7 @@ import ray
 from ray import serve
 from ray.serve.config import ProxyLocation
 
-from crossdock.cluster.config import load
+from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
 from tests.cluster.ports import free_port
 

@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from crossdock.cluster.config import load
+from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import APP_NAME, build
 
 

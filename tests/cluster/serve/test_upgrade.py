@@ -14,7 +14,8 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 from transformers import PreTrainedTokenizerFast
 
-from crossdock.cluster.config import ClusterConfig, load
+from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
 from tests.cluster.api.test_tracing import collector
 from tests.cluster.ports import free_port
