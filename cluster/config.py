@@ -30,7 +30,9 @@ class ModelConfig(BaseModel):
     )
     served_name: str | None = Field(None, min_length=1, description="Clients' name of the model; null derives it.")
     dtype: Dtype = Field(
-        "auto", description="Of weights, activations and (but for kv_cache_dtype) KV pages; auto is the checkpoint's."
+        "auto",
+        description="Data type of weights, activations and, unless kv_cache_dtype names another, KV pages; "
+        "auto is the checkpoint's.",
     )
     max_model_len: int | None = Field(
         None, ge=1, description="Longest prompt and output together, in tokens; null is the model's own limit."
@@ -54,9 +56,7 @@ class PoolConfig(BaseModel):
     name: str = Field("mixed", pattern=r"^[a-z][a-z0-9-]*$", description="Name of the Serve deployment.")
     role: Role = Field("mixed", description="mixed, prefill or decode; a pool named prefill or decode has that role.")
     replicas: int = Field(1, ge=1, description="Number of replicas; the minimum, if max_replicas is set.")
-    max_replicas: int | None = Field(
-        None, ge=1, description="Number that the pool may grow to; null: none."
-    )
+    max_replicas: int | None = Field(None, ge=1, description="Number that the pool may grow to; null: none.")
     num_cpus: int = Field(0, ge=0, description="Cores of each rank; 0 reserves none and uses all.")
     num_gpus: float = Field(0, ge=0, description="GPUs of each rank.")
     tensor_parallel_size: int = Field(1, ge=1, description="Ranks that divide every layer of a replica.")

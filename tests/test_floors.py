@@ -14,7 +14,7 @@ FLOORS = ("cluster", "router", "workers", "kvtransfer", "kernels")
 WORKERS = {"workers/schedule", "workers/report", "workers/model", "workers/replica"}
 CONFIG = {"cluster/config.py", "cluster/config_file.py"}
 BELOW = {  # room: the rooms it may import besides itself
-    "cluster/cli.py": {"cluster", "workers/model"},
+    "cluster/cli.py": {"cluster"},
     "cluster/config.py": {"cluster/api", "cluster/deploy", "router", *WORKERS},
     "cluster/config_file.py": {"cluster/config.py"},
     "cluster/serve": {"cluster/api", *CONFIG, "cluster/dispatch", "router", *WORKERS},
