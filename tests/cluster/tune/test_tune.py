@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from crossdock.cluster import cli
-from crossdock.cluster.config import ClusterConfig, load
+from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.config_file import load
 from crossdock.cluster.simulate.fleet import load_fleet, read_profile
 from crossdock.cluster.tune import report
 from crossdock.cluster.tune.advice import Advice, advise
