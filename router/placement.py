@@ -44,7 +44,8 @@ DECODE_WEIGHT = 0.1
 
 TIE_SHARE = 0.02
 """Costs are multiplied by a hash between 1 and 1 + this share, so that routers with the same knowledge do not all
-choose the same one of nearly equal replicas. knee: with 0, good requests fall from 95.4 to 94.6 %; with 0.2 to 95.1 %."""
+choose the same one of nearly equal replicas. knee: with 0, good requests fall from 95.4 to 94.6 %, with 0.2 to
+95.1 %."""
 
 HANDOVER_S = 0.005
 """Seconds that a pair costs besides the transfer of pages, for messages and a registration: of the order of the round

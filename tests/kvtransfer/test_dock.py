@@ -79,7 +79,7 @@ def test_the_callers_errors_are_raised_at_the_call(pair: tuple[Local, Local]) ->
     with pytest.raises(ValueError, match="not a dock's blob"):
         dock.ship("r", 1, [b"noise"], 5)
     nixl = replace(Peer.unpack(other.blob), transport="nixl").pack()
-    with pytest.raises(ValueError, match="speaks nixl, this dock tcp"):
+    with pytest.raises(ValueError, match="uses nixl, this dock tcp"):
         dock.expect("r", 1, [nixl], 5)
     assert dock.counts().num_open == 0
 

@@ -11,7 +11,7 @@ from crossdock.kvtransfer.messages import (
     Grant,
     Hello,
     MalformedMessage,
-    Message,
+    TransferMessage,
     Pages,
     Stopped,
     Wait,
@@ -32,7 +32,7 @@ messages = st.one_of(
 
 
 @given(messages)
-def test_round_trip(message: Message) -> None:
+def test_round_trip(message: TransferMessage) -> None:
     assert decode(encode(message)) == message
 
 

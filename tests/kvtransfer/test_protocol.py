@@ -6,19 +6,19 @@ from crossdock.kvtransfer.events import Arrived, Committed, Failed, Figures, Gra
 from crossdock.kvtransfer.fence import Fence
 from crossdock.kvtransfer.messages import Abort, Grant, Hello, Pages, Stopped, Wait
 from crossdock.kvtransfer.receiver import Receiver
-from crossdock.kvtransfer.sender import Output, Send, Sender, Target, Write
+from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank, Write
 
 PAGE = 4  # tokens
 KEY = "r", 1
 
 
-def failure(outputs: list[Output]) -> Reason | None:
+def failure(outputs: list[ProtocolOutput]) -> Reason | None:
     found = [output.reason for output in outputs if isinstance(output, Failed)]
     assert len(found) <= 1
     return found[0] if found else None
 
 
-def kinds(outputs: list[Output]) -> list[type]:
+def kinds(outputs: list[ProtocolOutput]) -> list[type]:
     return [type(output.message) if isinstance(output, Send) else type(output) for output in outputs]
 
 
@@ -28,7 +28,7 @@ def kinds(outputs: list[Output]) -> list[type]:
 def shipping(num_targets: int = 1, max_write_bytes: int = 1000, granted: bool = True) -> Sender:
     """Page size 4, 10 bytes each, a deadline of 5 s; it is time 0."""
     sender = Sender(0, PAGE, max_write_bytes)
-    targets = {f"t{number}": Target(100, 10, 1) for number in range(num_targets)}
+    targets = {f"t{number}": TargetRank(100, 10, 1) for number in range(num_targets)}
     outputs = sender.ship(*KEY, targets, 5.0, 0.0)
     assert outputs == [Send(peer, Hello(*KEY)) for peer in targets]
     if granted:
@@ -138,16 +138,16 @@ def test_the_dead_are_told_nothing() -> None:
 
 def test_a_new_epoch_stops_the_older_and_an_older_cannot_begin() -> None:
     sender = shipping()
-    assert kinds(sender.ship("r", 3, {"t1": Target(100, 10, 1)}, 5.0, 1.0)) == [Stopped, Released, Hello]
-    assert kinds(sender.ship("r", 1, {"t0": Target(100, 10, 1)}, 5.0, 1.0)) == [Stopped, Failed, Released]
-    assert sender.ship("r", 3, {"t1": Target(100, 10, 1)}, 5.0, 1.0) == [], "said twice"
+    assert kinds(sender.ship("r", 3, {"t1": TargetRank(100, 10, 1)}, 5.0, 1.0)) == [Stopped, Released, Hello]
+    assert kinds(sender.ship("r", 1, {"t0": TargetRank(100, 10, 1)}, 5.0, 1.0)) == [Stopped, Failed, Released]
+    assert sender.ship("r", 3, {"t1": TargetRank(100, 10, 1)}, 5.0, 1.0) == [], "said twice"
 
 
 def test_an_abort_of_what_was_never_shipped_is_a_promise() -> None:
     sender = Sender(0, PAGE, 1000)
     assert sender.receive("t0", Abort(*KEY, b""), 0.0) == [Send("t0", Stopped(*KEY, True))]
-    assert failure(sender.ship(*KEY, {"t0": Target(100, 10, 1)}, 5.0, 1.0)) is Reason.SUPERSEDED
-    assert kinds(sender.ship("r", 2, {"t0": Target(100, 10, 1)}, 5.0, 1.0)) == [Hello]
+    assert failure(sender.ship(*KEY, {"t0": TargetRank(100, 10, 1)}, 5.0, 1.0)) is Reason.SUPERSEDED
+    assert kinds(sender.ship("r", 2, {"t0": TargetRank(100, 10, 1)}, 5.0, 1.0)) == [Hello]
 
 
 def test_messages_about_nothing_are_dropped_and_counted() -> None:
@@ -324,12 +324,12 @@ def test_late_words_about_an_ended_epoch_are_dropped_and_counted() -> None:
 
 def test_the_fence_only_moves_forward_and_forgets_the_oldest() -> None:
     fence = Fence()
-    fence.pass_("r", 3)
-    fence.pass_("r", 1)
-    assert fence.has_passed("r", 3)
-    assert not fence.has_passed("r", 4)
-    assert not fence.has_passed("other", 0)
+    fence.end("r", 3)
+    fence.end("r", 1)
+    assert fence.has_ended("r", 3)
+    assert not fence.has_ended("r", 4)
+    assert not fence.has_ended("other", 0)
     for number in range(20_000):
-        fence.pass_(f"x{number}", 1)
-    assert not fence.has_passed("r", 3)
-    assert fence.has_passed("x19999", 1)
+        fence.end(f"x{number}", 1)
+    assert not fence.has_ended("r", 3)
+    assert fence.has_ended("x19999", 1)

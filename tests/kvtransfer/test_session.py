@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from crossdock.kvtransfer.events import Arrived, Committed, Failed, Granted, Released, WriterStopped
-from crossdock.kvtransfer.messages import Message
+from crossdock.kvtransfer.messages import TransferMessage
 from crossdock.kvtransfer.receiver import Receiver
-from crossdock.kvtransfer.sender import Output, Send, Sender, Target, Write
+from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank, Write
 
 PAGE_SIZE = 4
 POOL = 10  # pages of a target: few, so that they are used again at once
@@ -84,7 +84,7 @@ class Transfers(RuleBasedStateMachine):
         self.now = 0.0
         self.num_processes = 0
         self.num_pages = 0
-        self.channel: dict[tuple[str, str, str], deque[Message]] = defaultdict(deque)
+        self.channel: dict[tuple[str, str, str], deque[TransferMessage]] = defaultdict(deque)
         self.writes: list[OpenWrite] = []
         self.attempts: dict[Key, Attempt] = {}
         self.epochs: dict[str, int] = defaultdict(int)
@@ -148,7 +148,7 @@ class Transfers(RuleBasedStateMachine):
         attempt.is_shipped = True
         for source in attempt.sources:
             if not source.is_dead and not attempt.goal.is_dead:
-                targets = {attempt.goal.name: Target(POOL, 10, len(attempt.sources))}
+                targets = {attempt.goal.name: TargetRank(POOL, 10, len(attempt.sources))}
                 self.run(source, source.sender.ship(*attempt.key, targets, DEADLINE, self.now))
 
     def expect(self, index: int) -> None:
@@ -337,7 +337,7 @@ class Transfers(RuleBasedStateMachine):
 
     # -- what comes of it --------------------------------------------------------------------------------------------
 
-    def run(self, process: Source | Goal, outputs: Sequence[Output]) -> None:
+    def run(self, process: Source | Goal, outputs: Sequence[ProtocolOutput]) -> None:
         for output in outputs:
             match output:
                 case Send(peer, message):
