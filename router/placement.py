@@ -140,10 +140,10 @@ def _costs(query: Query, prediction: Prediction, slo: SloClass, first: Slots) ->
     """Return the costs, in weighted seconds `[slot]`, of computing the prompt and of making the output."""
     due = DEADLINE_SHARE * slo.ttft_deadline(float(prediction.prefill[first].min()))
     output = min(query.max_tokens, EXPECTED_OUTPUT_TOKENS)
-    prompt = slo.weight * prediction.ttft + prediction.prefill
+    prompt: Floats = slo.weight * prediction.ttft + prediction.prefill
     prompt += LATE_WEIGHT * (slo.weight * np.maximum(prediction.ttft - due, 0.0) + prediction.prompt_lateness)
-    decode = slo.weight * DECODE_WEIGHT * output * prediction.gap
-    decode = decode + prediction.decode_work + LATE_WEIGHT * prediction.decode_lateness
+    pace = slo.weight * DECODE_WEIGHT * output * prediction.gap
+    decode: Floats = pace + prediction.decode_work + LATE_WEIGHT * prediction.decode_lateness
     return prompt, decode
 
 
@@ -156,7 +156,8 @@ def _tie_spread(request_id: str, name_hashes: NDArray[np.uint32]) -> Floats:
 
 
 def _within(slots: Slots, group: np.int64, candidates: Candidates) -> Slots:
-    return slots[candidates.groups[slots] == group]
+    within: Slots = slots[candidates.groups[slots] == group]
+    return within
 
 
 def _cheapest(slots: Slots, costs: Floats) -> Slots:
