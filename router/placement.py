@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,12 +147,11 @@ def _costs(query: Query, prediction: Prediction, slo: SloClass, first: Slots) ->
     return prompt, decode
 
 
-def _tie_spread(request_id: str, name_hashes: NDArray[np.uint32]) -> Floats:
+def _tie_spread(request_id: str, name_hashes: NDArray[np.uint32]) -> NDArray[np.floating[Any]]:
     """Return a factor from 1 to 1 + `TIE_SHARE` for every slot, by a hash of request and replica that is the same at
     every router."""
     hashes = (name_hashes ^ np.uint32(zlib.crc32(request_id.encode()))) * np.uint32(2654435761)  # wraps
-    spread: Floats = 1 + TIE_SHARE / 2**32 * hashes
-    return spread
+    return 1 + TIE_SHARE / 2**32 * hashes
 
 
 def _within(slots: Slots, group: np.int64, candidates: Candidates) -> Slots:
