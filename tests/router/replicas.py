@@ -8,10 +8,12 @@ from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.placement import Placement, Query
 from crossdock.workers.report.advertise import LiveProfile, Publisher
 from crossdock.workers.report.profile import Role, SchedulingProfile
+from crossdock.workers.schedule.batch import SampledToken
+from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pages import PagePool, hash_pages
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams
-from crossdock.workers.schedule.scheduler import SampledToken, Scheduler, SchedulerConfig
+from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 COST = StepCost(base=2e-3, per_prefill_token=1e-4, per_attended=1e-8, per_decode=2e-4, per_context=1e-7)
@@ -85,8 +87,7 @@ class Replica:
             page_size=self.profile.page_size,
         )
         pool = PagePool(self.profile.num_pages, self.profile.page_size)
-        self.scheduler = Scheduler(config, pool, self.profile.max_model_len)
-        self.scheduler.cost = self.profile.cost
+        self.scheduler = Scheduler(config, pool, self.profile.max_model_len, cost=self.profile.cost)
         self.publisher = Publisher(self.scheduler, "first")
 
     def add(
