@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from crossdock.cluster.bench.http import Address, BenchError, TokenStream, error_text
+from crossdock.cluster.bench.http import BenchError, Endpoint, TokenStream, error_text
 from crossdock.cluster.bench.metrics import Sample
 from crossdock.cluster.bench.workloads import WORDS, Job, Segment
 
@@ -54,8 +54,8 @@ class Server:
 
     def __post_init__(self) -> None:
         bearer = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        self._address = Address(self.url, {**bearer, **self.headers})
-        self.url = self._address.url
+        self._endpoint = Endpoint(self.url, {**bearer, **self.headers})
+        self.url = self._endpoint.url
         has_tiers = self.service_tier is not None
         self._dialect = Dialect(chat=self.chat, token_ids=not self.chat, service_tier=has_tiers)
         self.max_model_len: int | None = None  # tokens; None where the server does not say
@@ -72,7 +72,7 @@ class Server:
         """
         try:
             async with asyncio.timeout(self.timeout):
-                exchange = await self._address.exchange(method, path, b"" if body is None else _encode(body))
+                exchange = await self._endpoint.exchange(method, path, b"" if body is None else _encode(body))
         except TimeoutError:
             raise BenchError(f"{self.url}{path} did not answer within {self.timeout:.0f} s") from None
         except ConnectionError as error:
@@ -87,7 +87,7 @@ class Server:
         sample.sent = time.perf_counter()
         try:
             async with asyncio.timeout(self.timeout):
-                exchange = await self._address.exchange("POST", path, content, stream.feed)
+                exchange = await self._endpoint.exchange("POST", path, content, stream.feed)
             if exchange.response.status != 200:
                 sample.error = f"HTTP {exchange.response.status}: {error_text(exchange.kept)}"
                 sample.refused = exchange.response.status == 429

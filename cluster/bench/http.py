@@ -117,7 +117,7 @@ class Exchange(asyncio.Protocol):
                 self.finished.set_exception(error)
 
 
-class Address:
+class Endpoint:
     """Where a server is, and one exchange with it.
 
     Raises:

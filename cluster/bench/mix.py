@@ -56,7 +56,7 @@ MIXES = {
 
 
 @dataclass(slots=True)
-class _Conversation:
+class _ChatSession:
     name: str
     service_tier: str
     said: tuple[Segment, ...] = ()
@@ -73,7 +73,7 @@ class _Conversation:
 def mix_jobs(mix: Mix, seed: int) -> Iterator[Job]:
     """Endlessly many jobs in order of arrival."""
     rng = random.Random(f"mix/{seed}")
-    ready: list[tuple[float, int, _Conversation]] = []  # a heap: when its next turn may come, and whose
+    ready: list[tuple[float, int, _ChatSession]] = []  # a heap: when its next turn may come, and whose
     for number, due in enumerate(arrival_times(mix.rate, random.Random(f"arrivals/{seed}"), mix.burstiness)):
         if rng.random() < mix.long_share:
             tier = "batch" if rng.random() < mix.batch_share else "standard"
@@ -84,7 +84,7 @@ def mix_jobs(mix: Mix, seed: int) -> Iterator[Job]:
             _, _, conversation = heappop(ready)
         else:
             tier = "interactive" if rng.random() < mix.interactive_share else "standard"
-            conversation = _Conversation(f"chat/{number}", tier)
+            conversation = _ChatSession(f"chat/{number}", tier)
         yield replace(conversation.turn(mix, rng), due=due)
         if rng.random() < 1 - 1 / mix.turns:
             heappush(ready, (due + rng.expovariate(1 / mix.think_s), number, conversation))
