@@ -1,4 +1,4 @@
-"""What a Crossdock server said of itself over a run: figures that no client can see."""
+"""Figures from a Crossdock server's own /metrics over a run, which no client can see."""
 
 from typing import Any
 
@@ -7,8 +7,11 @@ from crossdock.cluster.watch.scrape import Scrape
 
 
 def figures(before: Scrape, after: Scrape) -> dict[str, Any]:
-    """Of all replicas together; of their prediction errors, which each keeps over its last steps, the largest. A
-    figure that the server does not give is left out."""
+    """Return the figures of all replicas together, between two scrapes.
+
+    The prediction error is the largest of any replica; each replica reports the error of its recent steps. A figure
+    that the server does not report is left out.
+    """
     change = after.since(before)
     errors = {q: after.by(scrape.STEP_ERROR, scrape.REPLICA, **{scrape.QUANTILE: q}) for q in ("0.5", "0.9")}
     found = {

@@ -1,4 +1,4 @@
-"""`crossdock top`: what a deployment does now, in the terminal. It reads /metrics and /v1/requests, as anyone can."""
+"""`crossdock top`: a deployment's recent activity in the terminal, read from /metrics and /v1/requests."""
 
 import contextlib
 import select
@@ -26,8 +26,8 @@ from crossdock.cluster.watch import scrape
 from crossdock.cluster.watch.scrape import Scrape
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
-_WINDOW = 5  # intervals a frame looks back: the p99 of one second's steps is the slowest of a dozen
-_TIMEOUT_S = 5.0  # for an answer; a busy ingress needs a while
+_WINDOW = 5  # intervals that a frame covers: of one second's dozen steps p99 would be the slowest
+_TIMEOUT_S = 5.0  # for a response; a busy ingress takes seconds
 _BAR = 30  # cells of the KV bar
 
 
@@ -35,7 +35,7 @@ def top(
     url: Annotated[str, typer.Argument(help="Address of the server, with or without /v1.")] = "http://127.0.0.1:8000",
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Read twice, an interval apart, print what happened between, and exit.")
+        bool, typer.Option("--once", help="Read twice, one interval apart, print the difference, and exit.")
     ] = False,
     api_key: Annotated[
         str | None, typer.Option(help="Sent as bearer token.", envvar=["CROSSDOCK_API_KEY", "OPENAI_API_KEY"])
@@ -68,8 +68,10 @@ def top(
 
 @contextlib.contextmanager
 def _key_presses() -> Iterator[Callable[[float], str]]:
-    """A function that waits so many seconds, or until a key is pressed, which it returns. Without a keyboard it only
-    waits."""
+    """Yield a function that waits for a key at most so many seconds and returns the key, or "" without one.
+
+    Without a keyboard the function only waits.
+    """
 
     def pressed(seconds: float) -> str:
         ready, _, _ = select.select([sys.stdin], [], [], seconds)
@@ -92,7 +94,7 @@ def _key_presses() -> Iterator[Callable[[float], str]]:
 
 @dataclass(slots=True)
 class Readings:
-    """The last readings of one server. A server that goes away is forgotten, and met anew when it is back."""
+    """The recent readings of one server. They are dropped when the server cannot be reached."""
 
     http: httpx.Client
     clock: Callable[[], float] = time.monotonic  # seconds
@@ -102,6 +104,7 @@ class Readings:
     _requests: Sequence[Mapping[str, Any]] | None = None  # None: the server does not list them
 
     def poll(self) -> None:
+        """Read the server once. `lost` then has the reason if that failed, else None."""
         try:
             reading = self._scrape()
             self._requests = self._in_flight()
@@ -115,11 +118,11 @@ class Readings:
             self._scrapes.append(reading)
 
     def frame(self, height: int = 50) -> RenderableType:
-        """What there is to see, in about `height` lines."""
+        """Return the screen's content, of about `height` lines."""
         url = str(self.http.base_url).rstrip("/")
         if self.lost is not None:
-            gone = f"unreachable for {self.clock() - self._lost_at:.0f} s: {self.lost}"
-            return Group(_header(url, Text(gone, "bold red")), Text("trying again; q quits", "dim"))
+            reason = f"unreachable for {self.clock() - self._lost_at:.0f} s: {self.lost}"
+            return Group(_header(url, Text(reason, "bold red")), Text("trying again; q quits", "dim"))
         now = self._scrapes[-1]
         change = now.since(self._scrapes[0])
         covers = f"the last {change.seconds:.1f} s" if change.seconds else "reading …"
@@ -134,7 +137,7 @@ class Readings:
         response.raise_for_status()
         reading = Scrape.parse(response.text, self.clock())
         if scrape.PAGES not in reading.samples:
-            raise ValueError("no replica of Crossdock is in its /metrics")
+            raise ValueError("its /metrics has no Crossdock replica")
         return reading
 
     def _in_flight(self) -> Sequence[Mapping[str, Any]] | None:
@@ -186,8 +189,8 @@ def _replica(replica: str, now: Scrape, change: Scrape) -> RenderableType:
         ("waiting", f"{requests('waiting')}   backlog {backlog}"),
     ]
     grid = Table.grid(padding=(0, 2))
-    for (left, its), (right, others) in zip(rows[::2], rows[1::2], strict=True):
-        grid.add_row(Text(left, "dim"), its, Text(right, "dim"), others)
+    for (left, left_value), (right, right_value) in zip(rows[::2], rows[1::2], strict=True):
+        grid.add_row(Text(left, "dim"), left_value, Text(right, "dim"), right_value)
     preempted = _number(now.total(scrape.PREEMPTIONS, **which))
     pages = now.by(scrape.PAGES, scrape.STATE, **which)
     return Panel(
@@ -226,7 +229,7 @@ def _classes(now: Scrape, change: Scrape) -> RenderableType:
     table = Table("class", box=None, header_style="dim", padding=(0, 2, 0, 0))
     for title in ("TTFT p50", "p99", "met", "token gap p50", "p99", "TPOT met", "refused", "tokens waiting"):
         table.add_column(title, justify="right")
-    for name in sorted({name for metric in listed for name in now.by(metric, scrape.CLASS)}, key=_urgency):
+    for name in sorted({name for metric in listed for name in now.by(metric, scrape.CLASS)}, key=_class_order):
         which = {scrape.CLASS: name} if name else {}
         table.add_row(
             name or "all",
@@ -241,7 +244,7 @@ def _classes(now: Scrape, change: Scrape) -> RenderableType:
 
 
 def _flights(requests: Sequence[Mapping[str, Any]] | None, rows: int) -> RenderableType:
-    """Those that prefill first, the longest of them above."""
+    """Return a table of the requests in flight: those that prefill first, the longest of them on top."""
     if requests is None:
         return Text("requests in flight: -", "dim")
     if not requests:
@@ -249,7 +252,7 @@ def _flights(requests: Sequence[Mapping[str, Any]] | None, rows: int) -> Rendera
     table = Table("request", "class", "state", "prefill", box=None, header_style="dim", padding=(0, 2, 0, 0))
     for title in ("computed", "prompt", "output", "waiting"):
         table.add_column(title, justify="right")
-    for request in sorted(requests, key=lambda it: (not _is_prefilling(it), -it.get("num_prompt_tokens", 0)))[:rows]:
+    for request in sorted(requests, key=_flight_order)[:rows]:
         computed, prompt = request.get("num_computed_tokens", 0), request.get("num_prompt_tokens", 0)
         table.add_row(
             escape(str(request.get("request_id") or request.get("id", "-"))[-24:]),
@@ -265,17 +268,22 @@ def _flights(requests: Sequence[Mapping[str, Any]] | None, rows: int) -> Rendera
     return Group(table, *more)
 
 
+def _flight_order(request: Mapping[str, Any]) -> tuple[bool, int]:
+    return (not _is_prefilling(request), -request.get("num_prompt_tokens", 0))
+
+
 def _is_prefilling(request: Mapping[str, Any]) -> bool:
     return request.get("state") == "prefilling"
 
 
-def _urgency(name: str) -> tuple[int, str]:
-    ranks = [slo.name for slo in DEFAULT_CLASSES]
-    return (ranks.index(name) if name in ranks else len(ranks), name)
+def _class_order(name: str) -> tuple[int, str]:
+    """Sort the default classes by priority, and other classes after them by name."""
+    known = [slo.name for slo in DEFAULT_CLASSES]
+    return (known.index(name) if name in known else len(known), name)
 
 
 def _by_class(values: Mapping[str, float], unit: str = "") -> str:
-    shown = (f"{name} {_number(values[name])}{unit}".lstrip() for name in sorted(values, key=_urgency))
+    shown = (f"{name} {_number(values[name])}{unit}".lstrip() for name in sorted(values, key=_class_order))
     return " · ".join(shown) or "-"
 
 

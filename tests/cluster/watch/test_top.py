@@ -224,7 +224,7 @@ def test_a_server_that_goes_away_is_said_so_and_met_anew() -> None:
     ("status", "text", "told"),
     [
         (404, "", "404 Not Found"),
-        (200, "python_info 1\n", "no replica of Crossdock"),
+        (200, "python_info 1\n", "no Crossdock replica"),
         (200, "<html>", "<html>"),
     ],
 )
