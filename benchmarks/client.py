@@ -34,7 +34,7 @@ def event(number: int, count: int) -> bytes:
 
 
 def serve(tokens: int, gap: float, port: Connection) -> None:
-    """Stream `tokens` events to whoever connects, until this process is ended. Sends its port once."""
+    """Stream `tokens` events to every client that connects, until this process is ended. Sends its port once."""
     events = [event(number, tokens) for number in range(1, tokens + 1)]
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
