@@ -1,4 +1,4 @@
-"""What the benchmarks share: a server's start, its processes and its end; tables of medians."""
+"""The parts that benchmarks share: a server's start, its processes and its end; tables of medians."""
 
 import argparse
 import importlib

@@ -1,4 +1,4 @@
-"""What `crossdock top` shows of a scripted deployment, and of one that comes and goes."""
+"""`crossdock top` over a scripted deployment, and over one that cannot always be reached."""
 
 import json
 import threading
@@ -23,7 +23,7 @@ REPLICA = "mixed#7"
 
 
 class Deployment:
-    """Metrics of one replica under the names that are read, with a dial for each."""
+    """The metrics of one replica, under the names that `crossdock top` reads."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -51,7 +51,7 @@ class Deployment:
         return merge_metrics({REPLICA: generate_latest(self.registry).decode()}, "replica")
 
     def work(self) -> None:
-        """Two seconds of it."""
+        """Add two seconds of work to the metrics."""
         for kind, count, seconds in (("decodes", 20, 0.015), ("mixed", 4, 0.3)):
             self.steps.labels(kind).inc(count)
             for _ in range(count):
@@ -98,7 +98,7 @@ def shown(readings: Readings, height: int = 50, width: int = 130) -> str:
 
 
 def watching(text: str, status: int = 200, in_flight: object = None) -> tuple[Readings, dict[str, Any], Clock]:
-    """A readings over a server whose answers stand in the mapping."""
+    """Return readings of a server, the mapping of its answers, and the clock."""
     served: dict[str, Any] = {"text": text, "status": status, "in_flight": in_flight}
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -115,7 +115,7 @@ def watching(text: str, status: int = 200, in_flight: object = None) -> tuple[Re
 
 
 def flight(name: str, slo_class: str, state: str, computed: int, prompt: int, **others: Any) -> dict[str, Any]:
-    """A record of /v1/requests."""
+    """Return a record of /v1/requests."""
     tokens = {"num_computed_tokens": computed, "num_prompt_tokens": prompt, "num_output_tokens": 0}
     return {"id": name, "slo_class": slo_class, "state": state, **tokens, "waiting_s": 0.0, **others}
 
@@ -125,7 +125,7 @@ def row(screen: str, start: str) -> str:
     return " ".join(line.strip("│ ").split())
 
 
-def test_a_frame_says_what_happened_between_two_readings() -> None:
+def test_frame_after_two_readings_shows_the_difference() -> None:
     deployment = Deployment()
     readings, served, clock = watching(deployment.text())
     readings.poll()
@@ -147,7 +147,7 @@ def test_a_frame_says_what_happened_between_two_readings() -> None:
     assert row(screen, "batch") == "batch 5.5 s 9.9 s - - - - - 98,304"
 
 
-def test_what_is_older_than_the_window_is_left_behind() -> None:
+def test_frame_leaves_out_work_older_than_the_window() -> None:
     deployment = Deployment()
     deployment.work()
     readings, served, clock = watching(deployment.text())
@@ -163,7 +163,7 @@ def test_what_is_older_than_the_window_is_left_behind() -> None:
     assert "prefill 20" in shown(readings)
 
 
-def test_what_a_server_does_not_tell_is_a_dash() -> None:
+def test_frame_without_a_metric_shows_a_dash() -> None:
     registry = CollectorRegistry()
     Gauge(scrape.PAGES, "Pages.", [scrape.STATE], registry=registry).labels("free").set(3)
     Gauge(scrape.REQUESTS, "Requests.", [scrape.STATUS], registry=registry).labels("running").set(2)
@@ -180,7 +180,7 @@ def test_what_a_server_does_not_tell_is_a_dash() -> None:
     assert "requests in flight: -" in screen
 
 
-def test_long_prefills_come_first_with_a_bar() -> None:
+def test_frame_lists_long_prefills_first_with_a_bar() -> None:
     flights = [
         flight("chat-1", "interactive", "decoding", 99, 70, num_output_tokens=30),
         flight("book-1", "batch", "prefilling", 4096, 16384),
@@ -203,7 +203,7 @@ def test_long_prefills_come_first_with_a_bar() -> None:
     assert "no requests in flight" in shown(readings)
 
 
-def test_a_server_that_goes_away_is_said_so_and_met_anew() -> None:
+def test_server_that_comes_back_is_read_from_the_start() -> None:
     deployment = Deployment()
     deployment.work()
     readings, served, clock = watching(deployment.text())
@@ -221,18 +221,18 @@ def test_a_server_that_goes_away_is_said_so_and_met_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "text", "told"),
+    ("status", "text", "complaint"),
     [
         (404, "", "404 Not Found"),
         (200, "python_info 1\n", "no Crossdock replica"),
         (200, "<html>", "<html>"),
     ],
 )
-def test_what_is_no_crossdock_is_told(status: int, text: str, told: str) -> None:
+def test_server_without_crossdock_metrics_is_reported(status: int, text: str, complaint: str) -> None:
     readings, _, _ = watching(text, status)
     readings.poll()
     assert readings.lost is not None
-    assert told in readings.lost
+    assert complaint in readings.lost
 
 
 # --- the command
@@ -253,11 +253,11 @@ def server() -> Iterator[tuple[Deployment, ThreadingHTTPServer]]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as it:
-        thread = threading.Thread(target=it.serve_forever, kwargs={"poll_interval": 0.02})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
-        yield deployment, it
-        it.shutdown()
+        yield deployment, http
+        http.shutdown()
         thread.join()
 
 
@@ -265,7 +265,7 @@ def run(*args: str) -> Any:
     return CliRunner().invoke(cli.app, ["top", *args], env={"COLUMNS": "140"})
 
 
-def test_once_prints_a_frame(server: tuple[Deployment, ThreadingHTTPServer]) -> None:
+def test_top_once_prints_one_frame(server: tuple[Deployment, ThreadingHTTPServer]) -> None:
     deployment, http = server
     deployment.in_flight = [flight("book", "batch", "prefilling", 10, 9000)]
     result = run(f"http://127.0.0.1:{http.server_port}/v1", "--once", "--interval", "0.1")
@@ -275,14 +275,14 @@ def test_once_prints_a_frame(server: tuple[Deployment, ThreadingHTTPServer]) -> 
     assert "decodes -" not in result.stdout
 
 
-def test_once_fails_where_no_server_is() -> None:
+def test_top_once_without_a_server_exits_with_1() -> None:
     result = run("http://127.0.0.1:9", "--once", "--interval", "0.1")
     assert result.exit_code == 1
     assert "unreachable" in result.stdout
 
 
 @pytest.mark.parametrize("key", ["q", "\x03"])
-def test_at_a_terminal_it_stays_until_told(server: tuple[Deployment, ThreadingHTTPServer], key: str) -> None:
+def test_top_at_a_terminal_stays_until_a_key_ends_it(server: tuple[Deployment, ThreadingHTTPServer], key: str) -> None:
     _, http = server
     terminal = Pty("top", f"http://127.0.0.1:{http.server_port}", "--interval", "0.1", lines=40)
     terminal.expect(REPLICA)
