@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from crossdock.cluster.tune.curves import Curves
-from crossdock.workers.schedule.chunking import MARGIN
+from crossdock.workers.schedule.chunking import SLACK_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def advise(curves: Curves, tpot_s: float, streams: int | None, page_size: int, m
     min_chunk_tokens (the floor): the largest chunk that can be in every step while `streams` streams meet the target.
     `streams` None: the most streams measured that can meet it. Their contexts are the longest measured.
 
-    A step may fill the share MARGIN of the target, as in the scheduler.
+    A step may fill the share SLACK_SHARE of the target, as in the scheduler.
 
     Raises:
         ValueError: no chunk was measured beside streams, or none beside that many.
@@ -71,12 +71,12 @@ def advise(curves: Curves, tpot_s: float, streams: int | None, page_size: int, m
 
 
 def _attainable(curves: Curves, decodes: int, tpot_s: float, page_size: int) -> Attainable:
-    chunk = curves.chunk_within(MARGIN * tpot_s, decodes, page_size)
+    chunk = curves.chunk_within(SLACK_SHARE * tpot_s, decodes, page_size)
     smallest = next(stall for size in curves.chunks if (stall := curves.stall(size, decodes)) is not None)
     return Attainable(
         decodes=decodes,
         alone_s=curves.stall(0, decodes),
-        tpot_s=smallest / MARGIN,
+        tpot_s=smallest / SLACK_SHARE,
         chunk=chunk,
-        rate=chunk / (MARGIN * tpot_s),
+        rate=chunk / (SLACK_SHARE * tpot_s),
     )

@@ -143,7 +143,7 @@ def _find(flags: TuneFlags, sizes: _Grid, console: Console) -> "Findings":
     Raises:
         ValueError: the configuration is wrong, or the KV pool holds no chunk beside streams.
     """
-    from crossdock.cluster.config import load
+    from crossdock.cluster.config_file import load
     from crossdock.cluster.tune.advice import advise
     from crossdock.cluster.tune.curves import Curves
     from crossdock.cluster.tune.report import Findings
