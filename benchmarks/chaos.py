@@ -390,13 +390,13 @@ def afflict(fleet: NodeFleet, clients: Clients, name: str, rng: random.Random, o
 
 
 @contextmanager
-def fleet_under_load(clients: int, seed: int) -> Iterator[tuple[NodeFleet, Clients]]:
+def fleet_under_load(num_clients: int, seed: int) -> Iterator[tuple[NodeFleet, Clients]]:
     folder = Path(tempfile.mkdtemp(prefix="cd-chaos-", dir="/tmp"))
     fleet = NodeFleet(folder)
     clients = Clients(fleet.url)
     try:
         clients.learn()
-        clients.start(clients, seed)
+        clients.start(num_clients, seed)
         yield fleet, clients
     finally:
         clients.stop()

@@ -64,7 +64,8 @@ def latency_outside(address: str, request_id: str) -> float:
         for _ in lines:
             pass
     (timeline,) = httpx.get(f"{address}/v1/requests/{request_id}", timeout=30).json()["requests"]
-    return max(seconds - timeline["first_token_s"], 0.0)
+    inside: float = timeline["first_token_s"]
+    return max(seconds - inside, 0.0)
 
 
 def simulate(fleet: SimulatedFleet, options: BenchOptions) -> list[Outcome]:
