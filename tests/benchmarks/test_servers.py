@@ -13,7 +13,9 @@ import pytest
 from tests.cluster.ports import free_port
 
 STAND_IN = """
-import http.server, json, subprocess, sys
+import http.server, json, signal, subprocess, sys
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job inherits that it is ignored
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
