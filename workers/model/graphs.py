@@ -96,7 +96,7 @@ class DecodeGraphs:
 def decode_graphs(model: PagedModel, page_size: int, max_num_seqs: int) -> DecodeGraphs | None:
     """Of a whole model on a GPU, which has its pool. None where decode steps run kernel by kernel: on a CPU, on ranks
     of a gang, and where the model cannot be recorded, which is said with the reason."""
-    if model.device.type != "cuda" or model.part.place.size > 1:
+    if model.device.type != "cuda" or model.part.position.size > 1:
         return None
     started = time.monotonic()
     try:

@@ -43,7 +43,7 @@ def _measured(model: PagedModel, budget: MemoryBudget, page_size: int) -> int:
 
     def prefill() -> None:
         logits = step.run(model)
-        if model.part.place.is_driver:
+        if model.part.position.is_driver:
             row = SampleRow(SamplingParams(top_p=0.9), [0], 1)  # of equal logits no head is enough
             sample(logits.new_zeros(budget.max_num_seqs, logits.shape[1]), [row] * budget.max_num_seqs)
 

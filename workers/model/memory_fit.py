@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from crossdock.workers.model.parallel import CannotCut, RankPosition
+from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.weights import measure_part
 
 

@@ -1,5 +1,5 @@
 """A Hugging Face causal LM over paged KV: flat token ids in, logits out. Every touch point with transformers is here,
-in parallel.py and in weights.py.
+in cut/ and in weights.py.
 
 The model's own code runs unchanged; its attention layers call us through `AttentionInterface`. What such a model needs
 beyond its arguments (pages, who is who in the flat batch) travels in a thread-local forward context, since some
@@ -21,11 +21,13 @@ from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import CPP, Attention, choose_attention
 from crossdock.kernels.options import AttentionBackend, KVCacheDtype
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.part import ModelPart
+from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.fp8_scales import example_text, in_float32, scale_for
 from crossdock.workers.model.fused_projections import join_projections
 from crossdock.workers.model.fusion import NotFusableError, fuse
 from crossdock.workers.model.memory_fit import check_fits, used_by_all_but_torch
-from crossdock.workers.model.parallel import Links, Part, RankPosition
 from crossdock.workers.model.weights import load_part
 
 _IMPLEMENTATION = "crossdock"
@@ -131,7 +133,7 @@ class PagedModel:
     layers: Sequence[LayerShape]  # what is here of each layer from the part's first on
     max_model_len: int  # tokens
     eos_token_ids: frozenset[int]
-    part: Part = field(default_factory=lambda: Part(RankPosition()))
+    part: ModelPart = field(default_factory=lambda: ModelPart(RankPosition()))
     attention: Attention = CPP
     pages: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     pool: Tensor | None = None
@@ -236,7 +238,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     max_model_len: int | None = None,
     device: str = "cpu",
-    links: Links | None = None,
+    links: Collectives | None = None,
     kv_bytes: int | None = None,
     loaded: Callable[[], None] = lambda: None,
     attention_backend: AttentionBackend = "auto",
@@ -261,11 +263,11 @@ def load_model(
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _IMPLEMENTATION}
     part = None
     if kv_bytes is not None:
-        place, num_sharing = (links.place, links.ranks_on_this_host()) if links is not None else (RankPosition(), 1)
+        place, num_sharing = (links.position, links.ranks_on_this_host()) if links is not None else (RankPosition(), 1)
         check_fits(config, place, dtype, kv_bytes, device, num_sharing)
     try:
-        if links is not None and links.place.size > 1:
-            module, part = load_part(config, path, links.place, links, **options)
+        if links is not None and links.position.size > 1:
+            module, part = load_part(config, path, links.position, links, **options)
         else:
             module = AutoModelForCausalLM.from_pretrained(path, config=config, low_cpu_mem_usage=True, **options)
     except ValueError as error:
@@ -287,7 +289,7 @@ def wrap_module(
     module: Any,
     max_model_len: int | None = None,
     generation: GenerationConfig | None = None,
-    part: Part | None = None,
+    part: ModelPart | None = None,
     attention: Attention | None = None,
     kv_cache_dtype: KVCacheDtype = "auto",
 ) -> PagedModel:
@@ -307,7 +309,7 @@ def wrap_module(
     eos_token_ids = {
         token for value in eos if value is not None for token in (value if type(value) is list else [value])
     }
-    part = part or Part(RankPosition(), num_layers=text_config.num_hidden_layers)
+    part = part or ModelPart(RankPosition(), num_layers=text_config.num_hidden_layers)
     attention = attention or choose_attention("auto", next(module.parameters()).device, kv_cache_dtype)
     model = PagedModel(module, config, (), max_model_len, frozenset(eos_token_ids), part, attention)
     _probe(model, kv_cache_dtype)
@@ -393,7 +395,7 @@ def _probe(model: PagedModel, kv_cache_dtype: KVCacheDtype) -> None:
     model.layers = [hit.shape for hit in hits]
     if kv_cache_dtype == "fp8":
         model.scales = _find_scales(model)  # by transformers' own layers, whatever takes their place on this device
-    if model.device.type == "cuda" and part.place.size == 1:
+    if model.device.type == "cuda" and part.position.size == 1:
         undo = join_projections(module)
         joined = model._run(_ForwardContext(model.attention, probe_lengths=lengths), ids, positions, rows)
         if not (error := _relative_error(joined, theirs)) <= tolerance:
@@ -402,7 +404,7 @@ def _probe(model: PagedModel, kv_cache_dtype: KVCacheDtype) -> None:
     if model.attention is not CPP or model.device.type != "cpu" or model.dtype is not torch.bfloat16:
         return  # on GPUs graphs remove dispatch; float32 is for exactness
     try:
-        if part.place.size > 1:
+        if part.position.size > 1:
             raise NotFusableError("each rank has a part of them")
         undo = fuse(module, [hit.window for hit in hits], lambda: _current.context.bound())
     except NotFusableError as reason:

@@ -15,12 +15,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, rename_source_key
 
-from crossdock.workers.model.parallel import CannotCut, Cut, Links, Part, RankPosition, cut
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.cut_model import cut_model
+from crossdock.workers.model.cut.part import ModelPart, TensorSlice
+from crossdock.workers.model.cut.position import CannotCut, RankPosition
 
 
 def load_part(
-    config: PretrainedConfig, path: Path, place: RankPosition, links: Links | None, **options: Any
-) -> tuple[Any, Part]:
+    config: PretrainedConfig, path: Path, place: RankPosition, links: Collectives | None, **options: Any
+) -> tuple[Any, ModelPart]:
     """The part at `place` of the model in a Hugging Face directory; `options` are `from_pretrained`'s.
 
     Raises:
@@ -28,11 +31,11 @@ def load_part(
         ValueError: the checkpoint lacks weights.
     """
     whole = AutoModelForCausalLM._model_mapping[type(config)]
-    parts: list[Part] = []
+    parts: list[ModelPart] = []
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # of the class made below
         whole.__init__(self, *args, **kwargs)
-        parts.append(cut(self, place, links))
+        parts.append(cut_model(self, place, links))
 
     def _load_pretrained_model(model: Any, state_dict: Any, files: Sequence[str], *args: Any, **kwargs: Any) -> Any:
         return whole._load_pretrained_model(model, _slices(model, parts[0], files), None, *args, **kwargs)
@@ -52,7 +55,7 @@ def measure_part(config: PretrainedConfig, place: RankPosition, dtype: torch.dty
     """Bytes of the weights that the rank at `place` would hold. CannotCut: there is no such part."""
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        cut(module, place, None)
+        cut_model(module, place, None)
     tied = set(getattr(module, "all_tied_weights_keys", ()))
     return sum(value.nbytes for name, value in module.state_dict().items() if name not in tied)
 
@@ -67,7 +70,7 @@ def check_division(path: Path, tensor_size: int, num_stages: int) -> None:
 class _Slice:
     """What transformers takes for a safetensors slice: asked for all, it gives this rank's part."""
 
-    def __init__(self, source: Any, where: Cut | None, num_dims: int) -> None:
+    def __init__(self, source: Any, where: TensorSlice | None, num_dims: int) -> None:
         self._source, self._where, self._num_dims = source, where, num_dims
 
     def __getitem__(self, key: Any) -> Tensor:
@@ -79,7 +82,7 @@ class _Slice:
         return self._source.get_dtype()
 
 
-def _slices(model: Any, part: Part, files: Sequence[str]) -> dict[str, _Slice]:
+def _slices(model: Any, part: ModelPart, files: Sequence[str]) -> dict[str, _Slice]:
     """By name in the checkpoint, for every tensor that this rank needs some of."""
     held = model.state_dict()
     mapping = get_model_conversion_mapping(model)
@@ -94,7 +97,7 @@ def _slices(model: Any, part: Part, files: Sequence[str]) -> dict[str, _Slice]:
             name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, held)
             if name not in held:
                 continue
-            where = part.cuts.get(name)
+            where = part.slices.get(name)
             if where is not None and pattern is not None:
                 for operation in operations[pattern]:
                     if not isinstance(operation, MergeModulelist | Concatenate):

@@ -89,14 +89,14 @@ class Engine:
         if not self.config.enforce_eager:
             graphs = decode_graphs(self.model, self.config.page_size, self.config.max_num_seqs)
         self._runner = Runner(self.model, self.config.page_size, tell, graphs)
-        self.scheduler.depth = self.model.part.place.num_stages
+        self.scheduler.depth = self.model.part.position.num_stages
         self._is_ahead = self._may_be_ahead()
         if self.gang is not None:
             self.gang.begin(num_pages)
 
     def _may_be_ahead(self) -> bool:
         """Whether steps begin before the tokens of those before them are known. ValueError: they should, and cannot."""
-        wanted, is_whole = self.config.async_scheduling, self.model.part.place.size == 1
+        wanted, is_whole = self.config.async_scheduling, self.model.part.position.size == 1
         if wanted and not is_whole:
             raise ValueError("async_scheduling must be false or null where several ranks share the model")
         return wanted if wanted is not None else is_whole and self.model.device.type == "cuda"
@@ -121,7 +121,7 @@ class Engine:
     def pool_spec(self, name: str) -> PoolSpec:
         """The KV pool here as other replicas must know it; `name` names the weights."""
         everyone = self.gang.everyone if self.gang is not None else [held(self.model)]
-        rank = self.model.part.place.rank
+        rank = self.model.part.position.rank
         return pool_spec(everyone, rank, self.model, name, self.config.page_size, self.pages.num_pages)
 
     @property
@@ -352,8 +352,8 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         min_chunk_tokens=config.min_chunk_tokens or config.page_size,
         admission=config.admission,
         page_bytes=model.layout(config.page_size).page_bytes,
-        tensor_parallel_size=model.part.place.tensor_size,
-        pipeline_parallel_size=model.part.place.num_stages,
+        tensor_parallel_size=model.part.position.tensor_size,
+        pipeline_parallel_size=model.part.position.num_stages,
         cost=engine.cost_fit.cost,
         overrun=engine.cost_fit.overrun,
     )

@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.fp8_scales import example_text, exponents, fingerprint_of, in_float32, scale_for
 from crossdock.workers.model.model import PagedModel, load_model, wrap_module
-from crossdock.workers.model.parallel import Links, RankPosition
 from crossdock.workers.replica.ranks import held, pool_spec
 from tests.workers.architectures import SERVED, build
-from tests.workers.ranks import Ranks, saved
-
-from .test_parallel import DIVISIONS
+from tests.workers.ranks import DIVISIONS, Ranks, saved
 
 CHOSEN = ["llama", "gemma2", "gemma4_text", "gpt2", "phi3", "mixtral", "deepseek_v2", "gpt_oss"]
 
@@ -104,7 +103,7 @@ def test_they_are_from_every_heads_own_keys_and_values() -> None:
 
 
 def held_part(rank: int, path: Path, tensor_size: int, num_stages: int) -> list[list[int]]:
-    links = Links(RankPosition(rank, tensor_size, num_stages), 60.0)
+    links = Collectives(RankPosition(rank, tensor_size, num_stages), 60.0)
     model = load_model(path, torch.bfloat16, links=links, kv_cache_dtype="fp8")
     return [list(row) for row in held(model)]
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from crossdock.workers.model.fused_projections import join_projections
 from crossdock.workers.model.model import wrap_module
 from tests.workers.architectures import SERVED, build
-
-from .test_model import monolithic, random_steps, through_pages
+from tests.workers.model.paged import monolithic, random_steps, through_pages
 
 # Groups of heads, biases, norms of queries, windows, experts, several kinds of attention.
 JOINED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "olmo2", "opt", "qwen3_moe", "gpt_oss", "starcoder2"]

@@ -10,8 +10,7 @@ from crossdock.kernels.build import cpu_flags
 from crossdock.workers.model.fusion import FusedLayers
 from crossdock.workers.model.model import PagedModel, wrap_module
 from tests.workers.architectures import build
-
-from .test_model import monolithic, random_steps, through_pages
+from tests.workers.model.paged import monolithic, random_steps, through_pages
 
 pytestmark = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="the fused kernel needs AVX512-BF16")
 

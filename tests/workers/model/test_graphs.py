@@ -22,8 +22,7 @@ from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
 from crossdock.workers.schedule.scheduler import Batch, Scheduled
 from tests.workers.architectures import SERVED, build
-
-from .test_model import monolithic
+from tests.workers.model.paged import monolithic
 
 PAGE_SIZE = 8
 LENGTHS = [5, 23, 40, 8, 16]

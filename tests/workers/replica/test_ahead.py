@@ -11,8 +11,8 @@ from pydantic import ByteSize
 from torch import Tensor
 
 from crossdock.workers.model import sampler
+from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.model import wrap_module
-from crossdock.workers.model.parallel import RankPosition
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.sampler import Drawn, SampleRow, sample
 from crossdock.workers.replica.config import EngineConfig
@@ -184,7 +184,7 @@ def test_who_leaves_while_two_steps_are_in_flight_frees_all() -> None:
 
 def test_ranks_that_share_a_model_cannot_be_ahead() -> None:
     model = wrap_module(build("llama", {}))
-    model.part = replace(model.part, place=RankPosition(tensor_size=2))
+    model.part = replace(model.part, position=RankPosition(tensor_size=2))
     with pytest.raises(ValueError, match="async_scheduling must be false or null"):
         Engine(model, EngineConfig(async_scheduling=True, kv_cache_memory=ByteSize(8 << 20)))
 

@@ -26,8 +26,7 @@ from crossdock.workers.schedule.request import SamplingParams, Submission
 from crossdock.workers.schedule.scheduler import Batch
 from tests.workers.architectures import SERVED, build
 from tests.workers.gangs import SETTINGS, ganged, spec_of
-from tests.workers.model.test_parallel import DIVISIONS
-from tests.workers.ranks import Ranks, saved
+from tests.workers.ranks import DIVISIONS, Ranks, saved
 
 from .test_engine import run, tokens_of
 
