@@ -34,9 +34,10 @@ from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.fp8_scales import exponents, fingerprint_of
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.kv_memory import PageBudget, room_for_pages
+from crossdock.workers.model.load import load_model
 from crossdock.workers.model.memory_budget import MemoryBudget
 from crossdock.workers.model.memory_fit import used
-from crossdock.workers.model.model import PagedModel, load_model
+from crossdock.workers.model.model import PagedModel
 
 logger = logging.getLogger(__name__)
 

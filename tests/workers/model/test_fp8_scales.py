@@ -10,7 +10,8 @@ from torch import Tensor
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.fp8_scales import example_text, exponents, fingerprint_of, in_float32, scale_for
-from crossdock.workers.model.model import PagedModel, load_model, wrap_module
+from crossdock.workers.model.load import load_model, wrap_module
+from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.ranks import held, pool_spec
 from tests.workers.architectures import SERVED, build
 from tests.workers.ranks import DIVISIONS, Ranks, saved

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from crossdock.workers.model.fused_projections import join_projections
-from crossdock.workers.model.model import wrap_module
+from crossdock.workers.model.load import wrap_module
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from crossdock.kernels.build import cpu_flags
 from crossdock.workers.model.fusion import FusedLayers
-from crossdock.workers.model.model import PagedModel, wrap_module
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.model import PagedModel
 from tests.workers.architectures import build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
 

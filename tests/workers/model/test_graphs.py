@@ -15,7 +15,8 @@ from crossdock.kernels.backend import CPP, TORCH, Attention, choose_attention
 from crossdock.workers.model import graphs
 from crossdock.workers.model.graphs import DecodeGraphs, batch_sizes, decode_graphs, padded
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.model import PagedModel, wrap_module
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine

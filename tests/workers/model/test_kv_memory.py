@@ -7,8 +7,9 @@ from crossdock.kernels.backend import TORCH
 from crossdock.workers.model import kv_memory
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.kv_memory import MARGIN, PageBudget, largest_step, room_for_pages, share
+from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.memory_budget import ON_CPUS, MemoryBudget
-from crossdock.workers.model.model import PagedModel, wrap_module
+from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
 from tests.workers.architectures import build

@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crossdock.kernels.attention import AttentionBatch, reference_store_kv
 from crossdock.kernels.backend import TORCH, choose_attention
-from crossdock.workers.model.model import PagedModel, UnsupportedModelError, load_model, wrap_module
+from crossdock.workers.model.load import load_model, wrap_module
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.probe import UnsupportedModelError
 from tests.workers.architectures import REFUSED, SERVED, build
 from tests.workers.model.paged import PAGE_SIZE, monolithic, random_steps, through_pages
 

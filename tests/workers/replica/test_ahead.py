@@ -12,7 +12,7 @@ from torch import Tensor
 
 from crossdock.workers.model import sampler
 from crossdock.workers.model.cut.position import RankPosition
-from crossdock.workers.model.model import wrap_module
+from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.sampler import Drawn, SampleRow, sample
 from crossdock.workers.replica.config import EngineConfig

@@ -17,7 +17,7 @@ from pydantic import ByteSize
 from torch import Tensor
 
 from crossdock.workers.model.kv_memory import PageBudget
-from crossdock.workers.model.model import load_model
+from crossdock.workers.model.load import load_model
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.docks import RankDock
 from crossdock.workers.replica.engine import Engine, warm_up

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
-from crossdock.workers.model.model import load_model
+from crossdock.workers.model.load import load_model
 from crossdock.workers.model.weights import measure_part
 from tests.workers.architectures import build
 from tests.workers.model.paged import random_steps, through_pages
