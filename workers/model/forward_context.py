@@ -23,7 +23,7 @@ ATTENTION_NAME = "crossdock"  # under which transformers knows our function
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What one layer called attention with during a probe."""
+    """The arguments with which one layer called attention during a probe."""
 
     layer: int
     shape: LayerShape
@@ -33,7 +33,7 @@ class AttentionCall:
 
 @dataclass(slots=True)
 class ForwardContext:
-    """What attention layers need beside their arguments during one forward pass."""
+    """The data that attention layers need beside their arguments during one forward pass."""
 
     attention: Attention
     batch: AttentionBatch | None = None  # None: probe, that is attend within each sequence of `probe_lengths`

@@ -30,7 +30,7 @@ from crossdock.workers.model.model import PagedModel, text_config
 logger = logging.getLogger(__name__)
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_LENGTHS = (5, 24)  # tokens of the two sequences that a probe computes
+_LENGTHS = [5, 24]  # tokens of the two sequences that a probe computes
 
 
 class UnsupportedModelError(ValueError):

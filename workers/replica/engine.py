@@ -15,10 +15,12 @@ from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.workers.model.grammar import GrammarCompiler, GrammarState
 from crossdock.workers.model.graphs import decode_graphs
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.kv_memory import room_for_pages
+from crossdock.workers.model.kv_memory import count_pages_that_fit
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.runner import Runner
-from crossdock.workers.model.sampler import Drawn, SampleRow, logprobs_of, sample
+from crossdock.workers.model.sampling.logprobs import logprobs_of
+from crossdock.workers.model.sampling.row import SampleRow
+from crossdock.workers.model.sampling.sampler import PendingTokens, sample
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.ranks import Gang, held, pool_spec
 from crossdock.workers.report.profile import SchedulingProfile
@@ -104,7 +106,7 @@ class Engine:
     def _num_pages(self) -> int:
         """As many as every rank can hold. ValueError: too few for one request."""
         config, page_size = self.config, self.config.page_size
-        room = self.gang.room if self.gang is not None else room_for_pages(self.model, config.budget, page_size)
+        room = self.gang.room if self.gang is not None else count_pages_that_fit(self.model, config.budget, page_size)
         num_pages, page_bytes = room
         needed = -(-self.model.max_model_len // page_size)
         if num_pages >= needed:
@@ -193,14 +195,14 @@ class Engine:
         its = [self._rows[part.request.id] for part in batch.scheduled]
         if all(row.is_plain for row in its):
             sampling = [row for part, row in zip(batch.scheduled, its, strict=True) if part.samples]
-            drawn = Drawn(logits, sampling)
-            flight = _Flight(batch, partial(self._read, batch, drawn), now, found=drawn.there)
+            drawn = PendingTokens(logits, sampling)
+            flight = _Flight(batch, partial(self._read, batch, drawn), now, found=drawn.on_device)
         else:
             flight = _Flight(batch, partial(self._sampled, batch, logits, rows), now)
         self._flights.append(flight)
         return True
 
-    def _read(self, batch: Batch, drawn: Drawn) -> dict[str, SampledToken]:
+    def _read(self, batch: Batch, drawn: PendingTokens) -> dict[str, SampledToken]:
         """Waits for a step. Where a token is found only now, the step behind it has begun with another."""
         ids = [part.request.id for part in batch.scheduled if part.samples]
         token_ids, late = drawn.read()

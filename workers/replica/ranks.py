@@ -33,7 +33,7 @@ from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.fp8_scales import exponents, fingerprint_of
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.kv_memory import PageBudget, room_for_pages
+from crossdock.workers.model.kv_memory import PageBudget, count_pages_that_fit
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.memory_budget import MemoryBudget
 from crossdock.workers.model.memory_fit import used
@@ -173,7 +173,7 @@ def load_rank(
         kv_cache_dtype=spec.kv_cache_dtype,
     )
     phases.done("logits checked")
-    room = room_for_pages(model, spec.budget, spec.page_size)
+    room = count_pages_that_fit(model, spec.budget, spec.page_size)
     if spec.budget.known(device) is None:
         phases.done("memory measured")
     return model, room

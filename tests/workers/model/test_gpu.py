@@ -12,7 +12,8 @@ from crossdock.workers.model.graphs import DecodeGraphs, decode_graphs
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.kv_memory import MARGIN
 from crossdock.workers.model.load import wrap_module
-from crossdock.workers.model.sampler import SampleRow, sample
+from crossdock.workers.model.sampling.row import SampleRow
+from crossdock.workers.model.sampling.sampler import sample
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine, warm_up
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from crossdock.workers.model.grammar import GrammarCompiler, GrammarState
-from crossdock.workers.model.sampler import SampleRow, sample
+from crossdock.workers.model.sampling.row import SampleRow
+from crossdock.workers.model.sampling.sampler import sample
 from crossdock.workers.schedule.request import Grammar, SamplingParams
 
 PADDING = 64  # the model's logits are this much wider than the tokenizer

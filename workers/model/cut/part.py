@@ -1,4 +1,4 @@
-"""What one rank holds of a model: the slice of every weight, the attention heads and the range of layers."""
+"""The part of a model that one rank holds: the slice of every weight, the attention heads and the range of layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ class TensorSlice:
 
 @dataclass(slots=True)
 class ModelPart:
-    """What one rank holds of a model, written by `cut_model`."""
+    """The part of a model that one rank holds, written by `cut_model`."""
 
     position: RankPosition
     slices: dict[str, TensorSlice] = field(default_factory=dict)  # by parameter
