@@ -115,7 +115,7 @@ class _AttentionArguments(ctypes.Structure):
 
 
 @lru_cache
-def _library() -> ctypes.CDLL | None:
+def cpp_library() -> ctypes.CDLL | None:
     """Return the compiled attention.cpp; None, with one warning, if this machine cannot compile or run it."""
     flags = cpu_flags()
     if "sse2" in flags and "avx2" not in flags:
@@ -146,7 +146,7 @@ def _library_for(x: Tensor, y: Tensor | None, k_pages: Tensor, v_pages: Tensor) 
         D = pages.shape[3]
         if D > _MAX_HEAD_DIM or pages.stride(3) != 1 or (pages.stride(2) != D and pages.shape[2] > 1):
             return None
-    return _library()
+    return cpp_library()
 
 
 def reference_store_kv(

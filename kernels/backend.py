@@ -44,7 +44,7 @@ def choose_attention(
         return TORCH
     elif device.type == "cpu":
         chosen, reason = CPP, "the device is a CPU"
-    elif not _has("triton"):
+    elif not has_package("triton"):
         logger.warning("attention runs in plain torch, many times slower: triton is not installed")
         return TORCH
     else:
@@ -66,7 +66,7 @@ def _flash_attn(device: torch.device) -> Attention:
     _require("flash_attn", device)
     from crossdock.kernels.flash_attention import PAGE_MULTIPLE, paged_attention
 
-    store_kv = _triton(device).store_kv if _has("triton") else attention.reference_store_kv
+    store_kv = _triton(device).store_kv if has_package("triton") else attention.reference_store_kv
     return Attention("flash_attn", store_kv, paged_attention, PAGE_MULTIPLE, takes_fp8=False)
 
 
@@ -78,9 +78,9 @@ _NAMED: dict[str, Callable[[torch.device], Attention]] = {
 
 
 def _require(package: str, device: torch.device) -> None:
-    if not _has(package):
+    if not has_package(package):
         raise ValueError(f"attention_backend {package}: the package is not installed; auto chooses an installed one")
-    if device.type == "cpu" and not _interprets():
+    if device.type == "cpu" and not triton_is_interpreted():
         raise ValueError(
             f"attention_backend {package} needs a GPU, and the model is on a CPU; auto and torch run there"
         )
@@ -96,13 +96,13 @@ def _require_fp8(chosen: Attention, device: torch.device) -> None:
         )
 
 
-def _has(package: str) -> bool:
+def has_package(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _interprets() -> bool:
+def triton_is_interpreted() -> bool:
     """Return whether Triton interprets kernels on numpy, for tests."""
-    if not _has("triton"):
+    if not has_package("triton"):
         return False
     import triton
 

@@ -17,7 +17,7 @@ import torch
 
 from crossdock.kernels.cache import cache_dir
 
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 
 
 @lru_cache
@@ -42,7 +42,7 @@ def cpu_library(name: str) -> ctypes.CDLL:
     if compiler is None:
         raise OSError("no C++ compiler was found (install g++, or name one in CXX)")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    key = "\n".join([source.read_text(), " ".join(_FLAGS), version, " ".join(sorted(cpu_flags())), torch.__version__])
+    key = "\n".join([source.read_text(), " ".join(FLAGS), version, " ".join(sorted(cpu_flags())), torch.__version__])
     target = cache_dir() / "kernels" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not target.exists():
         _compile(compiler, source, target)
@@ -57,7 +57,7 @@ def _compile(compiler: str, source: Path, target: Path) -> None:
         # torch brings an OpenMP runtime under a name of its own; a second one would have a second pool of threads
         runtimes = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
         link = [str(runtimes[0])] if runtimes else ["-fopenmp"]
-        _run([compiler, *_FLAGS, "-c", str(source), "-o", str(objects)])
+        _run([compiler, *FLAGS, "-c", str(source), "-o", str(objects)])
         _run([compiler, "-shared", str(objects), *link, "-o", str(library)])
         os.replace(library, target)
 

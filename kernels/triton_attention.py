@@ -21,8 +21,8 @@ from crossdock.kernels.attention import AttentionBatch
 _LOG2_E = 1.4426950408889634
 _SMALL_ROWS = 16  # the fewest rows that tl.dot multiplies
 _MAX_SPLITS = 64
-_SPLIT_TOKENS = 256  # the shortest part of a context: reading a part must outweigh storing its result
-_FULL_SPLIT_TOKENS = 4096  # likewise if the batch fills the device without splits; then they are for stragglers
+SPLIT_TOKENS = 256  # the shortest part of a context: reading a part must outweigh storing its result
+FULL_SPLIT_TOKENS = 4096  # likewise if the batch fills the device without splits; then they are for stragglers
 _WAVES = 2  # programs per multiprocessor that saturate memory bandwidth
 
 
@@ -70,7 +70,7 @@ def store_kv(
         *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         *(k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1)),
         PAGE=k_pages.shape[2],
-        **_widths(Dk, Dv),
+        **block_widths(Dk, Dv),
         BLOCK_T=block,
         HAS_SCALES=k_scale is not None,
     )
@@ -110,7 +110,7 @@ def paged_attention(
     part = q.new_empty(S, Hkv, splits, small_rows, Dv, dtype=torch.float32) if splits > 1 else out
     part_lse = part.new_empty(part.shape[:-1]) if splits > 1 else out  # log2 of the sum of exp2
     rows = (out, part, part_lse, batch.query_start, batch.kv_len, sinks)
-    widths = _widths(Dk, Dv)
+    widths = block_widths(Dk, Dv)
     shape = {
         "GROUP": group,
         "SMALL": small_rows,
@@ -120,7 +120,7 @@ def paged_attention(
         "WINDOW": window or 0,
         "HAS_SINKS": sinks is not None,
     }
-    _attention_kernel[num_blocks, Hkv, splits](
+    attention_kernel[num_blocks, Hkv, splits](
         *(*rows, q, k_pages, v_pages, k_scale, v_scale, batch.page_table),
         *(S, scale * _LOG2_E if softcap is None else scale * 2 * _LOG2_E / softcap),
         *(q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1)),
@@ -156,7 +156,7 @@ def _adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _widths(key_dim: int, value_dim: int) -> dict[str, int]:
+def block_widths(key_dim: int, value_dim: int) -> dict[str, int]:
     """Return the head dimensions, and the powers of two that hold them."""
     return {"K_DIM": key_dim, "V_DIM": value_dim, "BLOCK_K": _power_of_2(key_dim), "BLOCK_V": _power_of_2(value_dim)}
 
@@ -168,7 +168,7 @@ def _power_of_2(dim: int) -> int:
 def _splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> tuple[int, int]:
     """Return into how many parts a context is split at most, and the fewest tokens of a part."""
     to_fill = -(-_WAVES * num_multiprocessors // num_programs)
-    tokens = _SPLIT_TOKENS if to_fill > 1 else _FULL_SPLIT_TOKENS
+    tokens = SPLIT_TOKENS if to_fill > 1 else FULL_SPLIT_TOKENS
     longest = -(-max_kv_len // tokens)
     return min(longest, _MAX_SPLITS if to_fill == 1 else min(to_fill, _MAX_SPLITS)), tokens
 
@@ -313,7 +313,7 @@ def _parts_of(length, kv_len, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SPLIT
 
 
 @triton.jit(do_not_specialize=["S", "table_row"])
-def _attention_kernel(
+def attention_kernel(
     out, part, part_lse, query_start, kv_lens, sinks, q, k_pages, v_pages, k_scale, v_scale, page_table,
     S, scale, q_token, q_head, k_page, k_head, v_page, v_head, table_row,
     GROUP: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
