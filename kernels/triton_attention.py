@@ -60,7 +60,7 @@ def store_kv(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """`crossdock.kernels.attention.reference_store_kv` with every tensor on one GPU."""
+    """`reference_store_kv` of kernels/attention.py with every tensor on one GPU."""
     (T, H, Dk), Dv = k.shape, v.shape[2]
     _check(k_pages, v_pages, k_scale is not None, k, v)
     k, v = _adjacent(k), _adjacent(v)
@@ -89,10 +89,7 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """`crossdock.kernels.attention.reference_paged_attention` with every tensor on one GPU.
-
-    Rows that belong to no sequence are undefined.
-    """
+    """`reference_paged_attention` with every tensor on one GPU. Rows that belong to no sequence are undefined."""
     (T, Hq, Dk), (_, Hkv, page_size, Dv) = q.shape, v_pages.shape
     _check(k_pages, v_pages, k_scale is not None, q)
     q = _adjacent(q)
