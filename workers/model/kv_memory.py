@@ -13,8 +13,8 @@ from crossdock.workers.model.memory_fit import size_of
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
+from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request, SamplingParams
-from crossdock.workers.schedule.scheduler import Batch, Scheduled
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from crossdock.workers.model.sampling.sampler import PendingTokens, sample
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.ranks import Gang, held, pool_spec
 from crossdock.workers.report.profile import SchedulingProfile
+from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.cost import StepCostFit, StepWork
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import (
@@ -35,7 +36,7 @@ from crossdock.workers.schedule.request import (
     TokenDelta,
     TokenLogprobs,
 )
-from crossdock.workers.schedule.scheduler import Batch, SampledToken, Scheduled, Scheduler
+from crossdock.workers.schedule.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +86,15 @@ class Engine:
         num_pages = self._num_pages()
         self.model.allocate_pool(num_pages, self.config.page_size)
         self.pages = PagePool(num_pages, self.config.page_size, self.config.enable_prefix_caching)
-        self.scheduler = Scheduler(self.config, self.pages, self.model.max_model_len, self.model.eos_token_ids)
+        depth = self.model.part.position.num_stages
+        self.scheduler = Scheduler(
+            self.config, self.pages, self.model.max_model_len, self.model.eos_token_ids, depth=depth
+        )
         tell = self.gang.step if self.gang is not None else None
         graphs = None
         if not self.config.enforce_eager:
             graphs = decode_graphs(self.model, self.config.page_size, self.config.max_num_seqs)
         self._runner = Runner(self.model, self.config.page_size, tell, graphs)
-        self.scheduler.depth = self.model.part.position.num_stages
         self._is_ahead = self._may_be_ahead()
         if self.gang is not None:
             self.gang.begin(num_pages)
@@ -181,11 +184,11 @@ class Engine:
         if not self._flights:
             return self._launch(self.scheduler.schedule(now), now)
         before = self._flights[-1]
-        if before.found is None or self.scheduler.lacks_pages:
+        if before.found is None or self.scheduler.needs_preemption:
             return False
         predicted = self.cost_fit.cost.seconds(before.batch.work) if self.cost_fit is not None else 0.0
         ended = max(before.started + predicted, now)
-        with self.scheduler.foreseen(before.batch, ended):
+        with self.scheduler.assume_ended(before.batch, ended):
             return self._launch(self.scheduler.schedule(ended), now, before.found)
 
     def _launch(self, batch: Batch, now: float, found: Tensor | None = None) -> bool:
@@ -254,25 +257,25 @@ class Engine:
         if not is_alone:
             return self.cost_fit.cost.seconds(batch.work)
         predicted = self.cost_fit.observe(batch.work, seconds)
-        self.scheduler.cost, self.scheduler.overrun = self.cost_fit.cost, self.cost_fit.overrun
+        self.scheduler.learn(self.cost_fit.cost, self.cost_fit.overrun)
         return predicted
 
     def arrive(self, request_id: str, token_id: int) -> None:
         """All pages of a held request have arrived, with the first token: it decodes from the next step on."""
         if (grammar := self._grammars.get(request_id)) is not None:
             grammar.accept(token_id)
-        self.scheduler.arrive(request_id, token_id, self.clock())
+        self.scheduler.start_decoding(request_id, token_id, self.clock())
 
     def ship(self, request_id: str) -> None:
         """All pages of a held request are at another replica: it ends here."""
         self._forget(request_id)
-        self.scheduler.shipped(request_id)
+        self.scheduler.finish_sent(request_id)
 
     def fail_all(self, error: str) -> list[tuple[Request, TokenDelta]]:
         """Ends every request with an error, after a step raised. Pages are freed; the engine can go on."""
         self._flights.clear()
         self.model.wait()
-        self.scheduler.lose_flights()
+        self.scheduler.drop_steps_in_flight()
         failed = []
         for request in self.scheduler.requests():
             self.abort(request.id)
@@ -341,7 +344,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
     pages.clear_cache()
 
     engine.cost_fit = StepCostFit(_sweep(engine))
-    engine.scheduler.cost = engine.cost_fit.cost
+    engine.scheduler.learn(engine.cost_fit.cost, engine.cost_fit.overrun)
     return SchedulingProfile(
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,

@@ -22,8 +22,8 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.docks import RankDock
 from crossdock.workers.replica.engine import Engine, warm_up
 from crossdock.workers.replica.ranks import Channel, Gang, _Follower, follow
+from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.request import SamplingParams, Submission
-from crossdock.workers.schedule.scheduler import Batch
 from tests.workers.architectures import SERVED, build
 from tests.workers.gangs import SETTINGS, ganged, spec_of
 from tests.workers.ranks import DIVISIONS, Ranks, saved
