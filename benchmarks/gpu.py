@@ -268,7 +268,7 @@ def step(limits: Result) -> Result:
     """Time steps of Llama-3.1-8B with random weights, as transformers launches them and as a CUDA graph."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from crossdock.workers.model.model import wrap_module
+    from crossdock.workers.model.load import wrap_module
 
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):

@@ -28,7 +28,8 @@ from pydantic import ByteSize
 from tables import hardware, today
 
 from crossdock.workers.model.checkpoint import resolve_model
-from crossdock.workers.model.parallel import Links, Stage
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.stage import PipelineStage
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.docks import RankDock
 from crossdock.workers.replica.engine import Engine, warm_up
@@ -76,27 +77,27 @@ class BusyTimes:
 @contextmanager
 def watched(busy: BusyTimes) -> Iterator[None]:
     """Record when this process's stage computes: from receiving its input to sending its output or sampling."""
-    run, receive = Stage.run, Links.receive
+    run, receive = PipelineStage.run, Collectives.receive
     began = 0.0
 
-    def timed_receive(self: Links, *args: Any) -> Any:
+    def timed_receive(self: Collectives, *args: Any) -> Any:
         nonlocal began
         hidden = receive(self, *args)
         began = time.monotonic()
         return hidden
 
-    def timed_run(self: Stage, *args: Any) -> Any:
+    def timed_run(self: PipelineStage, *args: Any) -> Any:
         nonlocal began
         began = time.monotonic()
         answer = run(self, *args)
         busy.spans.append((began, time.monotonic()))
         return answer
 
-    Stage.run, Links.receive = timed_run, timed_receive  # type: ignore[method-assign]
+    PipelineStage.run, Collectives.receive = timed_run, timed_receive  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Stage.run, Links.receive = run, receive  # type: ignore[method-assign]
+        PipelineStage.run, Collectives.receive = run, receive  # type: ignore[method-assign]
 
 
 def follower(spec: GangSpec, rank: int, address: Any, file: str) -> None:

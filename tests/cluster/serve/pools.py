@@ -24,7 +24,7 @@ from ray.serve.config import ProxyLocation
 
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
-from crossdock.workers.model.model import load_model
+from crossdock.workers.model.load import load_model
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
