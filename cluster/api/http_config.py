@@ -10,8 +10,8 @@ class HttpConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)  # some of it is secret
 
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535)
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 is every address of the machine.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on.")
     replicas: int = Field(1, ge=1, description="Ingress replicas.")
     direct: bool = Field(
         False, description="Ingresses listen on host and port themselves, without Serve's proxies: for one node."
