@@ -1,7 +1,6 @@
 """The OpenAI API over HTTP: requests in, submissions to the dispatcher, tokens out as JSON or as server-sent events."""
 
 import asyncio
-import re
 import secrets
 import time
 import uuid
@@ -38,7 +37,7 @@ from crossdock.cluster.api.tokenizer import Text, TextStream
 from crossdock.cluster.api.tracing import Tracing, otlp_exporter
 from crossdock.cluster.api.web_assets import PAGE_HEADERS, Page, pages
 from crossdock.cluster.dispatch.dispatch import Dispatcher, ModelCard
-from crossdock.workers.schedule.request import Submission, TokenDelta
+from crossdock.workers.schedule.request import InvalidField, Submission, TokenDelta
 
 _LONG_TEXT = 4096  # characters; about 1 ms to tokenise. Longer ones leave the event loop for a thread.
 _DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI has it; a chat may fill the context
@@ -602,14 +601,13 @@ def _too_long(card: ModelCard, num_tokens: str, param: str, limit: int | None = 
 
 
 def _engine_refusal(error: ValueError) -> ApiError:
-    """An engine's ValueError names the field: it is the first word that is one.
+    """Turn an engine's error into the client's.
 
-    The error may have come from another process, wrapped in one whose text is a traceback. What it wraps is its first
-    argument, as the message is of a plain one.
+    Ray wraps an error of another process in one whose text is a traceback: the first argument is the error itself.
     """
     reason = str(error.args[0]) if error.args else "The engine refuses the request."
     fields = CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
-    param = next((word for word in re.findall(r"\w+", reason) if word in fields), None)
+    param = error.field if isinstance(error, InvalidField) and error.field in fields else None
     return ApiError(reason, param=param, code="invalid_value")
 
 

@@ -16,7 +16,7 @@ from llguidance.hf import from_tokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from crossdock.workers.schedule.request import Grammar
+from crossdock.workers.schedule.request import Grammar, InvalidField
 
 # Between JSON tokens. llguidance's own default has no bound, and a small model can then fill its answer with newlines.
 # Twenty are a line break and an indent four levels deep.
@@ -80,17 +80,17 @@ class GrammarCompiler:
         self._compiled: Callable[[Grammar], LLMatcher] = lru_cache(_NUM_KEPT)(self._compile)
 
     def compile(self, grammar: Grammar) -> GrammarState:
-        """A state at the grammar's beginning. ValueError with the reason for a grammar that cannot be followed."""
+        """A state at the grammar's beginning. InvalidField with the reason for a grammar that cannot be followed."""
         return GrammarState(self._compiled(grammar).deep_copy(), self._vocab_size)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
             matcher = LLMatcher(self._tokenizer, _to_llguidance(grammar), log_level=0, limits=self._limits)
         except ValueError as error:
-            raise ValueError(f"grammar: {grammar.kind}: {error}") from error
+            raise InvalidField(f"grammar: {grammar.kind}: {error}", "grammar") from error
         matcher.compute_bitmask()  # some limits are met only here, and every request needs it
         if matcher.is_error():
-            raise ValueError(f"grammar: {grammar.kind}: {_error(matcher)}")
+            raise InvalidField(f"grammar: {grammar.kind}: {_error(matcher)}", "grammar")
         return matcher
 
 

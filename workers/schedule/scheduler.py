@@ -27,7 +27,16 @@ from crossdock.workers.schedule.chunking import (
 )
 from crossdock.workers.schedule.cost import StepCost, StepWork
 from crossdock.workers.schedule.pages import PageHash, PagePool, hash_pages
-from crossdock.workers.schedule.request import FinishReason, Leg, Overloaded, Request, Status, TokenDelta, TokenLogprobs
+from crossdock.workers.schedule.request import (
+    FinishReason,
+    InvalidField,
+    Leg,
+    Overloaded,
+    Request,
+    Status,
+    TokenDelta,
+    TokenLogprobs,
+)
 from crossdock.workers.schedule.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass, priority_of
 
 
@@ -215,19 +224,20 @@ class Scheduler:
         """Queues a request.
 
         Raises:
-            ValueError: it can never be served; the message names the field.
+            InvalidField: it can never be served.
             Overloaded: its class's time to first token cannot be met, and `admission` is `reject`.
         """
         if not request.prompt_token_ids:
-            raise ValueError("prompt must have at least one token")
+            raise InvalidField("prompt must have at least one token", "prompt")
         longest = self.max_model_len - (1 if request.sampling.max_tokens else 0)
         if request.num_prompt_tokens > longest:
-            raise ValueError(
+            raise InvalidField(
                 f"prompt has {request.num_prompt_tokens} tokens; this model takes at most {longest} "
-                f"(max_model_len is {self.max_model_len})"
+                f"(max_model_len is {self.max_model_len})",
+                "prompt",
             )
         if request.id in self._requests:
-            raise ValueError(f"request_id {request.id!r} is already being served")
+            raise InvalidField(f"request_id {request.id!r} is already being served", "request_id")
         request.priority = priority_of(self.config.slo_classes, request.slo_class)
         request.arrival_work, request.queued_at = self.work_done, request.arrival_time
         request.expected_cached_tokens = len(self._match_prefix(request)) * self.pages.page_size

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import pickle
 import re
 import socket
 import threading
@@ -32,7 +33,15 @@ from crossdock.cluster.api.keys import KeyRing
 from crossdock.cluster.api.limits import Ledger
 from crossdock.cluster.api.tokenizer import Text
 from crossdock.cluster.dispatch.dispatch import ModelCard, ReplicaLost
-from crossdock.workers.schedule.request import FinishReason, Grammar, Overloaded, Submission, TokenDelta, TokenLogprobs
+from crossdock.workers.schedule.request import (
+    FinishReason,
+    Grammar,
+    InvalidField,
+    Overloaded,
+    Submission,
+    TokenDelta,
+    TokenLogprobs,
+)
 
 MAX_MODEL_LEN = 200
 STORY = "The quick brown fox 🙂 jumps over the lazy dog"
@@ -852,7 +861,7 @@ def test_requests_of_other_keys_are_not_seen(engine: Scripted, text: Text) -> No
 # -- errors from behind ------------------------------------------------------------------------------------------------
 
 FAILURES = [
-    (ValueError("prompt has token id 7"), 400, "invalid_request_error", "invalid_value"),
+    (InvalidField("prompt has token id 7", "prompt"), 400, "invalid_request_error", "invalid_value"),
     (Overloaded("try later", 2.3), 429, "rate_limit_error", "rate_limit_exceeded"),
     (ReplicaLost("secret traceback"), 503, "server_error", "service_unavailable"),
     (RuntimeError("secret /etc/passwd"), 500, "server_error", "internal_error"),
@@ -894,11 +903,11 @@ def test_a_failure_after_the_first_token_is_an_event(
 
 def test_a_refusal_from_another_process_shows_its_message_alone(http: httpx.Client, engine: Scripted) -> None:
     """Ray's stand-in for a remote ValueError is one too, but its text is the remote traceback."""
-    cause = ValueError("temperature must not be 3")
+    cause = pickle.loads(pickle.dumps(InvalidField("the value must not be 3", "temperature")))
     remote = RayTaskError("submit", "Traceback (most recent call last): secret.py", cause).as_instanceof_cause()
     engine.script = lambda s: [remote]
     error = refused(http.post("/v1/completions", json={"prompt": "Hi"}), 400, param="temperature")
-    assert error["message"] == "temperature must not be 3"
+    assert error["message"] == "the value must not be 3"
 
 
 def test_the_client_raises_on_an_error_event(client: openai.OpenAI, engine: Scripted) -> None:
