@@ -85,13 +85,13 @@ def test_kustomize_builds_the_overlay(overlay: str) -> None:
     assert {"RayService", "PodDisruptionBudget", "NetworkPolicy", "ScrapeConfig", "PrometheusRule"} <= {
         kind for kind, _ in names
     }
-    # Whatever is referred to by name is in it, or is a Secret or claim that the README says how to make.
+    # Whatever is referred to by name is in it, or is a Secret or claim that the operations guide describes.
     ours = next(document for document in found if document["kind"] == "RayService")["spec"]["rayClusterConfig"]
     redis = ours.get("gcsFaultToleranceOptions")
     assert (("Service", "crossdock-redis") in names) == (redis is not None)
-    readme = (ROOT / "README.md").read_text()
+    guide = (ROOT / "docs/operations.md").read_text()
     for secret in re.findall(r"secretName: (\S+)|claimName: (\S+)", built):
-        assert "".join(secret) in readme
+        assert "".join(secret) in guide
 
 
 def containers(document: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
