@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import from_json
 
 from crossdock.cluster.api.errors import ApiError, to_json
-from crossdock.cluster.api.tokenizer import Text
+from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import Grammar, SamplingParams, TokenLogprobs
 
 MAX_CHOICES = 1024  # prompts times n, of one request
@@ -421,7 +421,7 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 
 
 def completion_logprobs(
-    text: Text, positions: Sequence[tuple[int, TokenLogprobs | None]], offsets: Sequence[int]
+    text: ModelTokenizer, positions: Sequence[tuple[int, TokenLogprobs | None]], offsets: Sequence[int]
 ) -> dict[str, Any]:
     """The older shape. `positions` are (token id, its log-probabilities); a text's first token has none."""
     result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": list(offsets)}
@@ -439,7 +439,7 @@ def completion_logprobs(
     return result
 
 
-def token_name(text: Text, token_id: int) -> str:
+def token_name(text: ModelTokenizer, token_id: int) -> str:
     """A token as text; one that is no whole text, as OpenAI's completions write it: `bytes:\\xe2\\x82`."""
     raw = text.token_bytes(token_id)
     try:
@@ -448,7 +448,7 @@ def token_name(text: Text, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def chat_logprobs(text: Text, positions: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
+def chat_logprobs(text: ModelTokenizer, positions: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
     content = []
     for position in positions:
         entry = _chat_token(text, position.token_id, position.logprob)
@@ -458,12 +458,12 @@ def chat_logprobs(text: Text, positions: Sequence[TokenLogprobs], num_top: int) 
     return {"content": content, "refusal": None}
 
 
-def _chat_token(text: Text, token_id: int, logprob: float) -> dict[str, Any]:
+def _chat_token(text: ModelTokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     raw = text.token_bytes(token_id)
     return {"token": raw.decode("utf-8", "replace"), "logprob": _number(logprob), "bytes": list(raw)}
 
 
-def prompt_logprobs(text: Text, positions: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+def prompt_logprobs(text: ModelTokenizer, positions: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
     """vLLM's shape: one object a position, from token id to log-probability, rank and text."""
     result: list[dict[str, Any] | None] = []
     for position in positions:

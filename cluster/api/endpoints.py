@@ -27,15 +27,15 @@ from crossdock.cluster.api.bodies import (
 from crossdock.cluster.api.choices import Choice, Output, Prompt, merge
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.http_guard import EventStream, Gate, refusal
+from crossdock.cluster.api.http_guard import EventStream, HttpGuard, refusal
 from crossdock.cluster.api.keys import ApiKey, KeyRing
 from crossdock.cluster.api.limits import Ledger
 from crossdock.cluster.api.openapi import document
 from crossdock.cluster.api.playground import Scenario, play
 from crossdock.cluster.api.tiers import HEADER, Tiers
-from crossdock.cluster.api.tokenizer import Text, TextStream
+from crossdock.cluster.api.tokenizer import ModelTokenizer, TextStream
 from crossdock.cluster.api.tracing import Tracing, otlp_exporter
-from crossdock.cluster.api.web_assets import PAGE_HEADERS, Page, pages
+from crossdock.cluster.api.web_assets import ASSET_HEADERS, WebAsset, web_assets
 from crossdock.cluster.dispatch.dispatch import Dispatcher, ModelCard
 from crossdock.workers.schedule.request import InvalidField, Submission, TokenDelta
 
@@ -59,7 +59,7 @@ _GENERATES = ("/v1/completions", "/v1/chat/completions")
 _Asked = TypeVar("_Asked", bound=bodies.Body)
 
 
-def build_api(dispatcher: Dispatcher, text: Text, http: HttpConfig, tiers: Tiers | None = None) -> FastAPI:
+def build_api(dispatcher: Dispatcher, text: ModelTokenizer, http: HttpConfig, tiers: Tiers | None = None) -> FastAPI:
     """The ASGI application. `text` must be the tokenizer of the model that the dispatcher's replicas serve, `tiers`
     their SLO classes (None: the default ones)."""
     app = FastAPI(title="Crossdock", openapi_url=None, redirect_slashes=False)
@@ -83,7 +83,7 @@ def build_api(dispatcher: Dispatcher, text: Text, http: HttpConfig, tiers: Tiers
         ("/openapi.json", api.description, "GET"),
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
-    for path, page in pages().items():
+    for path, page in web_assets().items():
         app.add_api_route(path, partial(_page, page), methods=["GET"], response_model=None)
     app.add_exception_handler(HTTPException, _unrouted)
     if http.otlp_endpoint is not None:
@@ -95,9 +95,9 @@ def build_api(dispatcher: Dispatcher, text: Text, http: HttpConfig, tiers: Tiers
             paths=_GENERATES,
         )
     app.add_middleware(
-        Gate,
+        HttpGuard,
         keys=KeyRing(http.api_keys, None if http.api_keys_file is None else Path(http.api_keys_file), tiers.names),
-        open_paths={*_OPEN, *pages()},
+        open_paths={*_OPEN, *web_assets()},
         ledger=Ledger(http.replicas),
         max_body_bytes=http.max_body_bytes,
         request_timeout_s=http.request_timeout_s,
@@ -112,8 +112,8 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     return refusal(ApiError(reason, status=error.status_code, headers=error.headers))
 
 
-async def _page(page: Page, request: Request) -> Response:
-    return Response(page.content, media_type=page.media_type, headers=PAGE_HEADERS)
+async def _page(page: WebAsset, request: Request) -> Response:
+    return Response(page.content, media_type=page.media_type, headers=ASSET_HEADERS)
 
 
 def _json(value: Any) -> Response:
@@ -129,7 +129,7 @@ async def _event_stream(events: AsyncGenerator[bytes, None]) -> Response:
 
 
 class _Endpoints:
-    def __init__(self, dispatcher: Dispatcher, text: Text, http: HttpConfig, tiers: Tiers) -> None:
+    def __init__(self, dispatcher: Dispatcher, text: ModelTokenizer, http: HttpConfig, tiers: Tiers) -> None:
         self._dispatcher = dispatcher
         self._text = text
         self._http = http

@@ -66,7 +66,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class Gate:
+class HttpGuard:
     """ASGI middleware. The application behind it gets the whole body at once and never hears of a disconnect: it is
     cancelled. Keys guard every path but the open ones. `state` has the request's id and, if keys are asked for, its key
     and that key's account.

@@ -31,7 +31,7 @@ class Detokenizer(Protocol):
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-class Text:
+class ModelTokenizer:
     """A model's tokenizer, as the API needs it. `defaults` are sampling parameters for requests that give none."""
 
     def __init__(self, tokenizer: Any, *, defaults: Mapping[str, Any] | None = None) -> None:

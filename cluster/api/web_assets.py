@@ -11,7 +11,7 @@ _TYPES = {
     "svg": "image/svg+xml",
 }
 _PLACES = {"dashboard.html": "/dashboard", "playground.html": "/playground/scheduler"}  # others: /web/NAME
-PAGE_HEADERS = {
+ASSET_HEADERS = {
     # Nothing comes from elsewhere, nothing goes elsewhere, and no other site may show these pages inside its own.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -22,18 +22,18 @@ PAGE_HEADERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class WebAsset:
     content: bytes
     media_type: str
 
 
 @cache
-def pages() -> dict[str, Page]:
+def web_assets() -> dict[str, WebAsset]:
     """By path. They hold nothing of anyone's: what they show they ask the API for, with the viewer's key."""
     folder = files("crossdock.cluster").joinpath("web")
     found = {}
     for file in folder.iterdir():
         suffix = file.name.rpartition(".")[2]
         if suffix in _TYPES:
-            found[_PLACES.get(file.name, f"/web/{file.name}")] = Page(file.read_bytes(), _TYPES[suffix])
+            found[_PLACES.get(file.name, f"/web/{file.name}")] = WebAsset(file.read_bytes(), _TYPES[suffix])
     return found

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from crossdock.cluster.api import bodies
 from crossdock.cluster.api.bodies import ChatCompletionRequest, Chunks, CompletionRequest
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.tokenizer import Text
+from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import Grammar, SamplingParams, TokenLogprobs
 
 VOCAB = 1000
@@ -379,11 +379,11 @@ def test_constraints_that_are_none(fields: dict[str, Any], param: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def text(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Text:
-    return Text(tokenizers["byte_level"])
+def text(tokenizers: dict[str, PreTrainedTokenizerFast]) -> ModelTokenizer:
+    return ModelTokenizer(tokenizers["byte_level"])
 
 
-def half_a_smile(text: Text) -> int:
+def half_a_smile(text: ModelTokenizer) -> int:
     return next(token for token in range(600) if text.token_bytes(token) == b"\xf0")
 
 
@@ -394,7 +394,7 @@ def test_usage_is_openais() -> None:
     assert numbers.prompt_tokens_details.cached_tokens == 8
 
 
-def test_completion_logprobs(text: Text) -> None:
+def test_completion_logprobs(text: ModelTokenizer) -> None:
     the, dog = text.encode(" the")[0], text.encode(" dog")[0]
     half = half_a_smile(text)
     positions = [
@@ -414,7 +414,7 @@ def test_completion_logprobs(text: Text) -> None:
     json.dumps(shape, allow_nan=False)
 
 
-def test_chat_logprobs(text: Text) -> None:
+def test_chat_logprobs(text: ModelTokenizer) -> None:
     the = text.encode(" the")[0]
     half = half_a_smile(text)
     positions = [TokenLogprobs(half, -3.0, 3, ((the, -0.1), (5, -2.0))), TokenLogprobs(the, -0.1, 1, ((the, -0.1),))]
@@ -429,7 +429,7 @@ def test_chat_logprobs(text: Text) -> None:
     assert bodies.chat_logprobs(text, positions, 0)["content"][0]["top_logprobs"] == []
 
 
-def test_prompt_logprobs_are_vllms(text: Text) -> None:
+def test_prompt_logprobs_are_vllms(text: ModelTokenizer) -> None:
     the, dog = text.encode(" the")[0], text.encode(" dog")[0]
     shape = bodies.prompt_logprobs(text, [None, TokenLogprobs(dog, -2.0, 7, ((the, -0.1),))])
     assert shape == [

@@ -28,10 +28,10 @@ from crossdock.cluster.api.bodies import ChatCompletionRequest, CompletionReques
 from crossdock.cluster.api.choices import merge
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.http_guard import Gate
+from crossdock.cluster.api.http_guard import HttpGuard
 from crossdock.cluster.api.keys import KeyRing
 from crossdock.cluster.api.limits import Ledger
-from crossdock.cluster.api.tokenizer import Text
+from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatch import ModelCard, ReplicaLost
 from crossdock.workers.schedule.request import (
     FinishReason,
@@ -51,7 +51,7 @@ Script = Callable[[Submission], list[TokenDelta | Exception | float]]
 class Scripted:
     """A dispatcher whose answers are scripted: deltas, errors, and pauses in seconds. Remembers what became of each."""
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: ModelTokenizer) -> None:
         self.text = text
         self.eos = text.encode("<|im_end|>")[0]
         self.is_ready = True
@@ -146,12 +146,12 @@ def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> None:
 
 
 @pytest.fixture(scope="module")
-def text(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Text:
-    return Text(tokenizers["byte_level"])
+def text(tokenizers: dict[str, PreTrainedTokenizerFast]) -> ModelTokenizer:
+    return ModelTokenizer(tokenizers["byte_level"])
 
 
 @pytest.fixture(scope="module")
-def _engine(text: Text) -> Scripted:
+def _engine(text: ModelTokenizer) -> Scripted:
     return Scripted(text)
 
 
@@ -166,7 +166,7 @@ def engine(_engine: Scripted) -> Iterator[Scripted]:
 
 
 @pytest.fixture(scope="module")
-def url(_engine: Scripted, text: Text) -> Iterator[str]:
+def url(_engine: Scripted, text: ModelTokenizer) -> Iterator[str]:
     config = HttpConfig(max_body_bytes=100_000, model_aliases=("other",), trust_request_chat_template=True)
     with LiveServer(build_api(_engine, text, config)) as url:  # type: ignore[arg-type]
         yield url
@@ -220,7 +220,7 @@ def events(answer: httpx.Response) -> list[Any]:
 # -- completions -------------------------------------------------------------------------------------------------------
 
 
-def test_a_completion(client: openai.OpenAI, engine: Scripted, text: Text) -> None:
+def test_a_completion(client: openai.OpenAI, engine: Scripted, text: ModelTokenizer) -> None:
     answer = client.completions.create(model="tiny", prompt="Once upon", max_tokens=100)
     assert answer.object == "text_completion"
     assert answer.id.startswith("cmpl-")
@@ -238,7 +238,7 @@ def test_a_completion(client: openai.OpenAI, engine: Scripted, text: Text) -> No
     assert engine.aborted == []
 
 
-def test_sixteen_tokens_unless_told_otherwise(http: httpx.Client, engine: Scripted, text: Text) -> None:
+def test_sixteen_tokens_unless_told_otherwise(http: httpx.Client, engine: Scripted, text: ModelTokenizer) -> None:
     engine.script = lambda s: engine.story(s, STORY * 3)
     answer = complete(http)
     assert answer["usage"]["completion_tokens"] == 16
@@ -247,7 +247,7 @@ def test_sixteen_tokens_unless_told_otherwise(http: httpx.Client, engine: Script
     assert engine.submissions[0].sampling.temperature == 1.0
 
 
-def test_prompts_of_token_ids_and_batches(http: httpx.Client, engine: Scripted, text: Text) -> None:
+def test_prompts_of_token_ids_and_batches(http: httpx.Client, engine: Scripted, text: ModelTokenizer) -> None:
     complete(http, [5, 6, 7])
     assert [list(s.prompt_token_ids) for s in engine.submissions] == [[5, 6, 7]]
     engine.submissions.clear()
@@ -292,7 +292,9 @@ def test_echo(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_of_nothing_but_the_prompt(http: httpx.Client, engine: Scripted, text: Text, stream: bool) -> None:
+def test_echo_of_nothing_but_the_prompt(
+    http: httpx.Client, engine: Scripted, text: ModelTokenizer, stream: bool
+) -> None:
     """max_tokens 0: what a prompt's log-probabilities are asked for with."""
     body = {"prompt": "The dog", "echo": True, "logprobs": 2, "max_tokens": 0, "stream": stream}
     answer = http.post("/v1/completions", json=body)
@@ -314,7 +316,7 @@ def test_echo_of_nothing_but_the_prompt(http: httpx.Client, engine: Scripted, te
     assert complete(http, max_tokens=0)["choices"][0]["text"] == ""
 
 
-def test_echo_with_logprobs_as_the_evaluation_harness_reads_them(http: httpx.Client, text: Text) -> None:
+def test_echo_with_logprobs_as_the_evaluation_harness_reads_them(http: httpx.Client, text: ModelTokenizer) -> None:
     """lm-eval's local-completions: token ids in a batch, one token more than needed, sliced by the context's length."""
     contexts, continuations = ["The lazy", "Over the"], [" dog", " quick brown fox"]
     prompts = [text.encode(a + b) for a, b in zip(contexts, continuations, strict=True)]
@@ -385,7 +387,7 @@ def test_streamed_and_whole_answers_agree(http: httpx.Client) -> None:
         assert parts[-1]["finish_reason"] == choice["finish_reason"]
 
 
-def test_prompt_logprobs_and_token_ids(http: httpx.Client, text: Text, engine: Scripted) -> None:
+def test_prompt_logprobs_and_token_ids(http: httpx.Client, text: ModelTokenizer, engine: Scripted) -> None:
     ids = text.encode("The dog")
     [choice] = complete(http, "The dog", prompt_logprobs=1, return_token_ids=True, max_tokens=3)["choices"]
     assert choice["prompt_token_ids"] == ids
@@ -404,7 +406,7 @@ def test_prompt_logprobs_and_token_ids(http: httpx.Client, text: Text, engine: S
 # -- chats -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_chat(client: openai.OpenAI, engine: Scripted, text: Text) -> None:
+def test_a_chat(client: openai.OpenAI, engine: Scripted, text: ModelTokenizer) -> None:
     answer = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}])
     assert answer.object == "chat.completion"
     assert answer.id.startswith("chatcmpl-")
@@ -424,7 +426,7 @@ def test_a_chats_limit(http: httpx.Client, engine: Scripted, field: str) -> None
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_content_in_parts(http: httpx.Client, engine: Scripted, text: Text) -> None:
+def test_content_in_parts(http: httpx.Client, engine: Scripted, text: ModelTokenizer) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]})
     assert "user\na\nb<|im_end|>" in text.decode(engine.submissions[0].prompt_token_ids)
@@ -462,7 +464,7 @@ def test_every_choice_of_a_streamed_chat_begins_with_its_role(http: httpx.Client
         assert deltas[-1] == {}
 
 
-def test_chat_logprobs(client: openai.OpenAI, text: Text) -> None:
+def test_chat_logprobs(client: openai.OpenAI, text: ModelTokenizer) -> None:
     fields: Any = {"model": "tiny", "messages": HI, "logprobs": True, "top_logprobs": 3, "max_tokens": 100}
     whole = client.chat.completions.create(**fields).choices[0].logprobs
     assert whole is not None
@@ -479,7 +481,7 @@ def test_chat_logprobs(client: openai.OpenAI, text: Text) -> None:
     assert streamed == whole.content
 
 
-def test_what_reaches_the_template(http: httpx.Client, engine: Scripted, text: Text) -> None:
+def test_what_reaches_the_template(http: httpx.Client, engine: Scripted, text: ModelTokenizer) -> None:
     def prompt(**fields: Any) -> str:
         answer = http.post("/v1/chat/completions", json={"messages": HI, **fields})
         assert answer.status_code == 200, answer.text
@@ -517,7 +519,7 @@ def test_chats_that_cannot_be(http: httpx.Client, fields: dict[str, Any], param:
         refused(answer, 400, param=param, type="invalid_request_error")
 
 
-def test_the_templates_of_requests_are_not_trusted_by_default(engine: Scripted, text: Text) -> None:
+def test_the_templates_of_requests_are_not_trusted_by_default(engine: Scripted, text: ModelTokenizer) -> None:
     with served(engine, text, HttpConfig()) as http:
         body = {"messages": HI, "chat_template": "{{ messages[0].content }}"}
         refused(http.post("/v1/chat/completions", json=body), 400, param="chat_template")
@@ -537,8 +539,8 @@ def test_vllms_fields_reach_the_engine(client: openai.OpenAI, engine: Scripted) 
     assert submission.cache_salt == "s"
 
 
-def test_a_models_defaults_apply_unless_given(engine: Scripted, text: Text) -> None:
-    with_defaults = Text(text._tokenizer, defaults={"temperature": 0.6, "top_k": 20})
+def test_a_models_defaults_apply_unless_given(engine: Scripted, text: ModelTokenizer) -> None:
+    with_defaults = ModelTokenizer(text._tokenizer, defaults={"temperature": 0.6, "top_k": 20})
     with served(engine, with_defaults, HttpConfig()) as http:
         complete(http)
         complete(http, temperature=0)
@@ -559,7 +561,7 @@ def test_a_models_defaults_apply_unless_given(engine: Scripted, text: Text) -> N
     ],
 )
 def test_a_stop_string_ends_the_request(
-    http: httpx.Client, engine: Scripted, text: Text, stream: bool, fields: dict[str, Any], shown: str | None
+    http: httpx.Client, engine: Scripted, text: ModelTokenizer, stream: bool, fields: dict[str, Any], shown: str | None
 ) -> None:
     answer = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 100, "stream": stream, **fields})
     choices = [c["choices"][0] for c in events(answer)] if stream else answer.json()["choices"]
@@ -581,7 +583,7 @@ def test_nothing_is_held_back_at_the_end(http: httpx.Client) -> None:
 
 
 def test_tokens_after_a_stop_string_in_the_same_step_are_dropped(
-    http: httpx.Client, engine: Scripted, text: Text
+    http: httpx.Client, engine: Scripted, text: ModelTokenizer
 ) -> None:
     ids = text.encode(STORY)
     engine.script = lambda s: [TokenDelta(s.id, ids), TokenDelta(s.id, [engine.eos], finish_reason=FinishReason.STOP)]
@@ -593,7 +595,7 @@ def test_tokens_after_a_stop_string_in_the_same_step_are_dropped(
     assert answer["usage"]["completion_tokens"] == len(kept) < len(ids)
 
 
-def test_stop_tokens_are_not_text(http: httpx.Client, engine: Scripted, text: Text) -> None:
+def test_stop_tokens_are_not_text(http: httpx.Client, engine: Scripted, text: ModelTokenizer) -> None:
     last = text.encode(STORY)[-1]
 
     def script(submission: Submission) -> list[TokenDelta | Exception | float]:
@@ -615,7 +617,7 @@ def test_special_tokens(http: httpx.Client, engine: Scripted) -> None:
     assert complete(http, skip_special_tokens=False)["choices"][0]["text"] == "a<|im_start|>b"
 
 
-def test_half_a_character_is_never_sent(http: httpx.Client, engine: Scripted, text: Text) -> None:
+def test_half_a_character_is_never_sent(http: httpx.Client, engine: Scripted, text: ModelTokenizer) -> None:
     engine.script = lambda s: engine.story(s, "🙂🙃")
     ids = text.encode("🙂🙃")
     for count in range(1, len(ids)):
@@ -665,7 +667,7 @@ def test_stream_options_need_a_stream(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["dog " * 250, [5] * 300, "d" * 50_000])
-def test_a_prompt_that_is_too_long(http: httpx.Client, engine: Scripted, text: Text, prompt: Any) -> None:
+def test_a_prompt_that_is_too_long(http: httpx.Client, engine: Scripted, text: ModelTokenizer, prompt: Any) -> None:
     answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 10})
     message = refused(answer, 400, param="prompt", code="context_length_exceeded")["message"]
     assert f"maximum context length is {MAX_MODEL_LEN} tokens" in message
@@ -690,7 +692,7 @@ def test_the_whole_context_may_be_used(http: httpx.Client, engine: Scripted) -> 
     refused(answer, 400, param="messages", code="context_length_exceeded")
 
 
-def test_truncated_prompts_keep_their_end(http: httpx.Client, engine: Scripted, text: Text) -> None:
+def test_truncated_prompts_keep_their_end(http: httpx.Client, engine: Scripted, text: ModelTokenizer) -> None:
     complete(http, list(range(5, 305)), truncate_prompt_tokens=3)
     assert list(engine.submissions[-1].prompt_token_ids) == [302, 303, 304]
     complete(http, list(range(5, 305)), truncate_prompt_tokens=-1, max_tokens=10)
@@ -762,7 +764,7 @@ ANY_JSON = st.recursive(
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_whatever_a_body_says_it_is_served_or_refused_in_openais_shape(
-    text: Text, path: str, kind: Any, sound: dict[str, Any], data: st.DataObject
+    text: ModelTokenizer, path: str, kind: Any, sound: dict[str, Any], data: st.DataObject
 ) -> None:
     wrong = data.draw(st.dictionaries(st.sampled_from(sorted(kind.model_fields)), ANY_JSON, max_size=3))
 
@@ -813,7 +815,7 @@ def test_the_openai_client_knows_tiers(client: openai.OpenAI) -> None:
     assert answer.service_tier == "interactive"  # type: ignore[comparison-overlap]
 
 
-def test_a_bound_key(engine: Scripted, text: Text) -> None:
+def test_a_bound_key(engine: Scripted, text: ModelTokenizer) -> None:
     config = HttpConfig.model_validate({"api_keys": ["first", {"key": "second", "classes": ["batch", "standard"]}]})
     with served(engine, text, config) as http:
 
@@ -842,7 +844,7 @@ def test_a_request_is_found_by_its_id(http: httpx.Client, engine: Scripted) -> N
     refused(http.post("/v1/requests"), 405)
 
 
-def test_requests_of_other_keys_are_not_seen(engine: Scripted, text: Text) -> None:
+def test_requests_of_other_keys_are_not_seen(engine: Scripted, text: ModelTokenizer) -> None:
     keys = ["first", "second", {"key": "operator", "sees_all_requests": True}]
     with served(engine, text, HttpConfig.model_validate({"api_keys": keys})) as http:
 
@@ -957,13 +959,13 @@ def test_not_ready(http: httpx.Client, engine: Scripted) -> None:
 
 
 @contextlib.contextmanager
-def served(engine: Scripted, text: Text, config: HttpConfig) -> Iterator[httpx.Client]:
+def served(engine: Scripted, text: ModelTokenizer, config: HttpConfig) -> Iterator[httpx.Client]:
     app = build_api(engine, text, config)  # type: ignore[arg-type]
     with LiveServer(app) as url, httpx.Client(base_url=url, timeout=20) as http:
         yield http
 
 
-def test_api_keys(engine: Scripted, text: Text) -> None:
+def test_api_keys(engine: Scripted, text: ModelTokenizer) -> None:
     with served(engine, text, HttpConfig(api_keys=("first", "schlüssel"))) as http:
 
         def post(authorization: str | None) -> httpx.Response:
@@ -985,13 +987,13 @@ def test_api_keys(engine: Scripted, text: Text) -> None:
     assert "schlüssel" not in repr(HttpConfig(api_keys=("schlüssel",)))
 
 
-def test_what_costs_work_is_guarded_and_what_tells_health_is_not(engine: Scripted, text: Text) -> None:
+def test_what_costs_work_is_guarded_and_what_tells_health_is_not(engine: Scripted, text: ModelTokenizer) -> None:
     with served(engine, text, HttpConfig(api_keys=("k",))) as http:
         for path in ("/tokenize", "/detokenize", "/v1/completions", "/v1/requests", "/anything", "/health/"):
             refused(http.post(path, json={"prompt": "Hi"}), 401)
 
 
-def test_keys_from_a_file_are_rotated_without_a_restart(engine: Scripted, text: Text, tmp_path: Path) -> None:
+def test_keys_from_a_file_are_rotated_without_a_restart(engine: Scripted, text: ModelTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("old")
     with served(engine, text, HttpConfig(api_keys_file=str(path))) as http:
@@ -1006,7 +1008,7 @@ def test_keys_from_a_file_are_rotated_without_a_restart(engine: Scripted, text: 
         build_api(engine, text, HttpConfig(api_keys_file=str(tmp_path / "other")))  # type: ignore[arg-type]
 
 
-def test_limits_of_a_key(engine: Scripted, text: Text) -> None:
+def test_limits_of_a_key(engine: Scripted, text: ModelTokenizer) -> None:
     limits = {"key": "k", "requests_per_minute": 4, "tokens_per_minute": 100, "max_concurrent_requests": 1}
     config = HttpConfig.model_validate({"api_keys": [limits, "free"]})
     with served(engine, text, config) as http:
@@ -1038,7 +1040,7 @@ def test_limits_of_a_key(engine: Scripted, text: Text) -> None:
         assert http.get("/v1/models", headers={"authorization": "Bearer k"}).status_code == 200, "looking costs nothing"
 
 
-def test_a_refused_request_leaves_its_place_and_its_tokens(engine: Scripted, text: Text) -> None:
+def test_a_refused_request_leaves_its_place_and_its_tokens(engine: Scripted, text: ModelTokenizer) -> None:
     """Whatever way a request ends, the next one may come."""
     key = {"key": "k", "max_concurrent_requests": 1, "tokens_per_minute": 1000}
     with served(engine, text, HttpConfig.model_validate({"api_keys": [key], "max_body_bytes": 1000})) as http:
@@ -1052,7 +1054,7 @@ def test_a_refused_request_leaves_its_place_and_its_tokens(engine: Scripted, tex
         assert http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers).status_code == 200
 
 
-def test_tenants_share_no_cached_prefix(engine: Scripted, text: Text) -> None:
+def test_tenants_share_no_cached_prefix(engine: Scripted, text: ModelTokenizer) -> None:
     keys = ["first", "second", {"key": "third", "cache_group": "us"}, {"key": "fourth", "cache_group": "us"}]
 
     def salts(http: httpx.Client, headers: list[dict[str, str]], **fields: Any) -> list[str]:
@@ -1073,7 +1075,7 @@ def test_tenants_share_no_cached_prefix(engine: Scripted, text: Text) -> None:
 
 
 def test_a_body_that_stops_coming_is_not_waited_for(
-    engine: Scripted, text: Text, monkeypatch: pytest.MonkeyPatch
+    engine: Scripted, text: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("crossdock.cluster.api.http_guard._SILENCE_S", 0.2)
     with served(engine, text, HttpConfig()) as http, raw(str(http.base_url)) as wire:
@@ -1086,7 +1088,7 @@ def test_more_messages_than_a_chat_has(http: httpx.Client) -> None:
     refused(answer, 400, param="messages")
 
 
-def test_a_refused_client_is_not_listened_to(url: str, engine: Scripted, text: Text) -> None:
+def test_a_refused_client_is_not_listened_to(url: str, engine: Scripted, text: ModelTokenizer) -> None:
     """No key, no reading: the answer is there before the body."""
     with served(engine, text, HttpConfig(api_keys=("k",))) as http, raw(str(http.base_url)) as wire:
         wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n")
@@ -1167,7 +1169,7 @@ def test_no_more_is_read_than_the_limit() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError("not reached")
 
-    gate = Gate(app, keys=KeyRing(), open_paths=(), ledger=Ledger(), max_body_bytes=10_000, request_timeout_s=None)
+    gate = HttpGuard(app, keys=KeyRing(), open_paths=(), ledger=Ledger(), max_body_bytes=10_000, request_timeout_s=None)
     for headers, most in (([], 11_000), ([(b"content-length", b"10001")], 0), ([(b"content-length", b"x")], 11_000)):
         received = 0
         asyncio.run(gate({"type": "http", "path": "/", "headers": headers}, receive, send))
@@ -1185,7 +1187,7 @@ def test_a_client_that_leaves_while_sending() -> None:
     async def never(*_: Any) -> None:
         raise AssertionError("not reached")
 
-    gate = Gate(never, keys=KeyRing(), open_paths=(), ledger=Ledger(), max_body_bytes=10, request_timeout_s=None)
+    gate = HttpGuard(never, keys=KeyRing(), open_paths=(), ledger=Ledger(), max_body_bytes=10, request_timeout_s=None)
     asyncio.run(gate({"type": "http", "path": "/", "headers": []}, receive, never))
 
 
@@ -1235,7 +1237,7 @@ def test_a_client_that_leaves_a_fast_stream(url: str, engine: Scripted) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_the_time_limit(engine: Scripted, text: Text, n: int) -> None:
+def test_the_time_limit(engine: Scripted, text: ModelTokenizer, n: int) -> None:
     with served(engine, text, HttpConfig(request_timeout_s=0.3)) as http:
         engine.script = lambda s: [60.0]
         for stream in (False, True):
@@ -1292,7 +1294,7 @@ def test_models(client: openai.OpenAI, http: httpx.Client) -> None:
         client.completions.create(model="gpt-5", prompt="Hi")
 
 
-def test_tokenize_and_back(http: httpx.Client, text: Text) -> None:
+def test_tokenize_and_back(http: httpx.Client, text: ModelTokenizer) -> None:
     answer = http.post("/tokenize", json={"model": "tiny", "prompt": STORY, "return_token_strs": True}).json()
     assert answer["tokens"] == text.encode(STORY)
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
@@ -1324,7 +1326,7 @@ def test_the_config_is_checked(fields: dict[str, Any]) -> None:
         HttpConfig(**fields)
 
 
-def test_a_token_is_cheap(engine: Scripted, text: Text) -> None:
+def test_a_token_is_cheap(engine: Scripted, text: ModelTokenizer) -> None:
     """What the ingress adds to a token, without sockets. Aimed at: 60 µs on a quiet machine; the bound allows for a
     busy one."""
     count = 5000

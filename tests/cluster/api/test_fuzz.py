@@ -14,7 +14,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 from transformers import PreTrainedTokenizerFast
 
 from crossdock.cluster.api.openapi import document
-from crossdock.cluster.api.tokenizer import Text
+from crossdock.cluster.api.tokenizer import ModelTokenizer
 from tests.cluster.api.test_web import Live, live
 
 EXAMPLES = 60  # for each endpoint; `make soak` tries fifty times as many
@@ -33,7 +33,7 @@ GENERATES = ("/v1/completions", "/v1/chat/completions")
 @pytest.fixture(scope="module")
 def it(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Iterator[Live]:
     """Asserts at the end that no page is owned and no request is known."""
-    with live(Text(tokenizers["byte_level"])) as server:
+    with live(ModelTokenizer(tokenizers["byte_level"])) as server:
         yield server
         metrics = httpx.get(f"{server.url}/metrics").text
         active = [line for line in metrics.splitlines() if line.startswith("crossdock_requests_active")]

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.tiers import Tiers
-from crossdock.cluster.api.tokenizer import Text
+from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatch import Dispatcher
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.replica.config import EngineConfig
@@ -34,7 +34,7 @@ class Served:
     """The API in front of one engine or more."""
 
     def __init__(
-        self, text: Text, num_replicas: int, keys: Any, router: RouterConfig | None = None, **engine: Any
+        self, text: ModelTokenizer, num_replicas: int, keys: Any, router: RouterConfig | None = None, **engine: Any
     ) -> None:
         settings = {"kv_cache_memory": ByteSize(4 << 20), "slo_classes": CLASSES, "enable_prefix_caching": False}
         config = EngineConfig.model_validate(settings | engine)
@@ -85,11 +85,13 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def text(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Text:
-    return Text(tokenizers["byte_level"])
+def text(tokenizers: dict[str, PreTrainedTokenizerFast]) -> ModelTokenizer:
+    return ModelTokenizer(tokenizers["byte_level"])
 
 
-def served(text: Text, story: Callable[[Served], Awaitable[None]], num: int = 1, keys: Any = (), **engine: Any) -> None:
+def served(
+    text: ModelTokenizer, story: Callable[[Served], Awaitable[None]], num: int = 1, keys: Any = (), **engine: Any
+) -> None:
     async def whole() -> None:
         it = Served(text, num, keys, **engine)
         await it.start()
@@ -115,7 +117,7 @@ def is_refusal(answer: httpx.Response) -> bool:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("router", [None, IN_TURN])
-def test_a_request_that_would_be_late_is_429(text: Text, stream: bool, router: RouterConfig | None) -> None:
+def test_a_request_that_would_be_late_is_429(text: ModelTokenizer, stream: bool, router: RouterConfig | None) -> None:
     """Of three equal prompts that come at once, the last cannot start within twice its own time. The router knows;
     where it does not predict, the replica says so."""
     num_asked = 2 if router is None else 3
@@ -139,7 +141,7 @@ def test_a_request_that_would_be_late_is_429(text: Text, stream: bool, router: R
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", [{"n": 3}, {"prompt": [[5] * 200] * 3}])
-def test_one_refusal_is_that_of_the_whole_request(text: Text, stream: bool, body: dict[str, Any]) -> None:
+def test_one_refusal_is_that_of_the_whole_request(text: ModelTokenizer, stream: bool, body: dict[str, Any]) -> None:
     async def story(it: Served) -> None:
         [asking], gate = await it.held(it.ask(stream=stream, **{"request-id": "whole"}, **body), num_submissions=3)
         assert is_refusal(await asking)
@@ -152,7 +154,7 @@ def test_one_refusal_is_that_of_the_whole_request(text: Text, stream: bool, body
     served(text, story)
 
 
-def test_no_token_is_sent_before_every_choice_is_taken(text: Text) -> None:
+def test_no_token_is_sent_before_every_choice_is_taken(text: ModelTokenizer) -> None:
     """The first prompt has its first token while the second is still being submitted, and refused in the end."""
 
     async def story(it: Served) -> None:
@@ -175,7 +177,7 @@ def test_no_token_is_sent_before_every_choice_is_taken(text: Text) -> None:
     served(text, story)
 
 
-def test_it_waits_where_admission_says_queue(text: Text) -> None:
+def test_it_waits_where_admission_says_queue(text: ModelTokenizer) -> None:
     async def story(it: Served) -> None:
         gate = await hold(it.replicas[0].loop)
         asking = [asyncio.create_task(it.ask()) for _ in range(5)]
@@ -186,7 +188,7 @@ def test_it_waits_where_admission_says_queue(text: Text) -> None:
     served(text, story, admission="queue")
 
 
-def test_what_one_replica_refuses_another_is_asked_for(text: Text) -> None:
+def test_what_one_replica_refuses_another_is_asked_for(text: ModelTokenizer) -> None:
     async def story(it: Served) -> None:
         first, second = (replica.loop for replica in it.replicas)
         gates = [await hold(loop) for loop in (first, second)]
@@ -208,7 +210,7 @@ def test_what_one_replica_refuses_another_is_asked_for(text: Text) -> None:
     served(text, story, num=2, router=IN_TURN)
 
 
-def test_classes_by_tier_by_header_and_by_key(text: Text) -> None:
+def test_classes_by_tier_by_header_and_by_key(text: ModelTokenizer) -> None:
     async def story(it: Served) -> None:
         async def told(tier: str | None, **fields: Any) -> str:
             answer = await it.ask(tier, tokens=5, **fields)
@@ -234,7 +236,7 @@ def test_classes_by_tier_by_header_and_by_key(text: Text) -> None:
     served(text, story, keys=KEYS)
 
 
-def test_the_timeline_of_a_request(text: Text) -> None:
+def test_the_timeline_of_a_request(text: ModelTokenizer) -> None:
     async def story(it: Served) -> None:
         answer = await it.ask("standard", tokens=100, n=2, **{"request-id": "tenant/42"})
         assert answer.headers["x-request-id"] == "tenant/42"
@@ -261,7 +263,7 @@ def test_the_timeline_of_a_request(text: Text) -> None:
     served(text, story, num=2, max_num_batched_tokens=100)
 
 
-def test_replicas_say_what_they_can_do(text: Text) -> None:
+def test_replicas_say_what_they_can_do(text: ModelTokenizer) -> None:
     async def story(it: Served) -> None:
         await asyncio.gather(*(it.ask("standard", key="plain") for _ in range(4)))
         assert (await it.http.get("/v1/replicas")).status_code == 401
@@ -275,7 +277,7 @@ def test_replicas_say_what_they_can_do(text: Text) -> None:
     served(text, story, num=2, keys=KEYS)
 
 
-def test_requests_in_flight(text: Text) -> None:
+def test_requests_in_flight(text: ModelTokenizer) -> None:
     async def story(it: Served) -> None:
         assert (await it.get("")).json() == {"object": "list", "data": []}
         ids = ("first", "second")
@@ -292,7 +294,7 @@ def test_requests_in_flight(text: Text) -> None:
     served(text, story)
 
 
-def test_a_key_sees_its_own_requests(text: Text) -> None:
+def test_a_key_sees_its_own_requests(text: ModelTokenizer) -> None:
     async def story(it: Served) -> None:
         await it.ask("standard", 5, key="plain", **{"request-id": "mine"})
         assert (await it.get("/mine")).status_code == 401

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from crossdock.cluster.api.tokenizer import StopStrings, Text, TextStream
+from crossdock.cluster.api.tokenizer import ModelTokenizer, StopStrings, TextStream
 
 ALL = ["byte_level", "llama2", "gemma", "metaspace", "wordpiece"]
 BY_BYTES = ["byte_level", "llama2", "gemma"]
@@ -26,7 +26,7 @@ words = st.text(
 Tokenizers = dict[str, PreTrainedTokenizerFast]
 
 
-def streamed(text: Text, ids: list[int], *, skip: bool = True, after: list[int] | None = None) -> list[str]:
+def streamed(text: ModelTokenizer, ids: list[int], *, skip: bool = True, after: list[int] | None = None) -> list[str]:
     detokenizer = text.detokenizer(skip_special_tokens=skip, after=after or [])
     return [*(detokenizer.add(token) for token in ids), detokenizer.flush()]
 
@@ -35,7 +35,7 @@ def streamed(text: Text, ids: list[int], *, skip: bool = True, after: list[int] 
 @relaxed
 @given(words=words, skip=st.booleans())
 def test_streamed_text_is_the_decoded_text(tokenizers: Tokenizers, kind: str, words: str, skip: bool) -> None:
-    text = Text(tokenizers[kind])
+    text = ModelTokenizer(tokenizers[kind])
     ids = text.encode(words)
     parts = streamed(text, ids, skip=skip)
     assert "".join(parts) == text.decode(ids, skip_special_tokens=skip)
@@ -50,7 +50,7 @@ def test_streamed_text_is_the_decoded_text(tokenizers: Tokenizers, kind: str, wo
 def test_any_byte_level_ids_stream_exactly(tokenizers: Tokenizers, data: st.DataObject, skip: bool) -> None:
     tokenizer = tokenizers["byte_level"]
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 3), max_size=60))  # past the end: a padded embedding
-    text = Text(tokenizer)
+    text = ModelTokenizer(tokenizer)
     parts = streamed(text, ids, skip=skip)
     assert "".join(parts) == text.decode(ids, skip_special_tokens=skip)
 
@@ -68,7 +68,7 @@ def test_any_sentencepiece_ids_stream_exactly_but_for_broken_runs(
     # A run of one kind must not touch a run of the other, or they are one run.
     units = data.draw(st.lists(st.tuples(st.one_of(good_run, bad_run), whole).map(lambda pair: pair[0] + pair[1])))
     ids = [token for unit in units for token in unit]
-    text = Text(tokenizer)
+    text = ModelTokenizer(tokenizer)
     assert "".join(streamed(text, ids, skip=False)) == text.decode(ids)
 
 
@@ -80,18 +80,18 @@ def test_any_ids_stream_exactly_through_the_window(
 ) -> None:
     tokenizer = tokenizers[kind]
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=40))
-    text = Text(tokenizer)
+    text = ModelTokenizer(tokenizer)
     assert "".join(streamed(text, ids, skip=skip)) == text.decode(ids, skip_special_tokens=skip)
 
 
 def test_decoders_of_language_models_go_by_bytes(tokenizers: Tokenizers) -> None:
-    by_bytes = {kind for kind in ALL if Text(tokenizers[kind])._pieces is not None}
+    by_bytes = {kind for kind in ALL if ModelTokenizer(tokenizers[kind])._pieces is not None}
     assert by_bytes == set(BY_BYTES)
 
 
 @pytest.mark.parametrize("kind", BY_BYTES)
 def test_half_a_character_is_held_back(tokenizers: Tokenizers, kind: str) -> None:
-    text = Text(tokenizers[kind])
+    text = ModelTokenizer(tokenizers[kind])
     family = "👩‍👩‍👧‍👦"
     ids = text.encode(family * 2, add_special_tokens=False)
     detokenizer = text.detokenizer()
@@ -106,7 +106,7 @@ def test_half_a_character_is_held_back(tokenizers: Tokenizers, kind: str) -> Non
 
 @pytest.mark.parametrize("kind", BY_BYTES)
 def test_output_goes_on_where_the_prompt_ends(tokenizers: Tokenizers, kind: str) -> None:
-    text = Text(tokenizers[kind])
+    text = ModelTokenizer(tokenizers[kind])
     ids = text.encode("The quick brown fox € and 日本 🙂🙂 dog.", add_special_tokens=False)
     for cut in range(1, len(ids)):
         before = text.detokenizer()
@@ -117,7 +117,7 @@ def test_output_goes_on_where_the_prompt_ends(tokenizers: Tokenizers, kind: str)
 
 
 def test_a_leading_space_is_lost_only_at_the_start_of_a_text(tokenizers: Tokenizers) -> None:
-    text = Text(tokenizers["llama2"])
+    text = ModelTokenizer(tokenizers["llama2"])
     the = tokenizers["llama2"].convert_tokens_to_ids("▁the")
     end = tokenizers["llama2"].convert_tokens_to_ids("<|im_end|>")
     assert "".join(streamed(text, [the, the])) == "the the"
@@ -127,7 +127,7 @@ def test_a_leading_space_is_lost_only_at_the_start_of_a_text(tokenizers: Tokeniz
 
 
 def test_special_tokens_show_only_if_asked_for(tokenizers: Tokenizers) -> None:
-    text = Text(tokenizers["byte_level"])
+    text = ModelTokenizer(tokenizers["byte_level"])
     ids = text.encode("<|im_start|>dog<tool><|im_end|>")
     assert "".join(streamed(text, ids)) == "dog<tool>"
     assert "".join(streamed(text, ids, skip=False)) == "<|im_start|>dog<tool><|im_end|>"
@@ -136,7 +136,7 @@ def test_special_tokens_show_only_if_asked_for(tokenizers: Tokenizers) -> None:
 @pytest.mark.parametrize("kind", ["byte_level", "llama2"])
 def test_a_token_costs_the_same_however_long_the_text(tokenizers: Tokenizers, kind: str) -> None:
     """Bytes that never become a character are the worst case for a decoder that looks back."""
-    text = Text(tokenizers[kind])
+    text = ModelTokenizer(tokenizers[kind])
     lead = next(i for i in range(700) if text.token_bytes(i) == b"\xf0")
 
     def seconds(count: int) -> float:
@@ -262,7 +262,7 @@ def test_long_stop_strings_cost_no_more_per_character() -> None:
 
 
 def test_encode_knows_special_tokens(tokenizers: Tokenizers) -> None:
-    text = Text(tokenizers["byte_level"])
+    text = ModelTokenizer(tokenizers["byte_level"])
     assert text.decode(text.encode("<|im_start|>user")) == "<|im_start|>user"
     assert len(text.encode("<|im_start|>")) == 1
     assert text.longest_token >= len("<|endoftext|>")
@@ -271,7 +271,7 @@ def test_encode_knows_special_tokens(tokenizers: Tokenizers) -> None:
 
 def test_encoding_in_several_threads_at_once(tokenizers: Tokenizers) -> None:
     """Long texts are encoded in threads while short ones are encoded in the event loop."""
-    text = Text(tokenizers["byte_level"])
+    text = ModelTokenizer(tokenizers["byte_level"])
     with ThreadPoolExecutor(4) as threads:
         long = threads.map(text.encode, ["The lazy dog. " * 5000] * 12)
         short = [text.encode("dog") for _ in range(2000)]
@@ -280,7 +280,7 @@ def test_encoding_in_several_threads_at_once(tokenizers: Tokenizers) -> None:
 
 
 def test_a_chat_is_rendered_by_the_models_template(tokenizers: Tokenizers) -> None:
-    text = Text(tokenizers["byte_level"])
+    text = ModelTokenizer(tokenizers["byte_level"])
     chat = [{"role": "user", "content": "Hi"}]
     assert text.render_chat(chat) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert text.render_chat(chat, add_generation_prompt=False) == "<|im_start|>user\nHi<|im_end|>\n"
@@ -294,7 +294,7 @@ def test_a_chat_is_rendered_by_the_models_template(tokenizers: Tokenizers) -> No
 
 
 def test_what_a_template_raises_is_a_value_error(tokenizers: Tokenizers) -> None:
-    text = Text(tokenizers["byte_level"])
+    text = ModelTokenizer(tokenizers["byte_level"])
     with pytest.raises(ValueError, match="no such role"):
         text.render_chat([{"role": "forbidden", "content": ""}])
     with pytest.raises(ValueError, match="refuses"):
@@ -305,7 +305,7 @@ def test_what_a_template_raises_is_a_value_error(tokenizers: Tokenizers) -> None
 
 def test_a_model_without_template_says_so(tokenizers: Tokenizers) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizers["byte_level"].backend_tokenizer)
-    text = Text(tokenizer)
+    text = ModelTokenizer(tokenizer)
     assert not text.has_chat_template
     with pytest.raises(ValueError, match="no chat template"):
         text.render_chat([{"role": "user", "content": "Hi"}])
@@ -314,7 +314,7 @@ def test_a_model_without_template_says_so(tokenizers: Tokenizers) -> None:
 def test_load_reads_a_directory(tokenizers: Tokenizers, tmp_path: Path) -> None:
     tokenizers["byte_level"].save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "top_p": null, "eos_token_id": 2}')
-    text = Text.load(tmp_path)
+    text = ModelTokenizer.load(tmp_path)
     assert text.has_chat_template
     assert text.defaults == {"temperature": 0.5}
     assert text.decode(text.encode("Größe 🙂")) == "Größe 🙂"

@@ -20,7 +20,7 @@ from crossdock.cluster.api import endpoints, tracing
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.listener import listen
-from crossdock.cluster.api.tokenizer import Text
+from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatch import Dispatcher
 from crossdock.router.fleet import RouterConfig
 from tests.cluster.dispatch.test_dispatch import InProcess
@@ -31,14 +31,14 @@ SAMPLED, NOT_SAMPLED = ({"traceparent": f"00-{TRACE}-{PARENT}-{flags}"} for flag
 
 
 @pytest.fixture(scope="module")
-def text(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Text:
-    return Text(tokenizers["byte_level"])
+def text(tokenizers: dict[str, PreTrainedTokenizerFast]) -> ModelTokenizer:
+    return ModelTokenizer(tokenizers["byte_level"])
 
 
 class Traced:
     """The API in front of replicas, and its ASGI lifespan, at whose end all spans have been exported."""
 
-    def __init__(self, text: Text, replicas: Sequence[InProcess], **http: Any) -> None:
+    def __init__(self, text: ModelTokenizer, replicas: Sequence[InProcess], **http: Any) -> None:
         self.replicas = replicas
         self.dispatcher = Dispatcher("tiny", RouterConfig(shipping="always"))
         config = HttpConfig.model_validate({"otlp_endpoint": "http://127.0.0.1:1", "trace_sample_ratio": 1.0} | http)
@@ -74,7 +74,7 @@ class Traced:
 Story = Callable[[Traced], Awaitable[None]]
 
 
-def run(text: Text, replicas: Callable[[], Sequence[InProcess]], story: Story, **http: Any) -> None:
+def run(text: ModelTokenizer, replicas: Callable[[], Sequence[InProcess]], story: Story, **http: Any) -> None:
     async def whole() -> None:
         async with Traced(text, replicas(), **http) as it:
             await story(it)
@@ -127,7 +127,7 @@ def ends(span: ReadableSpan) -> tuple[int, int]:
     return span.start_time, span.end_time
 
 
-def test_a_shipped_request_is_one_trace(text: Text, spans: Spans) -> None:
+def test_a_shipped_request_is_one_trace(text: ModelTokenizer, spans: Spans) -> None:
     """From the client's own span over the ingress to both replicas, each with its side of the transfer."""
     began = time.time_ns()
 
@@ -164,7 +164,7 @@ def test_a_shipped_request_is_one_trace(text: Text, spans: Spans) -> None:
         assert ends(prefill)[0] <= ends(chunk)[0] <= ends(chunk)[1] <= ends(prefill)[1] + 1_000_000
 
 
-def test_where_the_ingress_listens_itself(text: Text, spans: Spans) -> None:
+def test_where_the_ingress_listens_itself(text: ModelTokenizer, spans: Spans) -> None:
     async def story(it: Traced) -> None:
         port = free_port()
         server = await listen(it.app, "127.0.0.1", port)
@@ -177,7 +177,7 @@ def test_where_the_ingress_listens_itself(text: Text, spans: Spans) -> None:
     assert [span.name for span in children(spans(), named(spans(), "POST /v1/completions"))] == ["serve"]
 
 
-def test_every_choice_has_its_part_and_an_id_used_twice_is_two_traces(text: Text, spans: Spans) -> None:
+def test_every_choice_has_its_part_and_an_id_used_twice_is_two_traces(text: ModelTokenizer, spans: Spans) -> None:
     async def story(it: Traced) -> None:
         for _ in range(2):
             assert (await it.ask({"X-Request-Id": "same"}, n=2, temperature=1)).status_code == 200
@@ -191,7 +191,9 @@ def test_every_choice_has_its_part_and_an_id_used_twice_is_two_traces(text: Text
 
 
 @pytest.mark.parametrize(("ratio", "headers", "is_traced"), [(0.0, {}, False), (0.0, SAMPLED, True), (1.0, {}, True)])
-def test_who_is_sampled(text: Text, spans: Spans, ratio: float, headers: dict[str, str], is_traced: bool) -> None:
+def test_who_is_sampled(
+    text: ModelTokenizer, spans: Spans, ratio: float, headers: dict[str, str], is_traced: bool
+) -> None:
     async def story(it: Traced) -> None:
         assert (await it.ask(headers)).status_code == 200
         assert (await it.ask(NOT_SAMPLED)).status_code == 200
@@ -201,7 +203,7 @@ def test_who_is_sampled(text: Text, spans: Spans, ratio: float, headers: dict[st
     assert len([span for span in spans() if span.kind is SpanKind.SERVER]) == is_traced
 
 
-def test_refusals_have_their_status(text: Text, spans: Spans) -> None:
+def test_refusals_have_their_status(text: ModelTokenizer, spans: Spans) -> None:
     """Also that of a client without a key, of whom there is no trace at all."""
 
     async def story(it: Traced) -> None:
@@ -217,7 +219,7 @@ def test_refusals_have_their_status(text: Text, spans: Spans) -> None:
     assert [span.status.status_code for span in found] == [StatusCode.UNSET, StatusCode.ERROR]
 
 
-def test_a_client_that_leaves(text: Text, spans: Spans) -> None:
+def test_a_client_that_leaves(text: ModelTokenizer, spans: Spans) -> None:
     async def story(it: Traced) -> None:
         body = {"prompt": [5] * 30, "max_tokens": 200, "ignore_eos": True, "stream": True}
         asking = asyncio.create_task(it.http.post("/v1/completions", json=body))
@@ -233,7 +235,7 @@ def test_a_client_that_leaves(text: Text, spans: Spans) -> None:
     assert 2 < told(leg, "crossdock.num_output_tokens") < 200
 
 
-def test_what_a_lost_replica_did_is_lost_and_the_rest_is_told(text: Text, spans: Spans) -> None:
+def test_what_a_lost_replica_did_is_lost_and_the_rest_is_told(text: ModelTokenizer, spans: Spans) -> None:
     async def story(it: Traced) -> None:
         asking = asyncio.create_task(it.ask(max_tokens=150))
         while not any(live["num_output_tokens"] > 5 for live in await it.dispatcher.live_requests(None)):
@@ -249,7 +251,9 @@ def test_what_a_lost_replica_did_is_lost_and_the_rest_is_told(text: Text, spans:
     assert (told(leg, "crossdock.epoch"), told(leg, "crossdock.finish_reason")) == (1, "length")
 
 
-def test_timelines_that_fail_disturb_nobody(text: Text, spans: Spans, caplog: pytest.LogCaptureFixture) -> None:
+def test_timelines_that_fail_disturb_nobody(
+    text: ModelTokenizer, spans: Spans, caplog: pytest.LogCaptureFixture
+) -> None:
     class Another(InProcess):
         """A replica of another version."""
 
@@ -295,7 +299,7 @@ def collector(status: int = 200, delay: float = 0.0) -> Iterator[tuple[str, list
         server.server_close()
 
 
-def test_a_collector_gets_it_by_otlp(text: Text) -> None:
+def test_a_collector_gets_it_by_otlp(text: ModelTokenizer) -> None:
     async def story(it: Traced) -> None:
         assert (await it.ask(SAMPLED)).status_code == 200
 
@@ -313,7 +317,7 @@ def test_a_collector_gets_it_by_otlp(text: Text) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nobody", "unavailable", "slow"])
-def test_a_collector_that_is_down_slows_no_request(text: Text, kind: str) -> None:
+def test_a_collector_that_is_down_slows_no_request(text: ModelTokenizer, kind: str) -> None:
     """Nor the end of the ingress, by more than some seconds."""
 
     async def story(it: Traced) -> None:

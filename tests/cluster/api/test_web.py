@@ -15,8 +15,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from crossdock.cluster.api.listener import listen
-from crossdock.cluster.api.tokenizer import Text
-from crossdock.cluster.api.web_assets import pages
+from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.web_assets import web_assets
 from tests.cluster.api.browser import MISSING, REASON, Browser
 from tests.cluster.api.test_requests import Served
 
@@ -27,7 +27,7 @@ SCREENSHOTS = os.environ.get("CROSSDOCK_SCREENSHOTS")  # a folder to keep them i
 class Live:
     """The API in front of a small real engine, on a port, in a thread of its own."""
 
-    def __init__(self, text: Text, keys: Any) -> None:
+    def __init__(self, text: ModelTokenizer, keys: Any) -> None:
         with socket.socket() as it:
             it.bind(("127.0.0.1", 0))
             port: int = it.getsockname()[1]
@@ -37,7 +37,7 @@ class Live:
         self._thread.start()
         self.served: Served = self.call(self._start(text, keys, port))
 
-    async def _start(self, text: Text, keys: Any, port: int) -> Served:
+    async def _start(self, text: ModelTokenizer, keys: Any, port: int) -> Served:
         served = Served(text, 1, keys, max_num_batched_tokens=40, max_num_seqs=8, admission="queue")
         await served.start()
         self._server = await listen(served.app, "127.0.0.1", port)
@@ -66,7 +66,7 @@ class Live:
 
 
 @contextmanager
-def live(text: Text, keys: Any = ()) -> Iterator[Live]:
+def live(text: ModelTokenizer, keys: Any = ()) -> Iterator[Live]:
     it = Live(text, keys)
     try:
         yield it
@@ -75,18 +75,18 @@ def live(text: Text, keys: Any = ()) -> Iterator[Live]:
 
 
 @pytest.fixture(scope="module")
-def text(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Text:
-    return Text(tokenizers["byte_level"])
+def text(tokenizers: dict[str, PreTrainedTokenizerFast]) -> ModelTokenizer:
+    return ModelTokenizer(tokenizers["byte_level"])
 
 
 @pytest.fixture(scope="module")
-def open_(text: Text) -> Iterator[Live]:
+def open_(text: ModelTokenizer) -> Iterator[Live]:
     with live(text) as it:
         yield it
 
 
 @pytest.fixture(scope="module")
-def guarded(text: Text) -> Iterator[Live]:
+def guarded(text: ModelTokenizer) -> Iterator[Live]:
     with live(text, KEYS) as it:
         yield it
 
@@ -100,7 +100,7 @@ def bearer(key: str) -> dict[str, str]:
 
 def test_pages_need_no_key_and_data_does(guarded: Live) -> None:
     with httpx.Client(base_url=guarded.url) as http:
-        for path in pages():
+        for path in web_assets():
             assert http.get(path).status_code == 200
         for path in ("/v1/replicas", "/v1/requests", "/v1/playground/scheduler"):
             assert http.get(path).status_code == 401
@@ -110,8 +110,8 @@ def test_pages_need_no_key_and_data_does(guarded: Live) -> None:
 
 def test_nothing_comes_from_elsewhere(open_: Live) -> None:
     """The policy says so to browsers, and nothing would be refused by it."""
-    assert {"/dashboard", "/playground/scheduler", "/web/style.css", "/web/dashboard.js"} <= pages().keys()
-    for path, page in pages().items():
+    assert {"/dashboard", "/playground/scheduler", "/web/style.css", "/web/dashboard.js"} <= web_assets().keys()
+    for path, page in web_assets().items():
         answer = httpx.get(open_.url + path)
         assert answer.headers["content-type"] == page.media_type
         policy = answer.headers["content-security-policy"]
