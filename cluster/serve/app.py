@@ -54,9 +54,9 @@ class Ingress:
         context = serve.get_replica_context()
         self._every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
         self._every_ingress._init()
-        text = await asyncio.to_thread(ModelTokenizer.load, path)
+        tokenizer = await asyncio.to_thread(ModelTokenizer.load, path)
         tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
-        self._api = build_api(self.dispatcher, text, config.http, tiers)
+        self._api = build_api(self.dispatcher, tokenizer, config.http, tiers)
         follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
         with suppress(TimeoutError):  # else an upgrade would bring requests to an ingress that has no replica yet
             async with asyncio.timeout(_FIRST_REPLICA_S):

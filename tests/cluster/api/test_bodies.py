@@ -12,9 +12,11 @@ from openai.types.chat.chat_completion import ChoiceLogprobs
 from openai.types.completion_choice import Logprobs
 from transformers import PreTrainedTokenizerFast
 
-from crossdock.cluster.api import bodies
-from crossdock.cluster.api.bodies import ChatCompletionRequest, Chunks, CompletionRequest
+from crossdock.cluster.api import answers, bodies
+from crossdock.cluster.api.answers import AnswerEvents
+from crossdock.cluster.api.bodies import ChatCompletionRequest, CompletionRequest
 from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.messages import template_messages
 from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import Grammar, SamplingParams, TokenLogprobs
 
@@ -188,7 +190,7 @@ def test_messages_reach_the_template_as_text() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "42", "tool_call_id": "1"},
     ]
-    seen = bodies.template_messages(messages)
+    seen = template_messages(messages)
     assert seen[0] == messages[0]
     assert seen[1]["content"] == "a\nb"
     assert seen[2]["content"] == ""
@@ -217,7 +219,7 @@ def test_messages_reach_the_template_as_text() -> None:
 )
 def test_messages_that_are_none(message: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as refused:
-        bodies.template_messages([message])
+        template_messages([message])
     assert refused.value.param == param
 
 
@@ -388,7 +390,7 @@ def half_a_smile(text: ModelTokenizer) -> int:
 
 
 def test_usage_is_openais() -> None:
-    numbers = CompletionUsage.model_validate(bodies.usage(10, 5, 8))
+    numbers = CompletionUsage.model_validate(answers.usage(10, 5, 8))
     assert numbers.total_tokens == 15
     assert numbers.prompt_tokens_details is not None
     assert numbers.prompt_tokens_details.cached_tokens == 8
@@ -402,7 +404,7 @@ def test_completion_logprobs(text: ModelTokenizer) -> None:
         (dog, TokenLogprobs(dog, -0.5, 1, ((dog, -0.5), (the, -1.5)))),
         (half, TokenLogprobs(half, float("-inf"), 9, ((the, -0.1),))),
     ]
-    shape = bodies.completion_logprobs(text, positions, [0, 4, 8])
+    shape = answers.completion_logprobs(text, positions, [0, 4, 8])
     # The client's model does not know that the first prompt token has none, though OpenAI sends it so.
     parsed = Logprobs.model_validate({name: values[1:] for name, values in shape.items()})
     assert parsed.text_offset == [4, 8]
@@ -418,7 +420,7 @@ def test_chat_logprobs(text: ModelTokenizer) -> None:
     the = text.encode(" the")[0]
     half = half_a_smile(text)
     positions = [TokenLogprobs(half, -3.0, 3, ((the, -0.1), (5, -2.0))), TokenLogprobs(the, -0.1, 1, ((the, -0.1),))]
-    shape = bodies.chat_logprobs(text, positions, 2)
+    shape = answers.chat_logprobs(text, positions, 2)
     parsed = ChoiceLogprobs.model_validate(shape)
     assert parsed.content is not None
     first, second = parsed.content
@@ -426,12 +428,12 @@ def test_chat_logprobs(text: ModelTokenizer) -> None:
     assert [top.logprob for top in first.top_logprobs] == [-0.1, -2.0]  # the two likeliest, which it is not among
     assert bytes(second.bytes or []).decode() == second.token
     assert [top.token for top in second.top_logprobs] == [second.token]
-    assert bodies.chat_logprobs(text, positions, 0)["content"][0]["top_logprobs"] == []
+    assert answers.chat_logprobs(text, positions, 0)["content"][0]["top_logprobs"] == []
 
 
 def test_prompt_logprobs_are_vllms(text: ModelTokenizer) -> None:
     the, dog = text.encode(" the")[0], text.encode(" dog")[0]
-    shape = bodies.prompt_logprobs(text, [None, TokenLogprobs(dog, -2.0, 7, ((the, -0.1),))])
+    shape = answers.prompt_logprobs(text, [None, TokenLogprobs(dog, -2.0, 7, ((the, -0.1),))])
     assert shape == [
         None,
         {
@@ -452,7 +454,7 @@ def parsed_event(event: bytes) -> Any:
 def test_a_chunk_is_what_json_would_have_written(piece: str, index: int) -> None:
     head = {"id": "x-1", "created": 1, "model": 'a"b'}
     for is_chat, kind in ((True, "chat.completion.chunk"), (False, "text_completion")):
-        chunks = Chunks({**head, "object": kind}, is_chat=is_chat, include_usage=False)
+        chunks = AnswerEvents({**head, "object": kind}, is_chat=is_chat, include_usage=False)
         body = {"delta": {"content": piece}} if is_chat else {"text": piece}
         choice = {"index": index, **body, "logprobs": None, "finish_reason": None}
         for event in (chunks.text(index, piece), chunks.choice(choice)):
@@ -461,14 +463,14 @@ def test_a_chunk_is_what_json_would_have_written(piece: str, index: int) -> None
 
 def test_chunks_are_openais() -> None:
     head = {"id": "x-1", "created": 1, "model": "m"}
-    chunks = Chunks({**head, "object": "chat.completion.chunk"}, is_chat=True, include_usage=True)
+    chunks = AnswerEvents({**head, "object": "chat.completion.chunk"}, is_chat=True, include_usage=True)
     one = ChatCompletionChunk.model_validate(parsed_event(chunks.text(1, "a\nb")))
     assert (one.choices[0].index, one.choices[0].delta.content, one.usage) == (1, "a\nb", None)
     assert parsed_event(chunks.text(0, "a"))["usage"] is None
-    last = ChatCompletionChunk.model_validate(parsed_event(chunks.usage(bodies.usage(1, 2, 0))))
+    last = ChatCompletionChunk.model_validate(parsed_event(chunks.usage(answers.usage(1, 2, 0))))
     assert last.choices == []
     assert last.usage is not None
-    older = Chunks({**head, "object": "text_completion"}, is_chat=False, include_usage=False)
+    older = AnswerEvents({**head, "object": "text_completion"}, is_chat=False, include_usage=False)
     event = parsed_event(older.choice({"index": 0, "text": "a", "logprobs": None, "finish_reason": "stop"}))
     assert Completion.model_validate(event).choices[0].finish_reason == "stop"
     assert "usage" not in event
@@ -478,5 +480,5 @@ def test_an_error_has_openais_shape() -> None:
     error = ApiError("No.", param="prompt", code="c")
     expected = {"error": {"message": "No.", "type": "invalid_request_error", "param": "prompt", "code": "c"}}
     assert json.loads(error.body()) == expected
-    assert parsed_event(bodies.error_event(error)) == expected
+    assert parsed_event(answers.error_event(error)) == expected
     assert ChatCompletion.model_fields  # the shapes above are the client's own

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from schemathesis.specs.openapi.checks import response_schema_conformance
 from transformers import PreTrainedTokenizerFast
 
-from crossdock.cluster.api.openapi import document
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.dispatch.dispatch import Dispatcher
 from tests.cluster.api.test_web import Live, live
 
 EXAMPLES = 60  # for each endpoint; `make soak` tries fifty times as many
@@ -25,7 +27,7 @@ QUIET = settings(
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )
-DOCUMENT = document(())
+DOCUMENT = build_api(Dispatcher("tiny"), None, HttpConfig()).openapi()  # type: ignore[arg-type]
 OPERATIONS = [(path, method) for path, its in DOCUMENT["paths"].items() for method in its]
 GENERATES = ("/v1/completions", "/v1/chat/completions")
 

@@ -85,7 +85,7 @@ def test_any_ids_stream_exactly_through_the_window(
 
 
 def test_decoders_of_language_models_go_by_bytes(tokenizers: Tokenizers) -> None:
-    by_bytes = {kind for kind in ALL if ModelTokenizer(tokenizers[kind])._pieces is not None}
+    by_bytes = {kind for kind in ALL if ModelTokenizer(tokenizers[kind])._bytes is not None}
     assert by_bytes == set(BY_BYTES)
 
 
