@@ -19,7 +19,7 @@ from crossdock.workers.schedule.request import Overloaded
 
 logger = logging.getLogger("ray.serve")
 
-_SILENCE_S = 30.0  # longest wait for the next part of a body
+SILENCE_S = 30.0  # longest wait for the next part of a body
 _CLOSE = {"Connection": "close"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -113,10 +113,10 @@ class HttpGuard:
             size = 0
             while size <= limit:
                 try:
-                    async with asyncio.timeout(_SILENCE_S):
+                    async with asyncio.timeout(SILENCE_S):
                         message = await receive()
                 except TimeoutError:
-                    reason = f"No part of the body arrived for {_SILENCE_S:.0f} s."
+                    reason = f"No part of the body arrived for {SILENCE_S:.0f} s."
                     raise ApiError(reason, status=408, code="request_timeout", headers=_CLOSE) from None
                 if message["type"] == "http.disconnect":
                     return None

@@ -24,8 +24,8 @@ from crossdock.cluster.api.http_guard import as_api_error
 
 logger = logging.getLogger("ray.serve")
 
-_SETTLE_S = (0.2, 1.0, 5.0)  # waits until replicas have ended their parts, which they do soon after the answer
-_LAST_S = 3.0  # at the end: wait for spans not yet made, and again for spans not yet exported
+SETTLE_S = (0.2, 1.0, 5.0)  # waits until replicas have ended their parts, which they do soon after the answer
+LAST_S = 3.0  # at the end: wait for spans not yet made, and again for spans not yet exported
 _NS = 1_000_000_000
 _CLIENT_LEFT = 499  # as proxies report it; here also a request over its time limit
 
@@ -79,12 +79,12 @@ class Tracing:
         return ended
 
     async def close(self) -> None:
-        """Export the remaining spans, within twice `_LAST_S` seconds."""
+        """Export the remaining spans, within twice `LAST_S` seconds."""
         if self._background:
-            await asyncio.wait(self._background, timeout=_LAST_S)
+            await asyncio.wait(self._background, timeout=LAST_S)
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
-        await asyncio.to_thread(sending.join, _LAST_S)
+        await asyncio.to_thread(sending.join, LAST_S)
         if sending.is_alive():  # the collector does not answer; this ends the retries
             self._exporter.shutdown()
 
@@ -140,7 +140,7 @@ class Tracing:
     async def _add_parts(self, root: trace.Span, request_id: str, tenant: str | None, ids: Collection[str]) -> None:
         """Add the spans of every replica's part. A lost replica's part is lost with it."""
         parts: list[Mapping[str, Any]] = []
-        for wait in _SETTLE_S:
+        for wait in SETTLE_S:
             await asyncio.sleep(wait)
             # A client may use its id twice.
             parts = [part for part in await self._timelines(request_id, tenant) if part["id"] in ids]
