@@ -15,7 +15,7 @@ from crossdock.workers.schedule.scheduler import Batch, SampledToken, Scheduler,
 
 PAGE_SIZE = 16
 _MOST_STEPS = 1000
-_STEPS_BEFORE = 12  # with decodes alone, to compare with
+_STEPS_BEFORE = 12  # with decodes alone, for comparison
 _STEPS_AFTER = 12
 
 
