@@ -8,10 +8,12 @@ from fastapi import Query, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from crossdock.cluster.api.http_json import json_answer
+from crossdock.workers.schedule.batch import Batch, SampledToken
+from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams
-from crossdock.workers.schedule.scheduler import Batch, SampledToken, Scheduler, SchedulerConfig
+from crossdock.workers.schedule.scheduler import Scheduler
 
 PAGE_SIZE = 16
 _MOST_STEPS = 1000
@@ -138,7 +140,7 @@ def play(scenario: Scenario) -> dict[str, Any]:
         run.add(name, scenario.decode_context, Leg.RECEIVE)
         run.last[name] = 0.0
     for request in run.scheduler.grant(0.0):  # their contexts are here already, as if another replica had sent them
-        run.scheduler.arrive(request.id, 0, 0.0)
+        run.scheduler.start_decoding(request.id, 0, 0.0)
     for _ in range(_STEPS_BEFORE if scenario.num_decodes else 0):
         run.step()
     arrived = run.now

@@ -19,8 +19,8 @@ from ray import serve
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from crossdock.workers.model.checkpoint import fingerprint, resolve_model
-from crossdock.workers.model.model import load_model
-from crossdock.workers.model.parallel import RankPosition
+from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.load import load_model
 from crossdock.workers.replica.config import EngineConfig, TransferConfig
 from crossdock.workers.replica.docks import RankDock
 from crossdock.workers.replica.engine import Engine, warm_up

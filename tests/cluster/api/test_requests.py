@@ -36,7 +36,7 @@ def is_refusal(answer: httpx.Response) -> bool:
 def test_request_that_would_be_late_is_refused(
     tokenizer: ModelTokenizer, stream: bool, router: RouterConfig | None
 ) -> None:
-    """Of three equal prompts at once, the last cannot start within twice its own time.
+    """The last of three equal prompts cannot start within twice its own time.
 
     The router refuses it; a router that does not predict leaves that to the replica.
     """

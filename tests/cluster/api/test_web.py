@@ -122,7 +122,7 @@ def test_playground_checks_its_query(open_api: LiveApi) -> None:
             assert answer.json()["error"]["param"] == param
 
 
-# -- behaviour in a browser ---------------------------------------------------------------------------------------------
+# -- behaviour in a browser -------------------------------------------------------------------------------------------
 
 needs_browser = pytest.mark.skipif(bool(MISSING), reason=REASON)
 
