@@ -23,7 +23,7 @@ class Overloaded(RuntimeError):
 
 
 class InvalidField(ValueError):
-    """A request that can never be served. `field`: the field at fault, in the words of `Submission`."""
+    """A request that can never be served. `field`: the field at fault: `prompt`, `grammar` or `request_id`."""
 
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message, field)  # both: an exception crosses processes as type(*args)
