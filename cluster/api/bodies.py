@@ -24,7 +24,7 @@ _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class Body(BaseModel):
-    """The base of every body. As in OpenAI's API, unknown fields are ignored and null means "not given"."""
+    """The common part of all bodies. As in OpenAI's API, unknown fields are ignored and null means "not given"."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 
@@ -32,7 +32,7 @@ class Body(BaseModel):
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        """Raises ApiError, which names the first field at fault."""
+        """Parse and validate a body. Raises ApiError, which names the first field at fault."""
         try:
             data = from_json(body, allow_inf_nan=False)
         except ValueError as error:
@@ -318,7 +318,7 @@ class ChatCompletionRequest(GenerationBody):
 
 
 class TokenizeRequest(Body):
-    """Either `prompt` or `messages`."""
+    """A text (`prompt`) or a chat (`messages`)."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)

@@ -35,7 +35,7 @@ class Output:
 
     @property
     def is_acceptance(self) -> bool:
-        """The output adds nothing: a replica has accepted the submission, and no token has come yet."""
+        """Whether the output adds nothing: a replica has accepted the submission, and there is no token yet."""
         return not self.token_ids and self.finish_reason is None
 
     def extend(self, more: "Output") -> None:

@@ -66,7 +66,7 @@ class Generations:
         self._max_logprobs = max_logprobs
 
     def begin(self, request: Request, body: GenerationBody) -> Generation:
-        """Raises ApiError for another model than the served one, and for an SLO class that the API key may not use."""
+        """Begin a generation. Raises ApiError for an unknown model, or an SLO class that the API key may not use."""
         card = self._models.card(body.model)
         header = request.headers.get(SLO_CLASS_HEADER)
         slo_class = self._tiers.choose(body.service_tier, header, request.state.api_key)
@@ -132,7 +132,7 @@ class Generations:
         return wholes
 
     async def outputs(self, generation: Generation) -> AsyncGenerator[Output, None]:
-        """Yield the outputs of all choices as they come, the first only when replicas have taken every choice.
+        """Yield the outputs of all choices as they come, the first only when replicas have accepted every choice.
 
         Until then, the refusal of one choice must still be able to become the status of the whole answer. Closing the
         iterator aborts the submissions.

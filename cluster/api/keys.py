@@ -64,7 +64,7 @@ class ApiKey(BaseModel):
 
     @cached_property
     def tenant(self) -> str:
-        """A name for the key's owner: the same in every process, and useless for guessing the key."""
+        """Return a name for the key's owner: the same in every process, and useless for guessing the key."""
         return hashlib.blake2b(self.key.encode(), digest_size=16, person=b"crossdock tenant").hexdigest()
 
 
@@ -81,10 +81,14 @@ class KeyRing:
         classes: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`path`: YAML, a list like `http.api_keys`, or plain text with a key on each line.
+        """Read the file.
 
-        `classes`: the class names that keys may use. Raises ValueError if the file cannot be used: to go on without
-        its keys would open the API to everyone.
+        Args:
+            path: YAML, a list like `http.api_keys`, or plain text with a key on each line.
+            classes: the class names that keys may use.
+
+        Raises:
+            ValueError: the file cannot be used. To go on without its keys would open the API to everyone.
         """
         self._own = tuple(keys)
         self._path = path
