@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -155,6 +156,11 @@ ANY_JSON = st.recursive(
 )
 
 
+@pytest.fixture(scope="module")
+def app(tokenizer: ModelTokenizer) -> FastAPI:
+    return build_api(ScriptedDispatcher(tokenizer), tokenizer, HttpConfig(trust_request_chat_template=True))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("path", "kind", "sound"),
     [
@@ -166,12 +172,11 @@ ANY_JSON = st.recursive(
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_body_is_served_or_refused_in_openais_shape(
-    tokenizer: ModelTokenizer, path: str, kind: Any, sound: dict[str, Any], data: st.DataObject
+    app: FastAPI, path: str, kind: Any, sound: dict[str, Any], data: st.DataObject
 ) -> None:
     wrong = data.draw(st.dictionaries(st.sampled_from(sorted(kind.model_fields)), ANY_JSON, max_size=3))
 
     async def post() -> httpx.Response:
-        app = build_api(ScriptedDispatcher(tokenizer), tokenizer, HttpConfig(trust_request_chat_template=True))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as http:
             return await http.post(path, json={**sound, **wrong})
 
