@@ -85,6 +85,22 @@ def test_refusal_from_another_process_shows_message_and_field_only(
     assert error["message"] == "the value must not be 3"
 
 
+@pytest.mark.parametrize(
+    ("field", "body", "param"),
+    [
+        ("grammar", {"guided_regex": "a"}, "guided_regex"),
+        ("grammar", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("grammar", {"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+        ("request_id", {}, None),  # the server made the id that it names
+    ],
+)
+def test_refusal_names_the_field_as_the_client_does(
+    http: httpx.Client, engine: ScriptedDispatcher, field: str, body: dict[str, Any], param: str | None
+) -> None:
+    engine.script = lambda s: [InvalidField("it cannot be served", field)]
+    refused(http.post("/v1/completions", json={"prompt": "Hi", **body}), 400, param=param, code="invalid_value")
+
+
 def test_openai_client_raises_on_error_event(client: openai.OpenAI, engine: ScriptedDispatcher) -> None:
     engine.script = lambda s: [*engine.story(s)[:3], ReplicaLost("the replica died")]
     stream = client.completions.create(model="tiny", prompt="Hi", stream=True)
