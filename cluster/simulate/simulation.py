@@ -20,8 +20,8 @@ from crossdock.cluster.simulate.transfer import SimulatedNetwork, SimulatedTrans
 from crossdock.router.fleet import Fleet
 from crossdock.router.request_life import Action, Detach, Fail, PlaceAgain, ReplicaLost, RequestLife, Submit
 from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile
+from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.request import Leg, Overloaded, Request, SamplingParams, Submission, TokenDelta
-from crossdock.workers.schedule.scheduler import Batch
 
 _NOT_YET = 2**63 - 1  # as the number of a live profile: a request is in none so far
 

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 from crossdock.kernels.options import AttentionBackend, KVCacheDtype
 from crossdock.workers.model.memory_budget import MemoryBudget
-from crossdock.workers.schedule.scheduler import SchedulerConfig
+from crossdock.workers.schedule.config import SchedulerConfig
 
 
 class EngineConfig(SchedulerConfig):

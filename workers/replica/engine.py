@@ -15,17 +15,21 @@ from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.workers.model.grammar import GrammarCompiler, GrammarState
 from crossdock.workers.model.graphs import decode_graphs
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.kv_memory import room_for_pages
+from crossdock.workers.model.kv_memory import count_pages_that_fit
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.runner import Runner
-from crossdock.workers.model.sampler import Drawn, SampleRow, logprobs_of, sample
+from crossdock.workers.model.sampling.logprobs import logprobs_of
+from crossdock.workers.model.sampling.row import SampleRow
+from crossdock.workers.model.sampling.sampler import PendingTokens, sample
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.ranks import Gang, held, pool_spec
 from crossdock.workers.report.profile import SchedulingProfile
+from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.cost import StepCostFit, StepWork
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import (
     FinishReason,
+    InvalidField,
     Request,
     SamplingParams,
     Status,
@@ -33,7 +37,7 @@ from crossdock.workers.schedule.request import (
     TokenDelta,
     TokenLogprobs,
 )
-from crossdock.workers.schedule.scheduler import Batch, SampledToken, Scheduled, Scheduler
+from crossdock.workers.schedule.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +87,22 @@ class Engine:
         num_pages = self._num_pages()
         self.model.allocate_pool(num_pages, self.config.page_size)
         self.pages = PagePool(num_pages, self.config.page_size, self.config.enable_prefix_caching)
-        self.scheduler = Scheduler(self.config, self.pages, self.model.max_model_len, self.model.eos_token_ids)
+        depth = self.model.part.position.num_stages
+        self.scheduler = Scheduler(
+            self.config, self.pages, self.model.max_model_len, self.model.eos_token_ids, depth=depth
+        )
         tell = self.gang.step if self.gang is not None else None
         graphs = None
         if not self.config.enforce_eager:
             graphs = decode_graphs(self.model, self.config.page_size, self.config.max_num_seqs)
         self._runner = Runner(self.model, self.config.page_size, tell, graphs)
-        self.scheduler.depth = self.model.part.place.num_stages
         self._is_ahead = self._may_be_ahead()
         if self.gang is not None:
             self.gang.begin(num_pages)
 
     def _may_be_ahead(self) -> bool:
         """Whether steps begin before the tokens of those before them are known. ValueError: they should, and cannot."""
-        wanted, is_whole = self.config.async_scheduling, self.model.part.place.size == 1
+        wanted, is_whole = self.config.async_scheduling, self.model.part.position.size == 1
         if wanted and not is_whole:
             raise ValueError("async_scheduling must be false or null where several ranks share the model")
         return wanted if wanted is not None else is_whole and self.model.device.type == "cuda"
@@ -104,7 +110,7 @@ class Engine:
     def _num_pages(self) -> int:
         """As many as every rank can hold. ValueError: too few for one request."""
         config, page_size = self.config, self.config.page_size
-        room = self.gang.room if self.gang is not None else room_for_pages(self.model, config.budget, page_size)
+        room = self.gang.room if self.gang is not None else count_pages_that_fit(self.model, config.budget, page_size)
         num_pages, page_bytes = room
         needed = -(-self.model.max_model_len // page_size)
         if num_pages >= needed:
@@ -121,7 +127,7 @@ class Engine:
     def pool_spec(self, name: str) -> PoolSpec:
         """The KV pool here as other replicas must know it; `name` names the weights."""
         everyone = self.gang.everyone if self.gang is not None else [held(self.model)]
-        rank = self.model.part.place.rank
+        rank = self.model.part.position.rank
         return pool_spec(everyone, rank, self.model, name, self.config.page_size, self.pages.num_pages)
 
     @property
@@ -132,12 +138,14 @@ class Engine:
         """Queues a request that arrived at `arrived` on the engine's clock; None: now.
 
         Raises:
-            ValueError: it can never be served; the message names the field.
+            InvalidField: it can never be served.
             Overloaded: its class's time to first token cannot be met now.
         """
         for token in submission.prompt_token_ids:
             if not 0 <= token < self.model.vocab_size:
-                raise ValueError(f"prompt has token id {token}; this model's are 0 to {self.model.vocab_size - 1}")
+                raise InvalidField(
+                    f"prompt has token id {token}; this model's are 0 to {self.model.vocab_size - 1}", "prompt"
+                )
         grammar = submission.sampling.grammar
         state = self._compile(grammar) if grammar is not None else None
         request = Request.from_submission(submission, self.clock() if arrived is None else arrived)
@@ -179,11 +187,11 @@ class Engine:
         if not self._flights:
             return self._launch(self.scheduler.schedule(now), now)
         before = self._flights[-1]
-        if before.found is None or self.scheduler.lacks_pages:
+        if before.found is None or self.scheduler.needs_preemption:
             return False
         predicted = self.cost_fit.cost.seconds(before.batch.work) if self.cost_fit is not None else 0.0
         ended = max(before.started + predicted, now)
-        with self.scheduler.foreseen(before.batch, ended):
+        with self.scheduler.assume_ended(before.batch, ended):
             return self._launch(self.scheduler.schedule(ended), now, before.found)
 
     def _launch(self, batch: Batch, now: float, found: Tensor | None = None) -> bool:
@@ -193,14 +201,14 @@ class Engine:
         its = [self._rows[part.request.id] for part in batch.scheduled]
         if all(row.is_plain for row in its):
             sampling = [row for part, row in zip(batch.scheduled, its, strict=True) if part.samples]
-            drawn = Drawn(logits, sampling)
-            flight = _Flight(batch, partial(self._read, batch, drawn), now, found=drawn.there)
+            drawn = PendingTokens(logits, sampling)
+            flight = _Flight(batch, partial(self._read, batch, drawn), now, found=drawn.on_device)
         else:
             flight = _Flight(batch, partial(self._sampled, batch, logits, rows), now)
         self._flights.append(flight)
         return True
 
-    def _read(self, batch: Batch, drawn: Drawn) -> dict[str, SampledToken]:
+    def _read(self, batch: Batch, drawn: PendingTokens) -> dict[str, SampledToken]:
         """Waits for a step. Where a token is found only now, the step behind it has begun with another."""
         ids = [part.request.id for part in batch.scheduled if part.samples]
         token_ids, late = drawn.read()
@@ -252,25 +260,25 @@ class Engine:
         if not is_alone:
             return self.cost_fit.cost.seconds(batch.work)
         predicted = self.cost_fit.observe(batch.work, seconds)
-        self.scheduler.cost, self.scheduler.overrun = self.cost_fit.cost, self.cost_fit.overrun
+        self.scheduler.learn(self.cost_fit.cost, self.cost_fit.overrun)
         return predicted
 
     def arrive(self, request_id: str, token_id: int) -> None:
         """All pages of a held request have arrived, with the first token: it decodes from the next step on."""
         if (grammar := self._grammars.get(request_id)) is not None:
             grammar.accept(token_id)
-        self.scheduler.arrive(request_id, token_id, self.clock())
+        self.scheduler.start_decoding(request_id, token_id, self.clock())
 
     def ship(self, request_id: str) -> None:
         """All pages of a held request are at another replica: it ends here."""
         self._forget(request_id)
-        self.scheduler.shipped(request_id)
+        self.scheduler.finish_sent(request_id)
 
     def fail_all(self, error: str) -> list[tuple[Request, TokenDelta]]:
         """Ends every request with an error, after a step raised. Pages are freed; the engine can go on."""
         self._flights.clear()
         self.model.wait()
-        self.scheduler.lose_flights()
+        self.scheduler.drop_steps_in_flight()
         failed = []
         for request in self.scheduler.requests():
             self.abort(request.id)
@@ -286,7 +294,9 @@ class Engine:
     def _compile(self, grammar: object) -> GrammarState:
         if self._grammar_compiler is None:
             if self.tokenizer_dir is None:
-                raise ValueError("structured output needs the model's tokenizer, which this engine was started without")
+                raise InvalidField(
+                    "structured output needs the model's tokenizer, which this engine was started without", "grammar"
+                )
             self._grammar_compiler = GrammarCompiler(
                 self.tokenizer_dir, self.model.vocab_size, tuple(self.model.eos_token_ids)
             )
@@ -339,7 +349,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
     pages.clear_cache()
 
     engine.cost_fit = StepCostFit(_sweep(engine))
-    engine.scheduler.cost = engine.cost_fit.cost
+    engine.scheduler.learn(engine.cost_fit.cost, engine.cost_fit.overrun)
     return SchedulingProfile(
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
@@ -352,8 +362,8 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         min_chunk_tokens=config.min_chunk_tokens or config.page_size,
         admission=config.admission,
         page_bytes=model.layout(config.page_size).page_bytes,
-        tensor_parallel_size=model.part.place.tensor_size,
-        pipeline_parallel_size=model.part.place.num_stages,
+        tensor_parallel_size=model.part.position.tensor_size,
+        pipeline_parallel_size=model.part.position.num_stages,
         cost=engine.cost_fit.cost,
         overrun=engine.cost_fit.overrun,
     )

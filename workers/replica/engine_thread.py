@@ -159,7 +159,7 @@ class EngineThread:
         """This replica is kept for something else from now on. What runs goes on; routers hear of it at once."""
 
         def change() -> None:
-            self._publisher.keep_for(role)
+            self._publisher.assign_role(role)
             self._publish()
 
         await self.call(change)
