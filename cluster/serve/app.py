@@ -26,7 +26,7 @@ from crossdock.cluster.api.tiers import Tiers
 from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.dispatch.client import follow_members
-from crossdock.cluster.dispatch.dispatch import Dispatcher
+from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.pinning import PinningRouter
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT
 from crossdock.cluster.serve.scaler import Scaler

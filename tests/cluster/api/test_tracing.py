@@ -20,10 +20,10 @@ from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.listener import listen
 from crossdock.cluster.api.tokenizer import ModelTokenizer
-from crossdock.cluster.dispatch.dispatch import Dispatcher
+from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.router.fleet import RouterConfig
 from tests.cluster.api.engine_api import all_up
-from tests.cluster.dispatch.test_dispatch import InProcess
+from tests.cluster.dispatch.in_process import InProcess
 from tests.cluster.ports import free_port
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
