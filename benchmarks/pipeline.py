@@ -29,9 +29,10 @@ from pydantic import ByteSize
 
 from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.parallel import Links, Stage
+from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.docks import RankDock
-from crossdock.workers.replica.engine import Engine, warm_up
+from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.ranks import Gang, GangSpec, follow
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pages import PagePool

@@ -18,8 +18,9 @@ from statistics import median
 import numpy as np
 
 from crossdock.workers.model.checkpoint import resolve_model
+from crossdock.workers.replica.calibrate import measure_step, warm_up
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine, Step, measure_step, warm_up
+from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.replica.replica import load_engine
 from crossdock.workers.schedule.cost import StepCost, StepWork
 from crossdock.workers.schedule.request import SamplingParams, Submission

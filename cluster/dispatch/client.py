@@ -45,8 +45,8 @@ class ReplicaClient:
         num_steps: int | None = await self._handle.progress.remote(request_id)
         return num_steps
 
-    async def keep_for(self, role: Role) -> None:
-        await self._handle.keep_for.remote(role)
+    async def assign_role(self, role: Role) -> None:
+        await self._handle.assign_role.remote(role)
 
     async def peer_dead(self, peer: bytes) -> None:
         await self._handle.peer_dead.remote(peer)

@@ -110,7 +110,7 @@ def _measure(
     from crossdock.cluster.tune.report import Findings
     from crossdock.cluster.tune.sweep import grid, held, sweep
     from crossdock.workers.model.checkpoint import resolve_model
-    from crossdock.workers.replica.engine import warm_up
+    from crossdock.workers.replica.calibrate import warm_up
     from crossdock.workers.replica.replica import load_engine
 
     cluster = load(path, {"model.path": model} if model is not None else {})

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,18 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from crossdock.workers.model.checkpoint import fingerprint, resolve_model
 from crossdock.workers.model.model import load_model
 from crossdock.workers.model.parallel import RankPosition
+from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import EngineConfig, TransferConfig
 from crossdock.workers.replica.docks import RankDock
-from crossdock.workers.replica.engine import Engine, warm_up
+from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.engine_thread import EngineThread
 from crossdock.workers.replica.handover import connect
 from crossdock.workers.replica.ranks import Address, Gang, GangSpec, RankFailed, follow
-from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.request import Overloaded, Submission
 
 logger = logging.getLogger("ray.serve")
 
-HEARTBEAT_S = 1.0
 _LAST_WORDS_S = 1.0  # for a rank that fails to say why, before what the others see of it is taken for the reason
 
 
@@ -92,15 +91,24 @@ class Replica:
         name = await asyncio.to_thread(fingerprint, path)
         peer = b""
         if transfer is None:
-            self.loop = EngineThread(loaded)
+            self.engine_thread = EngineThread(loaded)
         else:
             transfer = transfer.model_copy(update={"host": transfer.host or ray.util.get_node_ip_address()})
-            self.loop = EngineThread(loaded, partial(connect, loaded, name, role, transfer))
-            assert self.loop.handover is not None
-            peer = self.loop.handover.dock.blob
+            self.engine_thread = EngineThread(loaded, partial(connect, loaded, name, role, transfer))
+            assert self.engine_thread.handover is not None
+            peer = self.engine_thread.handover.dock.blob
         self._starting = None
+        self._serve_calls_of(self.engine_thread)
         compatibility = loaded.pool_spec(name).compatibility
         self.profile = profile.model_copy(update={"role": role, "peer": peer, "compatibility": compatibility})
+
+    def _serve_calls_of(self, thread: EngineThread) -> None:
+        """Let Serve find the engine thread's methods here, under the names that `ReplicaClient` calls."""
+        self.messages, self.close = thread.messages, thread.close_stream
+        self.abort, self.progress = thread.abort, thread.progress
+        self.assign_role, self.peer_dead = thread.assign_role, thread.peer_dead
+        self.timelines, self.live_requests = thread.find_timelines, thread.live_requests
+        self.metrics_text = thread.metrics_text
 
     # -- ranks -------------------------------------------------------------------------------------------------------
 
@@ -178,74 +186,33 @@ class Replica:
         for actor in self._ranks:
             ray.kill(actor)
 
-    # -- what an ingress calls ---------------------------------------------------------------------------------------
-
-    async def messages(self, ingress: str) -> AsyncIterator[Message]:
-        """All tokens this replica produces for `ingress`, one message per step, with what it says of itself meanwhile;
-        one without tokens where a second brings none. The first is empty: from then on `submit` may name `ingress`.
-        When the reader goes away its requests are aborted."""
-        channel = self.loop.channel(ingress)
-        try:
-            yield Message()
-            async for message in channel.messages(HEARTBEAT_S):
-                yield message
-        finally:
-            await self.loop.close_channel(ingress, channel)
+    # -- remote calls ------------------------------------------------------------------------------------------------
 
     async def submit(self, ingress: str, submission: Submission) -> int | ValueError | Overloaded:
         """See `EngineThread.submit`; or why the request is refused. Returned, not raised: Serve would write each with its
         traceback to the log, and most refusals come when there is the least time for it."""
         try:
-            return await self.loop.submit(ingress, submission)
+            return await self.engine_thread.submit(ingress, submission)
         except Overloaded as refusal:
             return refusal
         except ValueError as refusal:
             return ValueError(str(refusal))  # plain: a library's own subclass may not survive the journey
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """Frees everything these requests hold before the next step begins."""
-        await self.loop.abort(request_ids)
-
-    async def close(self, ingress: str) -> None:
-        """Ends the stream of an ingress that leaves; what runs for it is aborted."""
-        channel = self.loop.channels.get(ingress)
-        if channel is not None:
-            channel.close()
-
-    async def progress(self, request_id: str) -> int | None:
-        """See `EngineThread.progress`."""
-        return self.loop.progress(request_id)
-
-    async def keep_for(self, role: Role) -> None:
-        """Changes this replica's role, without a restart; see `EngineThread.keep_for`."""
-        await self.loop.keep_for(role)
-
-    async def peer_dead(self, peer: bytes) -> None:
-        """The process of another replica, named by what it advertised, has ended."""
-        await self.loop.peer_dead(peer)
-
-    async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
-        """What became of all that the client's request `request_id` led to here; see `Timelines.find`."""
-        return self.loop.timelines.find(request_id, tenant, self.loop.engine.clock())
-
-    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
-        """The requests in flight here; see `Timelines.live`."""
-        return self.loop.timelines.live(tenant, self.loop.engine.clock())
-
     async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
         """How it does now, and its newest steps; see `EngineThread.watched`."""
         profile = self.profile.model_dump(exclude={"peer"}, mode="json")
-        return {"pool": serve.get_replica_context().deployment, "profile": profile, **self.loop.watched(seen, tenant)}
-
-    async def metrics_text(self) -> str:
-        return self.loop.metrics.text()
+        return {
+            "pool": serve.get_replica_context().deployment,
+            "profile": profile,
+            **self.engine_thread.watched(seen, tenant),
+        }
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """The static part of what this replica advertises; Serve hands it to every router."""
         return self.profile.model_dump()
 
     def check_health(self) -> None:
-        if not self.loop.is_alive:
+        if not self.engine_thread.is_alive:
             logger.error("the engine thread has ended: this replica cannot serve")
             os._exit(1)
 

@@ -12,8 +12,9 @@ from pydantic import ByteSize
 from crossdock.cluster.dispatch.dispatch import Dispatcher, ReplicaDead, ReplicaLost, merge_metrics
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.model.model import wrap_module
+from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import EngineConfig, TransferConfig
-from crossdock.workers.replica.engine import Engine, warm_up
+from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.engine_thread import EngineThread
 from crossdock.workers.replica.handover import connect
 from crossdock.workers.report.advertise import Message
@@ -54,7 +55,7 @@ class InProcess:
         return await self.loop.submit("test", submission)
 
     async def progress(self, request_id: str) -> int | None:
-        return self.loop.progress(request_id)
+        return await self.loop.progress(request_id)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self.loop.abort(request_ids)
@@ -554,13 +555,13 @@ def test_a_step_that_raises_ends_its_requests_and_not_the_replica(caplog: pytest
         client, dispatcher = InProcess(), Dispatcher("tiny")
         dispatcher.join("one", client, client.profile)
         await ready(dispatcher)
-        finish = type(client.loop.engine._runner).finish
+        finish = type(client.loop.engine.pipeline.runner).finish
         try:
-            type(client.loop.engine._runner).finish = _fail  # type: ignore[method-assign, assignment]
+            type(client.loop.engine.pipeline.runner).finish = _fail  # type: ignore[method-assign, assignment]
             with pytest.raises(RuntimeError, match="broken on purpose"):
                 await tokens(dispatcher, "bad")
         finally:
-            type(client.loop.engine._runner).finish = finish  # type: ignore[method-assign]
+            type(client.loop.engine.pipeline.runner).finish = finish  # type: ignore[method-assign]
         assert await client.owned_pages() == 0
         assert len(await tokens(dispatcher, "good")) == 20
         await client.loop.close()

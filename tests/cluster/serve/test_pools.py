@@ -294,7 +294,7 @@ def test_a_role_flips_without_a_restart(url: str, local: Engine) -> None:
         deadline = time.monotonic() + 10
         while True:  # the handle has to hear of its replicas first
             try:
-                handle.options(session_id=name).keep_for.remote(role).result()
+                handle.options(session_id=name).assign_role.remote(role).result()
                 break
             except RuntimeError:
                 assert time.monotonic() < deadline

@@ -13,8 +13,9 @@ from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.kv_memory import MARGIN
 from crossdock.workers.model.model import wrap_module
 from crossdock.workers.model.sampler import SampleRow, sample
+from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine, warm_up
+from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
 from crossdock.workers.schedule.scheduler import Batch, Scheduled
 from tests.workers.architectures import SERVED, build
@@ -73,7 +74,7 @@ def test_a_model_that_waits_for_the_gpu_runs_eagerly_and_well(caplog: pytest.Log
         lambda _module, _inputs, output: output + 0 * output.max().item()
     )
     it = Engine(model, EngineConfig(**SETTINGS))
-    assert it._runner.graphs is None
+    assert it.pipeline.runner.graphs is None
     assert "without CUDA graphs: RuntimeError: called a synchronizing CUDA operation" in caplog.text
     assert len(tokens(it)) == 20
 
@@ -98,7 +99,7 @@ def test_an_engine_gives_the_same_tokens_with_and_without_graphs() -> None:
     for enforce_eager, is_ahead in ((True, False), (False, False), (False, True), (True, True)):
         settings = SETTINGS | {"enforce_eager": enforce_eager, "async_scheduling": is_ahead}
         it = Engine(on_gpu(), EngineConfig(**settings))
-        assert isinstance(it._runner.graphs, DecodeGraphs) is not enforce_eager
+        assert isinstance(it.pipeline.runner.graphs, DecodeGraphs) is not enforce_eager
         warm_up(it)
         answers.append(tokens(it))
     assert answers[0] == answers[1] == answers[2] == answers[3]
@@ -165,9 +166,9 @@ def test_a_step_behind_another_begins_without_waiting(enforce_eager: bool, waits
         it.add(Submission(f"{number}", [5] * 20, SamplingParams(seed=number, **params)))
     for _ in range(5):
         it.step()
-    assert len(it._flights) == 1
-    assert waits(lambda: it._fly(it.clock())) == 0
-    assert len(it._flights) == 2
+    assert len(it.pipeline.batches) == 1
+    assert waits(lambda: it.begin_step()) == 0
+    assert len(it.pipeline.batches) == 2
     while it.has_work:
         it.step()
 

@@ -178,9 +178,9 @@ def test_an_engine_gives_the_same_tokens_with_what_is_recorded() -> None:
 
     for is_recorded, is_ahead in ((False, False), (True, False), (True, True)):
         it = Engine(wrap_module(module), config.model_copy(update={"async_scheduling": is_ahead}))
-        assert it._runner.graphs is None, "on a CPU"
+        assert it.pipeline.runner.graphs is None, "on a CPU"
         if is_recorded:
-            it._runner = Runner(it.model, 16, None, Counted(it.model, 16, config.max_num_seqs, lambda run: run))
+            it.pipeline.runner = Runner(it.model, 16, None, Counted(it.model, 16, config.max_num_seqs, lambda run: run))
         for number in range(14):
             prompt = [(13 * number + 7 * at) % 90 + 3 for at in range(1 + 31 * number % 151)]
             params = SamplingParams(max_tokens=4 + 3 * number, temperature=0.0, ignore_eos=True)

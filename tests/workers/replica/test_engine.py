@@ -10,8 +10,9 @@ from pydantic import ByteSize
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from crossdock.workers.model.model import PagedModel, load_model, wrap_module
+from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine, warm_up
+from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.metrics import EngineMetrics
 from crossdock.workers.report.timeline import Timelines
 from crossdock.workers.schedule.cost import StepWork

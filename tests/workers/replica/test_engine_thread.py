@@ -12,8 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ByteSize
 
 from crossdock.workers.model.model import wrap_module
+from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine, warm_up
+from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.engine_thread import EngineThread
 from crossdock.workers.schedule.request import Overloaded, SamplingParams, Submission, TokenDelta
 from crossdock.workers.schedule.slo import SloClass
@@ -228,7 +229,7 @@ def test_a_cancel_after_seven_chunks_frees_all_and_counts_it(monkeypatch: pytest
 
     async def story(it: Driven) -> None:
         engine = it.loop.engine
-        finish = type(engine._runner).finish
+        finish = type(engine.pipeline.runner).finish
         computed = asyncio.Event()
         loop = asyncio.get_running_loop()
         num_steps = 0
@@ -241,7 +242,7 @@ def test_a_cancel_after_seven_chunks_frees_all_and_counts_it(monkeypatch: pytest
                 it.loop._post(lambda: loop.call_soon_threadsafe(computed.set))
             return finish(runner, step)
 
-        monkeypatch.setattr(type(engine._runner), "finish", counted)
+        monkeypatch.setattr(type(engine.pipeline.runner), "finish", counted)
         layout = engine.model.layout(engine.config.page_size)
         await it.submit("a", 240)
         await computed.wait()
@@ -303,7 +304,7 @@ def test_a_failed_step_ends_the_timelines_too(monkeypatch: pytest.MonkeyPatch) -
         def fail(*_: object) -> None:
             raise RuntimeError("broken on purpose")
 
-        monkeypatch.setattr(type(it.loop.engine._runner), "finish", fail)
+        monkeypatch.setattr(type(it.loop.engine.pipeline.runner), "finish", fail)
         await it.run("a", 40)
         assert it.of("a")["finish_reason"] == "error"
         assert it.metric("crossdock_requests_total", finish_reason="error") == 1

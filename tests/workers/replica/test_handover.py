@@ -18,9 +18,10 @@ from pydantic import ByteSize
 
 from crossdock.kvtransfer.events import Figures
 from crossdock.workers.model.model import wrap_module
+from crossdock.workers.replica.channel import Channel
 from crossdock.workers.replica.config import EngineConfig, TransferConfig
 from crossdock.workers.replica.engine import Engine, Step
-from crossdock.workers.replica.engine_thread import Channel, EngineThread
+from crossdock.workers.replica.engine_thread import EngineThread
 from crossdock.workers.replica.handover import CannotPair, connect
 from crossdock.workers.schedule.request import FinishReason, Leg, SamplingParams, Status, Submission, TokenDelta
 from tests.workers.architectures import build
@@ -214,18 +215,18 @@ async def test_pages_travel_while_the_next_chunk_is_computed(transport: str) -> 
 
 
 @story
-async def test_who_comes_during_a_step_has_pages_before_the_next() -> None:
+async def test_who_comes_during_a_step_has_pages_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or what the other replica has computed meanwhile waits for the end of two steps."""
     async with pair("tcp", max_num_batched_tokens=24) as (prefill, decode):
         begun: list[Status] = []
-        step, expected = decode.loop._step, submission(prompts()[6])
+        step, expected = Engine.step, submission(prompts()[6])
 
-        def watched() -> Step | None:
-            request = decode.engine.scheduler.get(expected.id)
+        def watched(engine: Engine) -> Step:
+            request = engine.scheduler.get(expected.id) if engine is decode.engine else None
             begun.extend([request.status] if request is not None else [])
-            return step()
+            return step(engine)
 
-        decode.loop._step = watched  # type: ignore[method-assign]
+        monkeypatch.setattr(Engine, "step", watched)
         own = asyncio.create_task(decode.generate(submission(prompts()[13], 100)))
         while not decode.engine.scheduler.running:
             await asyncio.sleep(0)

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from crossdock.workers.model.kv_memory import PageBudget
 from crossdock.workers.model.model import load_model
+from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.docks import RankDock
-from crossdock.workers.replica.engine import Engine, warm_up
+from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.ranks import Channel, Gang, _Follower, follow
+from crossdock.workers.replica.step_sampler import StepSampler
 from crossdock.workers.schedule.request import SamplingParams, Submission
-from crossdock.workers.schedule.scheduler import Batch
+from crossdock.workers.schedule.scheduler import Batch, SampledToken
 from tests.workers.architectures import SERVED, build
 from tests.workers.gangs import SETTINGS, ganged, spec_of
 from tests.workers.model.test_parallel import DIVISIONS
@@ -57,16 +59,16 @@ def tokens(engine: Engine, submissions: list[Submission]) -> list[list[int]]:
 def tokens_and_logits(engine: Engine) -> tuple[list[list[int]], dict[tuple[str, int], Tensor]]:
     """Of `works`, whatever steps they are computed in; logits by request and position."""
     found: dict[tuple[str, int], Tensor] = {}
-    collect = Engine._collect_prompt_logprobs
+    sample = StepSampler.sample
 
-    def collected(self: Engine, batch: Batch, logits: Tensor, rows: Sequence[range]) -> None:
+    def sampled(sampler: StepSampler, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, SampledToken]:
         for part, row in zip(batch.scheduled, rows, strict=True):
             for at, number in enumerate(row, part.start + part.num_tokens - len(row)):
                 found[part.request.id, at] = logits[number]
-        collect(self, batch, logits, rows)
+        return sample(sampler, batch, logits, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_collect_prompt_logprobs", collected)
+        patch.setattr(StepSampler, "sample", sampled)
         return tokens(engine, works(prompt_logprobs=0)), found
 
 
@@ -106,19 +108,21 @@ def test_several_steps_are_in_flight(ranks: Ranks, tmp_path: Path, num_stages: i
         long = Submission("long", [5 + at % 80 for at in range(220)], SamplingParams(max_tokens=4, temperature=0.0))
         engine.add(long)
         engine.step()
-        flights = list(engine._flights)
-        assert [part.start for flight in flights for part in flight.batch.scheduled] == [80, 160][: num_stages - 1]
+        assert [part.start for batch in engine.pipeline.batches for part in batch.scheduled] == [80, 160][
+            : num_stages - 1
+        ]
         run(engine)
         for submission in works(8, num_tokens=30):
             engine.add(submission)
         busiest = 0
         while engine.has_work:
             engine.step()
-            ids = [part.request.id for flight in engine._flights for part in flight.batch.scheduled if part.samples]
+            ids = [part.request.id for batch in engine.pipeline.batches for part in batch.scheduled if part.samples]
             assert len(ids) == len(set(ids))
-            busiest = max(busiest, len(engine._flights))
+            busiest = max(busiest, len(engine.pipeline.batches))
             if "3" in ids:
-                engine.land()
+                while not engine.pipeline.is_empty:
+                    engine.finish_step()
                 engine.abort("3")
         assert busiest == num_stages - 1  # after a step the oldest has ended
         assert engine.pages.counts().owned == 0
