@@ -30,10 +30,10 @@ from pydantic import ByteSize
 from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.parallel import Links, Stage
 from crossdock.workers.replica.calibrate import warm_up
-from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.docks import RankDock
+from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine import Engine
-from crossdock.workers.replica.ranks import Gang, GangSpec, follow
+from crossdock.workers.replica.follower import follow
+from crossdock.workers.replica.gang import Gang
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
@@ -99,17 +99,18 @@ def watched(busy: Busy) -> Iterator[None]:
         Stage.run, Links.receive = run, receive  # type: ignore[method-assign]
 
 
-def follower(spec: GangSpec, rank: int, address: Any, file: str) -> None:
+def follower(spec: ReplicaSpec, rank: int, address: Any, file: str) -> None:
     busy = Busy()
     with watched(busy):
-        follow(spec, rank, address, RankDock)
+        follow(spec, rank, address)
     Path(file).write_text(json.dumps(busy.spans))
 
 
 def live(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[list[float], float, StepCost]:
     """The idle share of each of two stages, tokens a second, and what steps cost."""
     config = EngineConfig.model_validate({"kv_cache_memory": ByteSize(600 << 20), "admission": "queue"} | settings)
-    spec = GangSpec(args.model, "auto", 8192, config.page_size, config.budget, 1, 1, 2)
+    model = config.model_spec(args.model, max_model_len=8192)
+    spec = ReplicaSpec(model, config, num_threads=1, pipeline_parallel_size=2)
     busy = Busy()
     with tempfile.TemporaryDirectory() as folder, watched(busy):
         gang = Gang(spec, "127.0.0.1", lambda why: os._exit(f"lost: {why}" != ""))

@@ -109,16 +109,17 @@ def _measure(
     from crossdock.cluster.tune.curves import Curves
     from crossdock.cluster.tune.report import Findings
     from crossdock.cluster.tune.sweep import grid, held, sweep
-    from crossdock.workers.model.checkpoint import resolve_model
     from crossdock.workers.replica.calibrate import warm_up
-    from crossdock.workers.replica.replica import load_engine
+    from crossdock.workers.replica.config import ReplicaSpec
+    from crossdock.workers.replica.engine import load_engine
 
     cluster = load(path, {"model.path": model} if model is not None else {})
     pool, what = cluster.pools[0], cluster.model
     config = pool.engine or cluster.engine
     num_threads = pool.num_cpus or os.cpu_count() or 1
     with console.status(f"Loading {escape(what.name)} and warming up …"):
-        engine = load_engine(resolve_model(what.path), what.dtype, what.max_model_len, config, num_threads)
+        spec = config.model_spec(what.path, what.dtype, what.max_model_len)
+        engine = load_engine(ReplicaSpec(spec, config, num_threads))
         profile = warm_up(engine)
     wanted = grid(chunks, decodes, contexts)
     cells = held(engine, wanted)

@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +20,12 @@ from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import CPP, Attention, choose_attention
 from crossdock.kernels.options import AttentionBackend, KVCacheDtype
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
+from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.fp8_scales import example_text, in_float32, scale_for
 from crossdock.workers.model.fused_projections import join_projections
 from crossdock.workers.model.fusion import NotFusableError, fuse
 from crossdock.workers.model.memory_fit import check_fits, used_by_all_but_torch
+from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.parallel import Links, Part, RankPosition
 from crossdock.workers.model.weights import load_part
 
@@ -232,19 +233,15 @@ class PagedModel:
 
 
 def load_model(
-    path: Path,
-    dtype: torch.dtype | None = None,
-    max_model_len: int | None = None,
+    spec: ModelSpec,
     device: str = "cpu",
     links: Links | None = None,
     kv_bytes: int | None = None,
     loaded: Callable[[], None] = lambda: None,
-    attention_backend: AttentionBackend = "auto",
-    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> PagedModel:
-    """Loads a Hugging Face directory. `dtype` None: the checkpoint's, on CPUs bfloat16 where they have it. `links`: to
-    the other ranks of a gang, of which this one loads its part; all must load at once. `kv_bytes`: what else must fit
-    into memory; None asks nothing. `loaded` is called when the weights are there, before the logits are checked.
+    """Load a Hugging Face directory. `links`: to the other ranks of a gang, of which this one loads its part; all must
+    load at once. `kv_bytes`: what else must fit into memory; None checks nothing. `loaded` is called when the weights
+    are there, before the logits are checked.
 
     Raises:
         UnsupportedModelError: the architecture would not be computed right through our attention.
@@ -253,11 +250,12 @@ def load_model(
         ValueError: `max_model_len` is more than the model was made for, or `attention_backend` cannot run on `device`
             with pages of `kv_cache_dtype`.
     """
-    attention = choose_attention(attention_backend, torch.device(device), kv_cache_dtype)
+    path = resolve_model(spec.path)
+    attention = choose_attention(spec.attention_backend, torch.device(device), spec.kv_cache_dtype)
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
     config = AutoConfig.from_pretrained(path)
     _refuse_by_config(config)
-    dtype = dtype or _default_dtype(config, device)
+    dtype = _default_dtype(config, device) if spec.dtype == "auto" else getattr(torch, spec.dtype)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _IMPLEMENTATION}
     part = None
     if kv_bytes is not None:
@@ -278,7 +276,7 @@ def load_model(
         generation = None
     module = module.to(device)
     loaded()
-    model = wrap_module(module, max_model_len, generation, part, attention, kv_cache_dtype)
+    model = wrap_module(module, spec.max_model_len, generation, part, attention, spec.kv_cache_dtype)
     model.used_by_others = used_by_others
     return model
 

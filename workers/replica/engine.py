@@ -5,14 +5,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from crossdock.kvtransfer.layout import PoolSpec
+from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.graphs import decode_graphs
 from crossdock.workers.model.kv_memory import room_for_pages
-from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model import PagedModel, load_model
 from crossdock.workers.model.runner import Runner
-from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
+from crossdock.workers.replica.gang import Gang
 from crossdock.workers.replica.pipeline import Pipeline
-from crossdock.workers.replica.ranks import Gang, held, pool_spec
+from crossdock.workers.replica.pool_layout import held_layers, pool_spec
 from crossdock.workers.replica.step_sampler import StepSampler
 from crossdock.workers.schedule.cost import StepCostFit, StepWork
 from crossdock.workers.schedule.pages import PagePool
@@ -54,14 +58,14 @@ class Engine:
         self.scheduler = Scheduler(config, self.pages, model.max_model_len, model.eos_token_ids)
         self.scheduler.depth = model.part.place.num_stages
         self._sampler = StepSampler(model.vocab_size, tuple(model.eos_token_ids), self.tokenizer_dir)
-        broadcast = self.gang.step if self.gang is not None else None
+        broadcast = self.gang.run_step if self.gang is not None else None
         graphs = None
         if not config.enforce_eager:
             graphs = decode_graphs(model, config.page_size, config.max_num_seqs)
         runner = Runner(model, config.page_size, broadcast, graphs)
         self.pipeline = Pipeline(runner, self._sampler, self.clock, self._runs_ahead())
         if self.gang is not None:
-            self.gang.begin(num_pages)
+            self.gang.allocate_pools(num_pages)
 
     def _runs_ahead(self) -> bool:
         """Return whether steps begin before the tokens of the step before are known.
@@ -77,7 +81,7 @@ class Engine:
     def _num_pages(self) -> int:
         """Return how many KV pages every rank can hold. ValueError: fewer than one request needs."""
         budget, page_size = self.config.budget, self.config.page_size
-        room = self.gang.room if self.gang is not None else room_for_pages(self.model, budget, page_size)
+        room = self.gang.page_budget if self.gang is not None else room_for_pages(self.model, budget, page_size)
         budget.check_one_request_fits(
             room.num_pages, room.page_bytes, page_size, self.model.max_model_len, self.model.device.type
         )
@@ -85,9 +89,9 @@ class Engine:
 
     def pool_spec(self, name: str) -> PoolSpec:
         """Return the KV pool as other replicas must know it; `name` names the weights."""
-        everyone = self.gang.everyone if self.gang is not None else [held(self.model)]
+        held = self.gang.held_by_rank if self.gang is not None else [held_layers(self.model)]
         rank = self.model.part.place.rank
-        return pool_spec(everyone, rank, self.model, name, self.config.page_size, self.pages.num_pages)
+        return pool_spec(held, rank, self.model, name, self.config.page_size, self.pages.num_pages)
 
     @property
     def has_work(self) -> bool:
@@ -212,3 +216,15 @@ class Engine:
         predicted = self.cost_fit.observe(batch.work, seconds)
         self.scheduler.cost, self.scheduler.overrun = self.cost_fit.cost, self.cost_fit.overrun
         return predicted
+
+
+def load_engine(spec: ReplicaSpec) -> Engine:
+    """Load the model of a replica of one rank, and return its engine, not calibrated yet.
+
+    Raises:
+        ValueError: the model or its settings cannot be served; the message names the field.
+    """
+    torch.set_num_threads(spec.num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(spec.model, device, kv_bytes=spec.engine.budget.known(device) or 0)
+    return Engine(model, spec.engine, resolve_model(spec.model.path))

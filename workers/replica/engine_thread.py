@@ -62,6 +62,11 @@ class EngineThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def num_posted(self) -> int:
+        """How many actions wait for the engine's thread."""
+        return len(self._inbox)
+
     # -- for one ingress ---------------------------------------------------------------------------------------------
 
     async def messages(self, ingress: str) -> AsyncIterator[Message]:

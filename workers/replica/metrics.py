@@ -9,8 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from crossdock.kvtransfer.events import Figures
-from crossdock.workers.replica.docks import Docks
 from crossdock.workers.replica.engine import Engine, Step
+from crossdock.workers.replica.replica_dock import ReplicaDock
 from crossdock.workers.report.timeline import Progress, Timeline, prompt_length_bucket
 from crossdock.workers.schedule.request import Leg, Request, Status
 
@@ -157,7 +157,7 @@ class EngineMetrics:
             self._transfer_seconds.labels("grant").observe(figures.grant_wait_seconds or 0.0)
             self._hidden.inc(figures.hidden_seconds)
 
-    def watch(self, dock: Docks) -> None:
+    def watch(self, dock: ReplicaDock) -> None:
         """Shows at every scrape what the docks have under way."""
         open_ = Gauge("crossdock_transfers_open", "Transfers under way, both directions.", registry=self.registry)
         open_.set_function(lambda: dock.counts().num_open)

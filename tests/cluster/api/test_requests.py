@@ -21,7 +21,7 @@ from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.slo import SloClass
 from tests.cluster.dispatch.test_dispatch import IN_TURN, InProcess, ready
-from tests.workers.replica.test_engine_thread import hold, posted
+from tests.workers.replica.driven import hold, posted
 
 CLASSES = (
     SloClass(name="urgent", ttft_s=1e-9, tpot_s=1.0),  # so its deadline is twice what a prompt takes alone

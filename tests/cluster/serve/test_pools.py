@@ -30,6 +30,7 @@ from ray.serve.config import ProxyLocation
 from crossdock.cluster.config import load
 from crossdock.cluster.serve.app import build
 from crossdock.workers.model.model import load_model
+from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
@@ -73,7 +74,7 @@ def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
 def local(model_dir: Path) -> Engine:
     """The oracle: the same model on one engine, which the other tests compare with transformers' own generate."""
     config = EngineConfig(kv_cache_memory=ByteSize(300 << 20), admission="queue", enable_prefix_caching=False)
-    return Engine(load_model(model_dir, None, 4096), config)
+    return Engine(load_model(ModelSpec(str(model_dir), max_model_len=4096)), config)
 
 
 def expected(engine: Engine, prompts: list[list[int]], **params: Any) -> list[list[int]]:

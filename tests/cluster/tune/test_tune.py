@@ -205,7 +205,7 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("crossdock.workers.replica.replica.load_engine", interrupted)
+    monkeypatch.setattr("crossdock.workers.replica.engine.load_engine", interrupted)
     result = run("--output", str(tmp_path / "tune.yaml"))
     assert result.exit_code == 130
     assert not list(tmp_path.iterdir())

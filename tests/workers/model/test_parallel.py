@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from crossdock.workers.model.memory_fit import DoesNotFit, check_fits
 from crossdock.workers.model.model import load_model
+from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.parallel import CannotCut, Links, RankPosition
 from crossdock.workers.model.weights import load_part, measure_part
 from tests.workers.architectures import build
@@ -30,7 +31,7 @@ def prompts() -> list[Tensor]:
 def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> list[Tensor] | None:
     """On one rank: every token's logits, where this rank has them."""
     place = RankPosition(rank, tensor_size, num_stages)
-    model = load_model(path, torch.float32, links=Links(place, 60.0))
+    model = load_model(ModelSpec(str(path), "float32"), links=Links(place, 60.0))
     torch.manual_seed(0)  # the same pages everywhere
     logits = through_pages(model, prompts(), random_steps(LENGTHS, seed=7))
     return logits if place.is_last_stage else None
@@ -38,7 +39,7 @@ def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> lis
 
 def assert_equal_to_the_whole(ranks: Ranks, path: Path, divisions: Sequence[tuple[int, int]]) -> None:
     """In fp32, whose sums differ by their order: 2e-3 is what test_model allows between paged and eager attention."""
-    whole = through_pages(load_model(path, torch.float32), prompts(), random_steps(LENGTHS, seed=7))
+    whole = through_pages(load_model(ModelSpec(str(path), "float32")), prompts(), random_steps(LENGTHS, seed=7))
     for tensor_size, num_stages in divisions:
         found = ranks.run(tensor_size * num_stages, part_logits, path, tensor_size, num_stages)
         assert [logits is not None for logits in found] == [False] * (len(found) - tensor_size) + [True] * tensor_size
