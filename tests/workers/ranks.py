@@ -1,4 +1,4 @@
-"""Rank processes for tests: spawned once, and told what to run, together or one by one."""
+"""Rank processes for tests: spawned once, then sent functions to call, together or one by one."""
 
 import multiprocessing
 import os
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 class Ranks:
-    """So many processes that call what they are sent."""
+    """Processes that call the functions they are sent."""
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -32,8 +32,10 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls `function` in the first `size` processes at once, with its rank in a world of them and `args`: what
-        each answers; raises what the first that fails has raised."""
+        """Call `function` in the first `size` processes at once, with the rank in a world of them and `args`.
+
+        Returns the answer of each. Raises what the first process that failed has raised.
+        """
         self._num_worlds += 1
         store = f"file://{self._folder.name}/{self._num_worlds}"
         for rank in range(size):
@@ -41,10 +43,11 @@ class Ranks:
         return [self.answer(rank) for rank in range(size)]
 
     def start(self, number: int, function: Callable[..., Any], *args: Any) -> None:
-        """Calls `function` in one process; `answer` waits for its end."""
+        """Call `function` in one process; `answer` waits for its end."""
         self.pipes[number].send((function, args))
 
     def answer(self, number: int) -> Any:
+        """Return the answer of one process, or raise its exception."""
         assert self.pipes[number].poll(120), "a rank does not answer"
         answer = self.pipes[number].recv()
         if isinstance(answer, BaseException):
@@ -87,6 +90,6 @@ def _in_world(store: str, size: int, rank: int, function: Callable[..., Any], ar
 
 
 def saved(module: Any, folder: Path) -> Path:
-    """A Hugging Face directory of `module`."""
+    """Save `module` as a Hugging Face directory, and return that."""
     module.save_pretrained(folder)
     return folder

@@ -27,10 +27,10 @@ class EngineConfig(SchedulerConfig):
         None, description="Begin a step before the tokens of the one before it are known; null: on a GPU of its own."
     )
     kv_cache_dtype: KVCacheDtype = Field(
-        "auto", description="Of KV pages; auto is the model's dtype, fp8 (e4m3) holds twice as many tokens of bfloat16."
+        "auto", description="Dtype of KV pages; auto: the model's; fp8 (e4m3) holds twice as many tokens as bfloat16."
     )
     attention_backend: AttentionBackend = Field(
-        "auto", description="What computes attention; auto is our C++ on CPUs and Triton on GPUs."
+        "auto", description="Implementation of attention; auto: our C++ on CPUs and Triton on GPUs."
     )
 
     @property
@@ -54,13 +54,15 @@ class TransferConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     transport: Literal["auto", "nixl", "tcp"] = Field(
-        "auto", description="auto is nixl where it is installed, else tcp; all replicas must use the same."
+        "auto", description="auto: nixl where it is installed, else tcp; all replicas must use the same."
     )
     host: str | None = Field(
         None, description="Address at which others reach a replica's transfers; null: the node's own in the cluster."
     )
-    deadline_s: float = Field(10.0, gt=0, description="How long the other side of a transfer may be silent.")
-    grace_s: float = Field(1.0, ge=0, description="How long after a writer's death its writes might still land.")
+    deadline_s: float = Field(10.0, gt=0, description="Seconds for which the other side of a transfer may be silent.")
+    grace_s: float = Field(
+        1.0, ge=0, description="Seconds after a writer's death in which its writes might still land."
+    )
 
 
 @dataclass(frozen=True, slots=True)

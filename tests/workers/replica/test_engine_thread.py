@@ -258,7 +258,7 @@ def test_time_in_the_inbox_counts_as_time_waited() -> None:
 
 
 def test_deltas_of_a_measured_request_are_unchanged() -> None:
-    """What is measured of a request changes nothing of driven."""
+    """Measuring a request changes nothing of its deltas."""
 
     async def main(driven: Driven) -> None:
         channel = driven.thread.channel("other")
