@@ -31,12 +31,13 @@ serve: setup  ## serve the default model (ARGS: flags of `crossdock serve`)
 	$(BIN)/crossdock serve $(ARGS)
 
 test: lint  ## lint, types and all tests that need neither a GPU nor many minutes (ARGS: pytest's)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --durations=20 $(ARGS)
 
-lint: setup  ## ruff and mypy
+lint: setup  ## ruff, mypy, and the check of plain English
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python .ci/plain_english.py
 
 deploy-check: setup  ## every manifest, by the schemas of those who read them; no cluster, no network
 	$(BIN)/pytest tests/cluster/deploy $(ARGS)

@@ -46,7 +46,8 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
-from crossdock.cluster.config import ClusterConfig, load
+from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.config_file import load
 from crossdock.cluster.deploy.serve import serve_config
 from crossdock.workers.model.checkpoint import default_model_dir
 

@@ -34,10 +34,11 @@ from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.follower import follow
 from crossdock.workers.replica.gang import Gang
+from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
-from crossdock.workers.schedule.scheduler import Batch, SampledToken, Scheduler
+from crossdock.workers.schedule.scheduler import Scheduler
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "prompts whole": {"enable_chunked_prefill": False, "max_num_batched_tokens": 8192},

@@ -1,8 +1,8 @@
-"""How many replicas each pool should have, and what each is kept for, from what the replicas say of themselves.
+"""How many replicas each pool should have, and which role each replica should be assigned, from live profiles.
 
-Demand is counted in replicas: the share of its time that a replica's work takes, plus what it would take to work off
-what waits within its class's time to first token; or the share of its pages or places in use, if that is more. One rule
-serves pools for prompts, for tokens and for both, and the ratio between them follows from it.
+Demand is counted in replicas. A replica's demand is the share of time that its work takes, plus the share it would need
+to work off the waiting prompts within their classes' times to first token; or the share of its pages or places in use,
+if that is more. One rule serves pools of every role, and the ratio between prefill and decode follows from it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,6 +15,10 @@ from crossdock.workers.report.advertise import LiveProfile
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.cost import StepCost
 
+SHRINK_MARGIN = 0.85
+"""Share of the target utilisation that the smaller pool must stay below before a pool shrinks, so that it does not grow
+again at once. `pytest tests/router/test_scaling.py -k steady_load` shows that no pool moves back and forth."""
+
 
 class ScalingConfig(BaseModel):
     """When pools grow and shrink. Their bounds are their own `min_replicas` and `max_replicas`."""
@@ -22,17 +26,19 @@ class ScalingConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     utilisation: float = Field(0.7, gt=0, le=1, description="Share of a replica's time that its work should take.")
-    interval_s: float = Field(2.0, gt=0, description="How often demand is looked at.")
+    interval_s: float = Field(2.0, gt=0, description="Seconds between two looks at demand.")
     up_delay_s: float = Field(10.0, ge=0, description="How long demand must have been too high before a pool grows.")
-    down_delay_s: float = Field(300.0, ge=0, description="How long it must have been low before one replica goes.")
+    down_delay_s: float = Field(
+        300.0, ge=0, description="How long demand must have been low before a pool gives up one replica."
+    )
     flip_roles: bool = Field(
-        False, description="Replicas kept for prompts are kept for tokens instead, or the reverse, when the mix shifts."
+        False, description="Assign prefill replicas to decode, or the reverse, when the mix of requests shifts."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of one pool."""
+    """The role of one pool, and how many replicas it may have."""
 
     role: Role
     least: int
@@ -41,7 +47,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """A pool should have so many replicas."""
+    """A decision: this pool should have so many replicas."""
 
     pool: str
     replicas: int
@@ -50,7 +56,7 @@ class Resize:
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """A replica should be kept for something else."""
+    """A decision: this replica should be assigned another role."""
 
     replica: str
     role: Role
@@ -58,7 +64,7 @@ class Flip:
 
 
 def demand(profile: SchedulingProfile, live: LiveProfile, done_per_s: float) -> float:
-    """How many replicas like this one its work needs. `done_per_s`: seconds of prompts it has computed per second."""
+    """Return how many replicas like this one its work needs. `done_per_s`: seconds of prompts computed per second."""
     cost = StepCost.of(live.cost) if live.cost else profile.cost
     classes = profile.slo_classes
     waiting = sum(prompts.seconds / classes[prompts.priority].ttft_s for prompts in live.prompts)
@@ -72,9 +78,11 @@ def demand(profile: SchedulingProfile, live: LiveProfile, done_per_s: float) -> 
 
 @dataclass(slots=True)
 class _Member:
+    """One replica, and what it reported at the last decision and most recently: (time, live profile)."""
+
     pool: str
     profile: SchedulingProfile
-    first: tuple[float, LiveProfile]  # when it was heard, since the last decision
+    first: tuple[float, LiveProfile]
     last: tuple[float, LiveProfile]
 
     @property
@@ -90,30 +98,30 @@ class _Member:
 
 @dataclass(slots=True)
 class Scaling:
-    """What should be, by what is heard. All times are seconds on one clock of the caller's."""
+    """Decides sizes and roles from live profiles. All times are seconds on one clock of the caller's."""
 
     config: ScalingConfig
     pools: Mapping[str, Bounds]
-    targets: dict[str, int] = field(default_factory=dict)  # replicas, by pool, as last asked for
+    targets: dict[str, int] = field(default_factory=dict)  # replicas, by pool, as last decided
     _members: dict[str, _Member] = field(default_factory=dict)
     _high_since: dict[str, float] = field(default_factory=dict)  # by pool
-    _low_since: dict[str, float] = field(default_factory=dict)
-    _short_since: dict[Role, float] = field(default_factory=dict)
+    _low_since: dict[str, float] = field(default_factory=dict)  # by pool
+    _short_since: dict[str, float] = field(default_factory=dict)  # by role
 
     def hear(self, name: str, pool: str, profile: SchedulingProfile, live: LiveProfile, now: float) -> None:
-        """What a replica says of itself."""
-        it = self._members.get(name)
-        if it is None or it.last[1].incarnation != live.incarnation:
+        """Take in a replica's live profile."""
+        member = self._members.get(name)
+        if member is None or member.last[1].incarnation != live.incarnation:
             self._members[name] = _Member(pool, profile, (now, live), (now, live))
         else:
-            it.last = now, live
+            member.last = now, live
 
     def forget(self, name: str) -> None:
-        """A replica is gone."""
+        """Remove a replica that has left."""
         self._members.pop(name, None)
 
     def decide(self, now: float) -> list[Resize | Flip]:
-        """What to change now. It is taken to be done: it is not asked for again."""
+        """Return the changes to make now. The caller is assumed to make them: no change is returned twice."""
         wanted, enough = self._wanted()
         actions: list[Resize | Flip] = []
         for pool, bounds in self.pools.items():
@@ -121,20 +129,20 @@ class Scaling:
         if self.config.flip_roles:
             actions += self._flip("prefill", "decode", wanted, enough, now)
             actions += self._flip("decode", "prefill", wanted, enough, now)
-        for it in self._members.values():
-            it.first = it.last
+        for member in self._members.values():
+            member.first = member.last
         return actions
 
     def _wanted(self) -> tuple[dict[Role, int], dict[Role, int]]:
-        """Replicas of each role: how many demand asks for, and how many would do without asking for more at once."""
+        """Return two numbers of replicas by role: what demand needs, and the most that would not make a smaller pool
+        grow again at once."""
         total: dict[Role, float] = {}
-        for it in self._members.values():
-            role = it.role
-            total[role] = total.get(role, 0.0) + it.demand
+        for member in self._members.values():
+            total[member.role] = total.get(member.role, 0.0) + member.demand
         most = self.config.utilisation
         return (
             {role: ceil(each / most) for role, each in total.items()},
-            {role: ceil(each / (_HYSTERESIS * most)) for role, each in total.items()},
+            {role: ceil(each / (SHRINK_MARGIN * most)) for role, each in total.items()},
         )
 
     def _resize(
@@ -142,9 +150,9 @@ class Scaling:
     ) -> Iterable[Resize]:
         if bounds.least == bounds.most:
             return
-        num_here = sum(1 for it in self._members.values() if it.pool == pool)
+        num_here = sum(1 for member in self._members.values() if member.pool == pool)
         target = self.targets.setdefault(pool, min(max(bounds.least, num_here), bounds.most))
-        away = self._count(pool, bounds.role, at_home=True) - self._count(pool, bounds.role, at_home=False)
+        away = self._num_away(pool, bounds.role) - self._num_guests(pool, bounds.role)
         high = min(max(wanted.get(bounds.role, 0) + away, bounds.least), bounds.most)
         low = min(max(enough.get(bounds.role, 0) + away, bounds.least), bounds.most)
         high_since = _since(self._high_since, pool, high > target, now)
@@ -160,44 +168,42 @@ class Scaling:
         self.targets[pool] = target
         yield Resize(pool, target, reason)
 
-    def _count(self, pool: str, role: Role, *, at_home: bool) -> int:
-        """Replicas of this pool that are kept for something else now; or those of others that are kept for `role`."""
-        if at_home:
-            return sum(1 for it in self._members.values() if it.pool == pool and it.role != role)
-        return sum(1 for it in self._members.values() if it.pool != pool and it.role == role)
+    def _num_away(self, pool: str, role: Role) -> int:
+        """Return how many replicas of this pool are assigned another role now."""
+        return sum(1 for member in self._members.values() if member.pool == pool and member.role != role)
+
+    def _num_guests(self, pool: str, role: Role) -> int:
+        """Return how many replicas of other pools are assigned this role now."""
+        return sum(1 for member in self._members.values() if member.pool != pool and member.role == role)
 
     def _flip(
         self, short: Role, spare: Role, wanted: Mapping[Role, int], enough: Mapping[Role, int], now: float
     ) -> Iterable[Flip]:
-        """One replica of role `spare` changes to `short`, if pools cannot give what that one lacks."""
-        its = [name for name, it in self._members.items() if it.role == spare]
-        have = sum(1 for it in self._members.values() if it.role == short)
+        """Assign one replica of role `spare` the role `short`, if the pools of `short` cannot grow."""
+        spares = [name for name, member in self._members.items() if member.role == spare]
+        have = sum(1 for member in self._members.values() if member.role == short)
         may_grow = any(
             bounds.role == short and self.targets.get(pool, bounds.least) < bounds.most
             for pool, bounds in self.pools.items()
         )
-        lacks = wanted.get(short, 0) > have and not may_grow
-        spares = len(its) > max(enough.get(spare, 0), 1)
-        since = _since(self._short_since, short, lacks and spares, now)
+        is_short = wanted.get(short, 0) > have and not may_grow
+        has_spare = len(spares) > max(enough.get(spare, 0), 1)
+        since = _since(self._short_since, short, is_short and has_spare, now)
         if since is None or now - since < self.config.up_delay_s:
             return
         del self._short_since[short]
-        # First one that comes home by it, then the least busy.
-        name = min(its, key=lambda it: (self._home(it) != short, self._members[it].demand, it))
+        # A replica that returns to the role of its pool goes first, then the least busy one.
+        name = min(spares, key=lambda name: (self._home_role(name) != short, self._members[name].demand, name))
         yield Flip(name, short, f"demand for {wanted[short]} {short}, {have} there")
 
-    def _home(self, name: str) -> Role:
+    def _home_role(self, name: str) -> Role:
         bounds = self.pools.get(self._members[name].pool)
         return bounds.role if bounds is not None else "mixed"
 
 
-_HYSTERESIS = 0.85  # of the utilisation: a pool shrinks only to where it would not grow again at once
-
-
-def _since(times: dict[str, float] | dict[Role, float], key: str, holds: bool, now: float) -> float | None:
-    """Since when a condition has held; None: it does not."""
-    its: dict[str, float] = times  # type: ignore[assignment]
+def _since(times: dict[str, float], key: str, holds: bool, now: float) -> float | None:
+    """Return since when a condition has held; None if it does not hold."""
     if not holds:
-        its.pop(key, None)
+        times.pop(key, None)
         return None
-    return its.setdefault(key, now)
+    return times.setdefault(key, now)

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
+
+settings.register_profile("crossdock", deadline=None)  # a loaded machine is slow: seconds are for benchmarks
+settings.load_profile("crossdock")
 
 # Before torch, transformers and ray are imported: they read these once. Ray's processes inherit them.
 os.environ.update(

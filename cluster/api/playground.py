@@ -5,10 +5,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from crossdock.workers.schedule.batch import Batch, SampledToken
+from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams
-from crossdock.workers.schedule.scheduler import Batch, SampledToken, Scheduler, SchedulerConfig
+from crossdock.workers.schedule.scheduler import Scheduler
 
 PAGE_SIZE = 16
 _MOST_STEPS = 1000
@@ -131,7 +133,7 @@ def play(scenario: Scenario) -> dict[str, Any]:
         it.add(name, scenario.decode_context, Leg.RECEIVE)
         it.last[name] = 0.0
     for request in it.scheduler.grant(0.0):  # their contexts are there, as if another replica had sent them
-        it.scheduler.arrive(request.id, 0, 0.0)
+        it.scheduler.start_decoding(request.id, 0, 0.0)
     for _ in range(_STEPS_BEFORE if scenario.num_decodes else 0):
         it.step()
     arrived = it.now

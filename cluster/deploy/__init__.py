@@ -1,1 +1,1 @@
-"""Manifests from a configuration: what `ray up`, KubeRay and `serve deploy` are given."""
+"""Manifests from a configuration, for `ray up`, KubeRay and `serve deploy`."""

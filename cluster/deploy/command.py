@@ -1,4 +1,4 @@
-"""`crossdock deploy`: manifests on standard output."""
+"""`crossdock deploy`: print manifests on standard output."""
 
 import sys
 from enum import StrEnum
@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
-deploy = typer.Typer(no_args_is_help=True, help="Manifests for clusters, from a configuration file.")
+deploy = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Manifests for clusters, from a configuration file."
+)
 
 
 class Target(StrEnum):
-    """Who takes the manifests."""
+    """The program that reads the manifests."""
 
     KUBERAY = "kuberay"
     RAY_UP = "ray-up"
@@ -19,14 +21,14 @@ class Target(StrEnum):
 
 
 @deploy.callback()
-def _several_commands() -> None:
-    """Makes `render` a command of its own."""
+def _make_group() -> None:
+    """Make `render` a command of a group: a Typer with one command and no callback would be that command itself."""
 
 
 @deploy.command(epilog="[cyan]crossdock deploy render cluster.yaml --target kuberay | kubectl apply -f -[/cyan]")
 def render(
     config: Annotated[Path, typer.Argument(help="The configuration, as of `crossdock serve --config`.")],
-    target: Annotated[Target, typer.Option(help="Who takes the manifests.")] = Target.KUBERAY,
+    target: Annotated[Target, typer.Option(help="The program that reads the manifests.")] = Target.KUBERAY,
 ) -> None:
     """Print manifests of the application, and of the nodes that the section `deploy` describes."""
     try:
@@ -39,8 +41,12 @@ def render(
 
 
 def rendered(path: Path, target: Target) -> str:
-    """What `render` prints."""
-    from crossdock.cluster.config import load
+    """Return the text that `render` prints for the configuration file `path`.
+
+    Raises:
+        ValueError: the configuration cannot be used, or not for this target.
+    """
+    from crossdock.cluster.config_file import load
     from crossdock.cluster.deploy.kuberay import kuberay
     from crossdock.cluster.deploy.rayup import ray_up
     from crossdock.cluster.deploy.serve import serve_config

@@ -1,4 +1,4 @@
-"""Kubernetes objects of a deployment: KubeRay's RayService, and what protects and watches it."""
+"""Kubernetes objects of a deployment: KubeRay's RayService, and the objects that protect and monitor it."""
 
 from importlib.metadata import version
 from pathlib import PurePosixPath
@@ -10,17 +10,21 @@ from crossdock.cluster.deploy.serve import serve_config
 from crossdock.cluster.deploy.yaml import Literal, to_yaml
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT
 
-PART_OF = "app.kubernetes.io/part-of"  # on every pod of a deployment; KubeRay sets the labels that are named alike
-GROUP = "ray.io/group"  # KubeRay's own: the worker group of a pod
-API_KEYS = "crossdock-api-keys"  # Secret whose one entry is the file of keys
+PART_OF = "app.kubernetes.io/part-of"  # on every pod of a deployment; KubeRay sets other labels of that prefix
+GROUP = "ray.io/group"  # label that KubeRay sets: the worker group of a pod
+API_KEYS = "crossdock-api-keys"  # Secret with one entry, the file of keys
 REDIS_PASSWORD = "crossdock-redis"  # Secret with `password`
-HUB = "crossdock-hub"  # Secret with HF_TOKEN, for models that ask for one; it may be missing
-OBJECT_STORE = str(80 << 20)  # bytes: tokens travel in messages, and pages in a memory of their own
-METRICS = 8080  # where Ray's own metrics of a node are
+HUB = "crossdock-hub"  # optional Secret with HF_TOKEN, for models that require one
+OBJECT_STORE = str(80 << 20)  # bytes; small, because tokens travel in messages and KV pages in separate memory
+METRICS = 8080  # port of Ray's own metrics of a node
 
 
 def kuberay(config: ClusterConfig) -> list[dict[str, Any]]:
-    """The documents of a deployment. ValueError: a pool has no nodes, or keys stand in the configuration."""
+    """Return the documents of a deployment.
+
+    Raises:
+        ValueError: a pool has no nodes, or API keys stand in the configuration itself.
+    """
     _require_nodes(config)
     name = config.deploy.name
     return [
@@ -36,7 +40,7 @@ def _require_nodes(config: ClusterConfig) -> None:
     named = {node.pool for node in config.deploy.nodes}
     for pool in config.pools:
         if pool.name not in named:
-            raise ValueError(f"deploy.nodes: pool {pool.name!r} has none; say what its machines are")
+            raise ValueError(f"deploy.nodes: pool {pool.name!r} has none; describe its machines")
 
 
 def _document(api_version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +54,7 @@ def _ray_service(config: ClusterConfig) -> dict[str, Any]:
     deploy = config.deploy
     cluster: dict[str, Any] = {
         "rayVersion": version("ray"),
-        "authOptions": {"mode": "token"},  # or whoever reaches a port of Ray's runs code
+        "authOptions": {"mode": "token"},  # without a token, any process that reaches a port of Ray's could run code
         "headGroupSpec": _head(config),
         "workerGroupSpecs": [_workers(config, node) for node in deploy.nodes],
     }
@@ -67,7 +71,7 @@ def _ray_service(config: ClusterConfig) -> dict[str, Any]:
     return {
         "serveConfigV2": Literal(to_yaml([serve_config(config, host="0.0.0.0")])),
         "upgradeStrategy": {"type": deploy.upgrade},
-        "rayClusterDeletionDelaySeconds": _grace_seconds(config),  # of the old one: its streams end first
+        "rayClusterDeletionDelaySeconds": _grace_seconds(config),  # of the old cluster: its streams end first
         "excludeHeadPodFromServeSvc": True,
         "rayClusterConfig": cluster,
     }
@@ -106,7 +110,10 @@ def _workers(config: ClusterConfig, node: NodeConfig) -> dict[str, Any]:
 
 
 def _pod(config: ClusterConfig, container: str, resources: dict[str, Any], ports: dict[str, int]) -> dict[str, Any]:
-    """No probes: KubeRay puts its own on every pod, the proxy's among them, so that a pod gets requests once it can."""
+    """Return the spec of a pod, without probes.
+
+    KubeRay adds probes to every pod, one of them of the proxy: a pod gets requests once it can serve them.
+    """
     deploy = config.deploy
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}]
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
@@ -120,7 +127,7 @@ def _pod(config: ClusterConfig, container: str, resources: dict[str, Any], ports
         mounts.append({"name": "models", "mountPath": "/models"})
         environment["HF_HOME"] = "/models"
     return {
-        "restartPolicy": "Never",  # the autoscaler takes a restarted pod for another node than it is
+        "restartPolicy": "Never",  # the autoscaler mistakes a restarted pod for another node
         "terminationGracePeriodSeconds": _grace_seconds(config),
         "securityContext": {
             "runAsNonRoot": True,
@@ -150,11 +157,11 @@ def _resources(cpus: int, memory: str, gpus: int) -> dict[str, Any]:
 
 
 def _grace_seconds(config: ClusterConfig) -> int:
-    """Longer than running requests may take to end."""
+    """Return a time in which all running requests can end."""
     return int(config.http.drain_timeout_s) + 60
 
 
-# -- what protects and watches it --------------------------------------------------------------------------------------
+# -- protection and monitoring -----------------------------------------------------------------------------------------
 
 
 def _disruption_budget(name: str, node: NodeConfig) -> dict[str, Any]:
@@ -165,8 +172,11 @@ def _disruption_budget(name: str, node: NodeConfig) -> dict[str, Any]:
 
 
 def _network_policy(config: ClusterConfig) -> dict[str, Any]:
-    """Among themselves the pods need every port: Ray's, and those that KV pages travel over. From elsewhere in the
-    cluster only the API is reached; the operator reaches the head's dashboard, by which it deploys the application."""
+    """Return the rules of who may connect to the pods.
+
+    Among themselves the pods need every port: Ray's ports, and those of KV transfers. The rest of the cluster reaches
+    the API alone. The operator reaches the head's dashboard, through which it deploys the application.
+    """
     ours = {"podSelector": {"matchLabels": {PART_OF: config.deploy.name}}}
     operator = {
         "namespaceSelector": {},
@@ -190,7 +200,7 @@ def _tcp(port: int) -> dict[str, Any]:
 
 
 def _pod_monitor(name: str) -> dict[str, Any]:
-    """Ray's own metrics, of every node."""
+    """Return the monitor of Ray's own metrics, on every node."""
     return {
         "selector": {"matchLabels": {PART_OF: name}},
         "podMetricsEndpoints": [{"port": "metrics", "interval": "15s"}],
@@ -198,8 +208,11 @@ def _pod_monitor(name: str) -> dict[str, Any]:
 
 
 def _scrape(config: ClusterConfig) -> dict[str, Any]:
-    """One scrape of the service, whoever answers, has all replicas and ingresses: a ServiceMonitor would take it from
-    every pod behind the service and count everything as often."""
+    """Return the scrape of the service.
+
+    Each answer covers all replicas and ingresses, whichever pod gives it. A ServiceMonitor would scrape every pod
+    behind the service and count everything once per pod.
+    """
     name = config.deploy.name
     return {
         "jobName": "crossdock",

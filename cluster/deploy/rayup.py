@@ -1,4 +1,4 @@
-"""The cluster file of `ray up`: one node type for the head and one for each pool, on whichever cloud Ray knows."""
+"""The cluster file of `ray up`: one node type for the head and one for each pool, on any cloud that Ray supports."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ _TOKEN = "~/.ray/auth_token"  # made by `ray get-auth-token --generate`, the sam
 
 
 def ray_up(config: ClusterConfig) -> dict[str, Any]:
-    """In the shape of Ray's cluster schema. The application follows by `serve deploy`."""
+    """Return the cluster in the format of Ray's cluster schema. `serve deploy` then deploys the application."""
     deploy = config.deploy
     mounts = {_TOKEN: _TOKEN}
     if config.http.api_keys_file is not None:
         mounts[config.http.api_keys_file] = "~/.crossdock/api-keys.yaml"
     environment = ENVIRONMENT | {"RAY_AUTH_MODE": "token"}
     options = ["--ulimit nofile=65536:65536", "--shm-size=1g", *(f"-e {k}={v}" for k, v in environment.items())]
-    head = {"resources": {"CPU": 0}, "node_config": dict(deploy.head.node_config)}  # it runs no replica
+    head = {"resources": {"CPU": 0}, "node_config": dict(deploy.head.node_config)}  # no replica runs on the head
     started = f"--object-store-memory={OBJECT_STORE}"
     return {
         "cluster_name": deploy.name,
@@ -32,7 +32,7 @@ def ray_up(config: ClusterConfig) -> dict[str, Any]:
         "available_node_types": {"head": head} | {node.pool: _node_type(config, node) for node in deploy.nodes},
         "head_start_ray_commands": [
             "ray stop",
-            # The dashboard, by which applications are deployed, is reached by `ray dashboard` alone: over SSH.
+            # Applications are deployed through the dashboard. Only `ray dashboard` reaches it, over SSH.
             "ray start --head --port=6379 --dashboard-host=127.0.0.1 "
             f"--autoscaling-config=~/ray_bootstrap_config.yaml {started}",
         ],

@@ -1,4 +1,4 @@
-"""Ray Serve's config file: the application with its arguments, as `serve deploy` and a RayService take it."""
+"""Ray Serve's config file: the application and its arguments, for `serve deploy` and a RayService."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ IMPORT_PATH = "crossdock.cluster.serve.app:build"
 
 
 def serve_config(config: ClusterConfig, *, host: str | None = None) -> dict[str, Any]:
-    """In the shape of Serve's `ServeDeploySchema`. `host`: where proxies listen, instead of `http.host`.
+    """Return the config in the format of Serve's `ServeDeploySchema`. `host`: replaces `http.host` for proxies.
 
     Raises:
-        ValueError: API keys stand in the configuration itself, and would be readable to all who may read manifests.
+        ValueError: API keys stand in the configuration itself; everyone with access to manifests could read them.
     """
     if config.http.api_keys:
         raise ValueError(
@@ -25,7 +25,7 @@ def serve_config(config: ClusterConfig, *, host: str | None = None) -> dict[str,
         "args": config.model_dump(mode="json", exclude_unset=True, exclude={"deploy"}),
     }
     if config.deploy.nodes:
-        # The head has no cores to give, so an ingress that asks for one is not on it, and outlives it.
+        # The head offers no cores: an ingress that needs one runs elsewhere, and survives the loss of the head.
         application["deployments"] = [{"name": "ingress", "ray_actor_options": {"num_cpus": 1}}]
     return {
         "proxy_location": "EveryNode",

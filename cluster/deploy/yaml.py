@@ -1,4 +1,4 @@
-"""How manifests are written: block style, in the order they were made, long texts as they are."""
+"""Write manifests as YAML: block style, keys in their given order, long texts as literal blocks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,14 +7,14 @@ import yaml
 
 
 class Literal(str):
-    """A text of several lines that stays readable."""
+    """A text of several lines, written as a literal block."""
 
     __slots__ = ()
 
 
 class _Dumper(yaml.SafeDumper):
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        super().increase_indent(flow, False)  # lists are indented, as everyone writes manifests
+        super().increase_indent(flow, False)  # lists are indented, as is usual in manifests
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -28,5 +28,5 @@ _Dumper.add_representer(Literal, _literal)
 
 
 def to_yaml(documents: Sequence[Any]) -> str:
-    """Several documents in one text, or one without a mark."""
+    """Return the documents as one text, separated by `---`; a single document has no separator."""
     return str(yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=110, explicit_start=len(documents) > 1))

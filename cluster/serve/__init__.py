@@ -1,1 +1,1 @@
-"""The Ray Serve application: ingresses, engine deployments, scaler."""
+"""The Ray Serve application: ingresses, engine deployments, scaler; and `crossdock serve`, which starts it."""

@@ -1,4 +1,4 @@
-"""The Ray Serve application: an ingress that speaks the OpenAI API, and one engine deployment per pool.
+"""The Ray Serve application: an ingress with the OpenAI API, and one engine deployment per pool.
 
 `crossdock.cluster.serve.app:build` is the import path for `serve run`, `serve deploy` and RayService manifests.
 """
@@ -37,8 +37,9 @@ from crossdock.workers.replica.replica import Replica
 logger = logging.getLogger("ray.serve")
 
 APP_NAME = "crossdock"
-_FIRST_REPLICA_S = 10.0  # in which an ingress hears of replicas that are up; while models load it says so, with 503
-_NEVER_QUEUE = 1_000_000  # admission is the engine's business; Serve's own limit must not interfere
+_FIRST_REPLICA_S = 10.0  # an ingress waits so long for a replica; while models load it answers 503 after that
+_NEVER_QUEUE = 1_000_000  # requests; the engine decides about admission, and Serve's own limit must not interfere
+_TINY_BUNDLE = 0.001  # CPUs; Ray accepts no bundle without resources
 
 
 class Ingress:
@@ -47,7 +48,7 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ClusterConfig, engines: dict[str, DeploymentHandle], scaler: DeploymentHandle | None = None
     ) -> None:
-        """`scaler` is not called: Serve runs what an ingress is given."""
+        """Start serving. `scaler` is not called: Serve runs every deployment that an ingress is bound to."""
         path = resolve_model(config.model.path)
         self.dispatcher = Dispatcher(config.model.name, config.router, self._all_ingress_metrics)
         self._name = uuid.uuid4().hex
@@ -59,7 +60,7 @@ class Ingress:
         tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
         self._api = build_api(self.dispatcher, text, config.http, tiers)
         follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
-        with suppress(TimeoutError):  # else an upgrade would bring requests to an ingress that has no replica yet
+        with suppress(TimeoutError):  # without this wait an upgrade would route requests to an ingress without replicas
             async with asyncio.timeout(_FIRST_REPLICA_S):
                 while not self.dispatcher.ready():
                     await asyncio.sleep(0.02)
@@ -75,7 +76,7 @@ class Ingress:
         await self.dispatcher.close()
 
     async def ingress_metrics(self) -> tuple[str, str]:
-        """This ingress's name and what its clients experienced: its part of a scrape that another one answers."""
+        """Return this ingress's name and metrics: its part of a scrape that another ingress answers."""
         return self._name, self.dispatcher.metrics.text()
 
     async def _all_ingress_metrics(self) -> dict[str, str]:
@@ -84,7 +85,7 @@ class Ingress:
 
 
 def build(args: ClusterConfig) -> serve.Application:
-    """The application of a configuration (Serve validates a mapping against `ClusterConfig`)."""
+    """Return the application of a configuration. Serve validates a mapping against `ClusterConfig`."""
     engines = {pool.name: engine_deployment(args, pool) for pool in args.pools}
     ingress = serve.deployment(
         serve.ingress()(Ingress),
@@ -102,7 +103,7 @@ def build(args: ClusterConfig) -> serve.Application:
 
 
 def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Application:
-    """The replicas of one pool."""
+    """Return the deployment of one pool's replicas."""
     num_ranks = sum(each.most * each.num_ranks for each in config.pools)
     num_threads = pool.num_cpus or max((os.cpu_count() or 1) // num_ranks, 1)
     ships = any(each.role == "prefill" for each in config.pools)
@@ -139,16 +140,13 @@ def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applicat
 
 
 def _placement_group(pool: PoolConfig) -> dict[str, Any]:
-    """A bundle for each rank of a replica; the Serve replica itself has the first."""
-    bundle = {"CPU": pool.num_cpus or _NEXT_TO_NOTHING, **({"GPU": pool.num_gpus} if pool.num_gpus else {})}
+    """Return a bundle for each rank of a replica. The first is the Serve replica's own."""
+    bundle = {"CPU": pool.num_cpus or _TINY_BUNDLE, **({"GPU": pool.num_gpus} if pool.num_gpus else {})}
     return {"placement_group_bundles": [bundle] * pool.num_ranks, "placement_group_strategy": pool.placement}
 
 
-_NEXT_TO_NOTHING = 0.001  # Ray takes no bundle of nothing
-
-
 def start_ray(config: ClusterConfig) -> None:
-    """A Ray of our own on this machine, unless the environment names a cluster to join."""
+    """Start a Ray on this machine, unless RAY_ADDRESS names a cluster to join."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if ray.is_initialized():
@@ -168,23 +166,25 @@ def start_ray(config: ClusterConfig) -> None:
 
 
 def _on_one_node(config: ClusterConfig) -> ClusterConfig:
-    """Without Serve's proxies; transfers stay on the loopback interface unless an address is given."""
+    """Return the configuration for one node: no Serve proxies; transfers on the loopback interface by default."""
     transfer = config.transfer.model_copy(update={"host": config.transfer.host or "127.0.0.1"})
     http = config.http.model_copy(update={"direct": True})
     return config.model_copy(update={"http": http, "transfer": transfer})
 
 
-STARTING = ("Ray", "Serve", "replicas: model and warm-up")  # what `serve_forever` goes through, in this order
+STARTING = ("Ray", "Serve", "replicas: model and warm-up")  # the phases of `serve_forever`, in order
 
 
 def serve_forever(config: ClusterConfig, starting: Callable[[str], None], started: Callable[[], None]) -> None:
-    """Starts everything and ends everything on SIGINT or SIGTERM. Calls `starting` with each of `STARTING` as it
-    begins, then `started`."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end as KeyboardInterrupt, wherever we are
+    """Start everything; end everything on SIGINT or SIGTERM.
+
+    Calls `starting` with each of `STARTING` as that phase begins, then `started`.
+    """
+    _interrupt_on_signals()
     try:
         starting(STARTING[0])
         start_ray(config)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put its own there, which aborts
+        _interrupt_on_signals()  # Ray has installed its own handler of SIGTERM, which aborts
         if not os.environ.get("RAY_ADDRESS"):
             config = _on_one_node(config)
         location = ProxyLocation.Disabled if config.http.direct else ProxyLocation.EveryNode
@@ -198,8 +198,21 @@ def serve_forever(config: ClusterConfig, starting: Callable[[str], None], starte
     except KeyboardInterrupt:
         pass
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave processes behind
         if ray.is_initialized():
             serve.shutdown()
             ray.shutdown()
+
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def _interrupt_on_signals() -> None:
+    """Raise KeyboardInterrupt in the main thread on SIGINT and SIGTERM.
+
+    Python itself does so for SIGINT only if the process was not started with SIGINT ignored, as a script's background
+    job is.
+    """
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.default_int_handler)

@@ -1,7 +1,7 @@
-"""What the environment of Ray's processes must say before they start, on whichever machine."""
+"""Environment variables that Ray's processes need before they start, on every machine."""
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray would run the engine at nice 15
-    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20),  # bytes; a long prompt is more than gRPC's 4 MiB
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20),  # bytes; a long prompt exceeds gRPC's 4 MiB
 }

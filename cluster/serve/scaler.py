@@ -1,10 +1,13 @@
-"""Keeps the sizes of pools, and the roles of replicas, where router/scaling.py wants them: a deployment of one replica
-beside the ingress. It hears what replicas say of themselves, as an ingress does, and asks Serve for what should be."""
+"""A deployment of one replica that changes the sizes of pools and the roles of replicas as router/scaling.py decides.
+
+It follows the messages of all replicas, as an ingress does, and asks Serve for the changes.
+"""
 
 import asyncio
 import logging
 import time
 import uuid
+from functools import partial
 from typing import Any
 
 import ray
@@ -20,12 +23,15 @@ from crossdock.workers.report.profile import SchedulingProfile
 
 logger = logging.getLogger("ray.serve")
 
-_AGAIN_S = 1.0  # until a replica that could not be heard is tried again
+_RETRY_S = 1.0  # pause before the messages of a replica that could not be reached are followed again
 
 
 class Scaler:
-    """Applies `Scaling` to the application it is a deployment of, which must run with Serve's external scaler enabled
-    (`crossdock serve` does; `external_scaler_enabled: true` in a Serve config file)."""
+    """Applies the decisions of `Scaling` to the application that it is a deployment of.
+
+    The application must run with Serve's external scaler enabled: `crossdock serve` does so; a Serve config file needs
+    `external_scaler_enabled: true`.
+    """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ClusterConfig, engines: dict[str, DeploymentHandle]
@@ -39,7 +45,7 @@ class Scaler:
         self._controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
         name = f"scaler-{uuid.uuid4().hex}"
         for pool, handle in engines.items():
-            follow_members({pool: handle}, name, lambda *its, pool=pool: self._join(pool, *its), self._leave)
+            follow_members({pool: handle}, name, partial(self._join, pool), self._leave)
         self._running = asyncio.create_task(self._run())
 
     async def __del__(self) -> None:  # Serve awaits it when the replica stops
@@ -48,15 +54,16 @@ class Scaler:
             self._leave(name)
 
     def check_health(self) -> None:
+        """Raise the error that ended the scaling loop: Serve logs the error and replaces this replica."""
         if self._running.done():
-            self._running.result()  # Serve replaces us, with the error in its log
+            self._running.result()
 
     def _join(self, pool: str, name: str, client: ReplicaClient, profile: SchedulingProfile) -> None:
         self._clients[name] = client
         self._following[name] = asyncio.create_task(self._follow(pool, name, client, profile))
 
     def _leave(self, name: str) -> None:
-        """An open stream would hold up the replica's drain."""
+        """Close the stream of a replica's messages: an open stream would hold up the replica's drain."""
         self._scaling.forget(name)
         self._following.pop(name).cancel()
         del self._clients[name]
@@ -68,10 +75,10 @@ class Scaler:
                     async for message in client.messages():
                         if message.live is not None:
                             self._scaling.hear(name, pool, profile, message.live, time.monotonic())
-                except Exception as error:  # whatever it is, Serve says when the replica is gone for good
-                    logger.info("replica %s cannot be heard: %s", name, error)
+                except Exception as error:  # of any kind: Serve reports when the replica is gone for good
+                    logger.info("replica %s cannot be reached: %s", name, error)
                 self._scaling.forget(name)
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(_RETRY_S)
         finally:
             await client.close()
 
@@ -81,8 +88,8 @@ class Scaler:
             for action in self._scaling.decide(time.monotonic()):
                 try:
                     await self._apply(action)
-                except Exception as error:  # e.g. the replica has just died: the next decision sees it
-                    logger.error("%s could not be done: %s", action, error)
+                except Exception as error:  # e.g. the replica has just died, which the next decision takes into account
+                    logger.error("%s could not be applied: %s", action, error)
 
     async def _apply(self, action: Resize | Flip) -> None:
         logger.warning("%s", action)

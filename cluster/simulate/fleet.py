@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from crossdock.cluster.simulate.presets import preset
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.report.profile import Role, SchedulingProfile
-from crossdock.workers.schedule.scheduler import SchedulerConfig
+from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.slo import SloClass
 
 

@@ -17,9 +17,10 @@ import numpy as np
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import SimulatedPool
 from crossdock.workers.report.advertise import Publisher
+from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Request, TokenDelta
-from crossdock.workers.schedule.scheduler import Batch, SampledToken, Scheduler
+from crossdock.workers.schedule.scheduler import Scheduler
 
 TOKEN = 2**32 - 1  # what every simulated model says
 _SAMPLED = SampledToken(TOKEN)

@@ -17,9 +17,9 @@ from crossdock.cluster.simulate.transfer import SimulatedNetwork, SimulatedTrans
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import Placement, Query
 from crossdock.workers.report.advertise import LiveProfile
+from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.pages import hash_pages
 from crossdock.workers.schedule.request import Leg, Overloaded, Request, SamplingParams, TokenDelta
-from crossdock.workers.schedule.scheduler import Batch
 
 MOST_PLACEMENTS = 4  # of one request, refusals apart; as the dispatcher's
 HEARTBEAT_S = (

@@ -91,7 +91,7 @@ class SimulatedTransfer:
         if not is_last:
             scheduler.commit(self.request_id, num_tokens)
             return
-        scheduler.arrive(self.request_id, TOKEN, now)
+        scheduler.start_decoding(self.request_id, TOKEN, now)
         self.is_over = True
         self.clock.at(now + self.latency_s, lambda now: self.sender.post(self._shipped, now))
 
@@ -101,5 +101,5 @@ class SimulatedTransfer:
             self.sender.publisher.transferred(self._bytes, self._seconds)
         request = scheduler.get(self.request_id)
         if request is not None and request.epoch == self.epoch:
-            scheduler.shipped(self.request_id)
+            scheduler.finish_sent(self.request_id)
         scheduler.pages.release(self.owner)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from crossdock.cluster.tune.curves import Curves
-from crossdock.workers.schedule.chunking import MARGIN
+from crossdock.workers.schedule.chunking import SLACK_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,12 @@ def advise(curves: Curves, tpot_s: float, streams: int | None, page_size: int, m
 
 
 def _attainable(curves: Curves, decodes: int, tpot_s: float, page_size: int) -> Attainable:
-    chunk = curves.chunk_within(MARGIN * tpot_s, decodes, page_size)
+    chunk = curves.chunk_within(SLACK_SHARE * tpot_s, decodes, page_size)
     smallest = next(stall for size in curves.chunks if (stall := curves.stall(size, decodes)) is not None)
     return Attainable(
         decodes=decodes,
         alone_s=curves.stall(0, decodes),
-        tpot_s=smallest / MARGIN,
+        tpot_s=smallest / SLACK_SHARE,
         chunk=chunk,
-        rate=chunk / (MARGIN * tpot_s),
+        rate=chunk / (SLACK_SHARE * tpot_s),
     )

@@ -104,7 +104,7 @@ def _measure(
     if streams is not None and streams not in decodes:
         raise ValueError(f"streams ({streams}) must be one of --decodes: {', '.join(map(str, decodes))}")
 
-    from crossdock.cluster.config import load
+    from crossdock.cluster.config_file import load
     from crossdock.cluster.tune.advice import advise
     from crossdock.cluster.tune.curves import Curves
     from crossdock.cluster.tune.report import Findings

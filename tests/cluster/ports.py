@@ -4,8 +4,8 @@ import socket
 
 
 def free_port() -> int:
-    """One that nobody listened on a moment ago."""
-    with socket.socket() as it:
-        it.bind(("127.0.0.1", 0))
-        port: int = it.getsockname()[1]
+    """Return a port on which no process listened a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
     return port

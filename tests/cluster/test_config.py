@@ -1,4 +1,4 @@
-"""The configuration tree: what files and overrides mean, and what is said of those that mean nothing."""
+"""The configuration tree: the meaning of files and overrides, and the errors about wrong ones."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from crossdock.cluster.config import ClusterConfig, ConfigError, ModelConfig, load, to_yaml
+from crossdock.cluster.config import ClusterConfig, ModelConfig
+from crossdock.cluster.config_file import ConfigError, load, to_yaml
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_nothing_is_one_mixed_replica_of_the_default() -> None:
+def test_empty_configuration_is_one_mixed_replica_of_the_default_model() -> None:
     config = load()
     assert config.model.path is None
     assert config.model.name == "SmolLM2-135M-Instruct"
@@ -33,7 +34,7 @@ def test_nothing_is_one_mixed_replica_of_the_default() -> None:
     assert (config.http.host, config.http.port) == ("127.0.0.1", 8000)
 
 
-def test_file_is_read_and_overrides_win(file: Path) -> None:
+def test_overrides_win_over_the_file(file: Path) -> None:
     config = load(file, {"http.port": 9001, "engine.page_size": 32, "pools.small.num_cpus": 4, "pools.0.replicas": 3})
     assert config.model.path == config.model.name == "org/model"
     assert config.engine.kv_cache_memory == 1 << 30
@@ -45,16 +46,16 @@ def test_file_is_read_and_overrides_win(file: Path) -> None:
     ]
 
 
-def test_a_pool_names_only_what_differs(file: Path) -> None:
+def test_engine_of_a_pool_inherits_the_settings_that_it_does_not_name(file: Path) -> None:
     big, small = load(file, {"engine.max_num_seqs": 4}).pools
     assert big.engine is not None
     assert big.engine.max_num_batched_tokens == 2048
-    assert big.engine.max_num_seqs == 4  # the cluster's, and from an override at that
+    assert big.engine.max_num_seqs == 4  # the cluster's, from an override
     assert big.engine.kv_cache_memory == 1 << 30
     assert small.engine is None
 
 
-def test_default_pool_can_be_changed_by_name_and_by_position() -> None:
+def test_default_pool_is_overridden_by_name_and_by_position() -> None:
     config = load(None, {"pools.mixed.replicas": 2, "pools.0.engine.max_num_seqs": 4})
     assert config.pools[0].replicas == 2
     assert config.pools[0].engine is not None
@@ -62,7 +63,7 @@ def test_default_pool_can_be_changed_by_name_and_by_position() -> None:
     assert load(None, {"pools": [{"name": "small"}], "pools.small.replicas": 2}).pools[0].replicas == 2
 
 
-def test_overrides_leave_the_callers_mapping_alone() -> None:
+def test_overrides_do_not_change_the_callers_mapping() -> None:
     pools = [{"name": "small"}]
     load(None, {"pools": pools, "pools.small.replicas": 2})
     assert pools == [{"name": "small"}]
@@ -77,7 +78,7 @@ def test_tree_is_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         ({"engine.max_num_seq": 3}, "engine.max_num_seq: no such setting; did you mean max_num_seqs?"),
         ({"max_num_seqs": 3}, "max_num_seqs: no such setting; did you mean engine.max_num_seqs?"),
@@ -117,14 +118,16 @@ def test_tree_is_frozen() -> None:
         ({"engine.max_num_batched_tokens": 10}, "engine: max_num_batched_tokens (10) must be at least max_num_seqs"),
     ],
 )
-def test_errors_say_where_what_and_what_is_accepted(overrides: dict[str, object], told: str) -> None:
+def test_wrong_override_raises_one_line_with_field_value_and_alternatives(
+    overrides: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         load(None, overrides)
-    assert str(error.value).startswith(told)
+    assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)  # one problem, one line
 
 
-def test_all_problems_are_told_at_once_with_their_file(tmp_path: Path) -> None:
+def test_file_with_two_problems_raises_one_line_for_each(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text("engine: {page_size: 0}\nhttp: {prot: 80}\n")
     with pytest.raises(ConfigError) as error:
@@ -135,7 +138,7 @@ def test_all_problems_are_told_at_once_with_their_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("a: [1, 2", "not YAML: .* line 1"),
         ("- a\n- b\n", "a mapping is expected"),
@@ -143,29 +146,29 @@ def test_all_problems_are_told_at_once_with_their_file(tmp_path: Path) -> None:
         ("pools: {name: a}\n", "pools: must be a valid tuple"),
     ],
 )
-def test_files_that_are_not_configurations(text: str, told: str, tmp_path: Path) -> None:
+def test_file_that_is_no_configuration_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         load(path)
 
 
-def test_absent_and_empty_files(tmp_path: Path) -> None:
+def test_absent_file_is_refused_and_empty_file_is_the_defaults(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read: No such file"):
         load(tmp_path / "absent.yaml")
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
     assert load(tmp_path / "empty.yaml") == load()
 
 
-def test_printed_configuration_reads_back_as_itself(file: Path, tmp_path: Path) -> None:
+def test_printed_configuration_loads_as_itself(file: Path, tmp_path: Path) -> None:
     for config in (load(), load(file)):
         (tmp_path / "printed.yaml").write_text(to_yaml(config))
         assert load(tmp_path / "printed.yaml") == config
-        # What Ray Serve does with the arguments in a RayService manifest.
+        # Ray Serve validates the arguments in a RayService manifest like this.
         assert ClusterConfig.model_validate(yaml.safe_load(to_yaml(config))) == config
 
 
-def test_printed_configuration_explains_itself_and_hides_secrets() -> None:
+def test_printed_configuration_has_descriptions_and_hides_secrets() -> None:
     text = to_yaml(load(None, {"http.api_keys": ["hunter2"]}))
     assert "hunter2" not in text
     assert "<hidden>" in text
@@ -175,7 +178,7 @@ def test_printed_configuration_explains_itself_and_hides_secrets() -> None:
     assert "hunter" not in repr(load(None, bound))
 
 
-def test_keys_may_be_bound_to_classes(tmp_path: Path) -> None:
+def test_api_keys_are_bound_to_classes(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(
         """
@@ -193,20 +196,20 @@ def test_keys_may_be_bound_to_classes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data", [{"http": {"api_keys": [["hunter2"]]}}, {"http": {"api_keys": ["hunter2"], "port": -1}}]
 )
-def test_an_error_of_the_tree_itself_keeps_secrets_too(data: dict[str, object]) -> None:
-    """As Ray Serve raises it, which validates the arguments of an application by itself."""
+def test_validation_error_of_the_tree_hides_secrets(data: dict[str, object]) -> None:
+    """Ray Serve validates the arguments of an application itself, and shows this error."""
     with pytest.raises(ValidationError) as error:
         ClusterConfig.model_validate(data)
     assert "hunter2" not in str(error.value)
 
 
-def test_a_bad_secret_is_not_repeated() -> None:
+def test_error_about_an_api_key_does_not_repeat_the_key() -> None:
     with pytest.raises(ConfigError) as error:
         load(None, {"http.api_keys": [12345678]})
     assert "12345678" not in str(error.value)
 
 
-def test_a_pool_has_the_role_of_its_name_or_the_one_it_is_given() -> None:
+def test_pool_has_its_given_role_or_else_that_of_its_name() -> None:
     pools = load(None, {"pools": [{"name": "prefill"}, {"name": "decode"}, {"name": "big", "role": "prefill"}]}).pools
     assert [pool.role for pool in pools] == ["prefill", "decode", "prefill"]
     assert load().pools[0].role == "mixed"
@@ -220,17 +223,17 @@ def test_a_pool_has_the_role_of_its_name_or_the_one_it_is_given() -> None:
         ([{"name": "prefill"}, {"name": "decode", "engine": {"page_size": 32}}], "page_size must be the same"),
     ],
 )
-def test_pools_that_cannot_work_together(pools: list[dict[str, object]], message: str) -> None:
+def test_pools_that_cannot_work_together_are_refused(pools: list[dict[str, object]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(None, {"pools": pools, "engine": {"max_num_seqs": 32}})
 
 
 @pytest.mark.parametrize("name", ["ingress", "Big Pool"])
-def test_names_a_pool_cannot_have(name: str) -> None:
+def test_reserved_or_malformed_pool_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"pools\.0\.name|pools\.0"):
         load(None, {"pools": [{"name": name}]})
 
 
-def test_model_name_is_the_clients() -> None:
+def test_model_name_is_served_name_or_path_without_revision() -> None:
     assert ModelConfig.model_validate({"path": "org/model@v1"}).name == "org/model"
     assert ModelConfig.model_validate({"path": "org/model", "served_name": "mine"}).name == "mine"

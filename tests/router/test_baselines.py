@@ -1,4 +1,4 @@
-"""What others do, done as they do it."""
+"""Policies of other routers choose as those routers do."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from crossdock.router.baselines import (
     POLICIES,
-    View,
+    PolicyView,
     block_cost,
     least_requests,
     power_of_two,
@@ -18,54 +18,62 @@ from crossdock.router.baselines import (
 )
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.report.advertise import Prompts
-from tests.router.replicas import Replica, fleet_of, place, profile, query, quiet
+from tests.router.replicas import Replica, fleet_of, live, place, profile, query
 
 
-def view(requests: list[float], cached: list[float] | None = None, **fields: object) -> View:
-    nothing = [0.0] * len(requests)
-    defaults = {"waiting": nothing, "context": nothing, "page_size": [16.0] * len(requests)}
+def view(requests: list[float], cached: list[float] | None = None, **fields: object) -> PolicyView:
+    zeros = [0.0] * len(requests)
+    defaults = {"waiting": zeros, "context": zeros, "page_size": [16.0] * len(requests)}
     arrays = {name: np.array(fields.get(name, default)) for name, default in defaults.items()}
     rest = {"num_tokens": 160, "seed": 12345, "number": 0} | {k: v for k, v in fields.items() if k not in defaults}
-    return View(np.array(requests, dtype=float), np.array(cached or nothing), **arrays, **rest)  # type: ignore[arg-type]
+    return PolicyView(np.array(requests, dtype=float), np.array(cached or zeros), **arrays, **rest)  # type: ignore[arg-type]
 
 
-def test_round_robin_takes_turns() -> None:
+def test_round_robin_takes_replicas_in_turn() -> None:
     assert [round_robin(view([0, 0, 0], number=number)) for number in range(5)] == [0, 1, 2, 0, 1]
 
 
-def test_least_requests_spreads_ties() -> None:
+def test_least_requests_with_ties_spreads_them_by_seed() -> None:
     assert least_requests(view([3, 1, 2])) == 1
     assert {least_requests(view([1, 3, 1], seed=seed)) for seed in range(10)} == {0, 2}
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(0, 2**32 - 1))
-def test_power_of_two_never_takes_the_worst_of_three(requests: list[int], seed: int) -> None:
-    chosen = power_of_two(view([float(it) for it in requests], seed=seed))
+def test_power_of_two_never_takes_the_single_busiest_replica(requests: list[int], seed: int) -> None:
+    chosen = power_of_two(view([float(count) for count in requests], seed=seed))
     if len(requests) > 1:
         assert any(requests[chosen] <= other for at, other in enumerate(requests) if at != chosen)
 
 
-def test_power_of_two_tries_all_pairs() -> None:
+def test_power_of_two_over_many_seeds_tries_every_pair_equally_often() -> None:
     loads = [0.0, 1.0, 2.0, 3.0]
     chosen = Counter(power_of_two(view(loads, seed=seed * 2_654_435_761 % 2**32)) for seed in range(2000))
     assert [chosen[place] / 2000 for place in range(4)] == pytest.approx([1 / 2, 1 / 3, 1 / 6, 0], abs=0.05)
 
 
-def test_prefix_affinity_has_thresholds() -> None:
-    assert prefix_affinity(view([30, 0, 0], [96, 0, 0])) == 0  # 60 % of the prompt, and 30 apart are not many
-    assert prefix_affinity(view([30, 5, 3], [64, 0, 0])) == 2  # 40 % are too little
-    assert prefix_affinity(view([90, 5, 3], [160, 0, 0])) == 2  # too uneven: cache or not
+@pytest.mark.parametrize(
+    ("requests", "cached", "chosen"),
+    [
+        ([30, 0, 0], [96, 0, 0], 0),  # 60 % of the prompt is cached, and 30 requests apart is even enough
+        ([30, 5, 3], [64, 0, 0], 2),  # 40 % of the prompt is too little
+        ([90, 5, 3], [160, 0, 0], 2),  # too uneven, whatever is cached
+    ],
+    ids=["cached", "too little cached", "too uneven"],
+)
+def test_prefix_affinity_follows_cache_within_thresholds(
+    requests: list[float], cached: list[float], chosen: int
+) -> None:
+    assert prefix_affinity(view(requests, cached)) == chosen
 
 
-def test_block_cost_is_linear() -> None:
-    """Pages to prefill, plus pages of streams."""
+def test_block_cost_adds_pages_to_prefill_and_pages_of_streams() -> None:
     assert block_cost(view([0, 0], [160, 0], context=[0, 0])) == 0
     assert block_cost(view([0, 0], [160, 0], context=[161, 0])) == 1
     assert block_cost(view([0, 0], [160, 0], waiting=[161, 0])) == 1
     assert block_cost(view([0, 0], [160, 0], waiting=[159, 0])) == 0
 
 
-def test_every_policy_has_a_name_in_the_configuration() -> None:
+def test_router_config_accepts_every_policy_and_no_other() -> None:
     for name in POLICIES:
         assert RouterConfig.model_validate({"policy": name}).policy == name
     with pytest.raises(ValueError, match="policy"):
@@ -73,11 +81,10 @@ def test_every_policy_has_a_name_in_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_in_a_fleet(policy: str) -> None:
-    """Each sees the same facts as the seconds do: what is said, what was given since, and cached prefixes."""
+def test_policy_in_a_fleet_counts_what_is_reported_and_booked(policy: str) -> None:
     fleet = fleet_of({name: profile() for name in "abc"}, policy=policy)
     crowd = (Prompts(1, 6, 50, 50_000, 60.0),)
-    fleet.hear("a", quiet(2, prompts=crowd, streams=(0, 50, 0), context_tokens=90_000), 0.0)
+    fleet.hear("a", live(2, prompts=crowd, streams=(0, 50, 0), context_tokens=90_000), 0.0)
     placed = Counter(place(fleet, query(f"{number}", 500)).decode for number in range(30))
     if policy == "round-robin":
         assert placed == dict.fromkeys("abc", 10)
@@ -88,20 +95,20 @@ def test_in_a_fleet(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["prefix-affinity", "block-cost"])
-def test_those_that_know_of_caches_find_what_a_replica_said(policy: str) -> None:
+def test_cache_aware_policy_finds_a_reported_prefix(policy: str) -> None:
     replicas = {name: Replica(profile()) for name in "abcd"}
     fleet = fleet_of({name: replica.profile for name, replica in replicas.items()}, policy=policy)
     prompt = list(range(800))
     replicas["c"].add("before", prompt, max_tokens=1)
     while replicas["c"].scheduler.has_work:
         replicas["c"].step()
-    replicas["c"].say(fleet, "c", 0.0)
+    replicas["c"].report(fleet, "c", 0.0)
     for number in range(10):
         assert fleet.choose(query(f"{number}", prompt=[*prompt, number]), 0.0).decode == "c"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_with_pools_a_prompt_is_always_shipped(policy: str) -> None:
+def test_policy_with_prefill_replicas_ships_every_prompt_it_may(policy: str) -> None:
     profiles = {
         "p": profile(role="prefill"),
         "d1": profile(role="decode"),
@@ -115,5 +122,5 @@ def test_with_pools_a_prompt_is_always_shipped(policy: str) -> None:
     assert {prefill for prefill, _ in pairs} == {"p"}
     assert {"d1", "d2"} <= {decode for _, decode in pairs}
     assert fleet.choose(query("short", 10), 0.0).prefill is None
-    assert fleet.choose(query("kept", 500, may_ship=False), 0.0).prefill is None
+    assert fleet.choose(query("local", 500, may_ship=False), 0.0).prefill is None
     assert fleet.choose(query("without", 500), 0.0, exclude=["d1", "d2", "m"]).decode == "p"

@@ -1,4 +1,4 @@
-"""What the index says a replica has is what a plain set per replica says, after any history of messages."""
+"""The prefix index equals one plain set of hashes per replica, after any history of messages."""
 
 import random
 
@@ -13,7 +13,7 @@ SLOTS = 5
 
 
 def lengths(prefixes: Prefixes, hashes: list[PageHash]) -> dict[int, int]:
-    """Pages that each replica has of the prefix, read from `match`."""
+    """Return by slot how many pages of the prefix the replica has, as `match` reports it."""
     found: dict[int, int] = {}
     for bits, length in prefixes.match(hashes):
         for slot in range(bits.bit_length()):
@@ -23,7 +23,8 @@ def lengths(prefixes: Prefixes, hashes: list[PageHash]) -> dict[int, int]:
     return found
 
 
-def brute_force(sets: list[set[PageHash]], hashes: list[PageHash]) -> dict[int, int]:
+def lengths_in_sets(sets: list[set[PageHash]], hashes: list[PageHash]) -> dict[int, int]:
+    """Return what `lengths` should, by brute force."""
     wanted = {}
     for slot, has in enumerate(sets):
         length = 0
@@ -34,69 +35,86 @@ def brute_force(sets: list[set[PageHash]], hashes: list[PageHash]) -> dict[int, 
     return wanted
 
 
-def chain(rng: random.Random) -> list[PageHash]:
-    """The page hashes of a prompt that shares its beginning with many of the others."""
+def random_hashes(rng: random.Random) -> list[PageHash]:
+    """Return the page hashes of a prompt that shares its beginning with many others."""
     tokens = [rng.choice([1, 1, 1, 2]) for _ in range(rng.randrange(1, 12))]
     return hash_pages(tokens, 1, rng.choice(["", "", "tenant"]))
 
 
-@given(st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=150)
-def test_matches_are_those_of_plain_sets(rng: random.Random) -> None:
-    prefixes = Prefixes(10_000)
-    known: list[set[PageHash]] = [set() for _ in range(SLOTS)]
-    expected: list[tuple[int, list[PageHash]]] = []
-    numbers = [0] * SLOTS
-    for _ in range(rng.randrange(1, 60)):
-        slot, hashes = rng.randrange(SLOTS), chain(rng)
+class Index:
+    """A prefix index, and the same knowledge as plain sets."""
+
+    def __init__(self) -> None:
+        self.prefixes = Prefixes(10_000)
+        self.reported: list[set[PageHash]] = [set() for _ in range(SLOTS)]
+        self.expected: list[tuple[int, list[PageHash]]] = []
+        self.numbers = [0] * SLOTS
+
+    def change(self, rng: random.Random) -> None:
+        """Apply one random message or booking to both."""
+        slot, hashes = rng.randrange(SLOTS), random_hashes(rng)
         match rng.randrange(8):
             case 0 | 1 | 2:
-                gone = [it for it in known[slot] if rng.random() < 0.3]
-                numbers[slot] += 1
-                prefixes.hear(slot, PageChanges("one", numbers[slot], hashes, gone))
-                known[slot] = (known[slot] - set(gone)) | set(hashes)
-            case 3:  # a message was lost: nothing of before is believed any more
-                numbers[slot] += 2
-                prefixes.hear(slot, PageChanges("one", numbers[slot], hashes))
-                known[slot] = set(hashes)
+                gone = [page_hash for page_hash in self.reported[slot] if rng.random() < 0.3]
+                self.numbers[slot] += 1
+                self.prefixes.hear(slot, PageChanges("one", self.numbers[slot], hashes, gone))
+                self.reported[slot] = (self.reported[slot] - set(gone)) | set(hashes)
+            case 3:  # a message was lost: earlier ones no longer count
+                self.numbers[slot] += 2
+                self.prefixes.hear(slot, PageChanges("one", self.numbers[slot], hashes))
+                self.reported[slot] = set(hashes)
             case 4:
-                prefixes.hear(slot, PageChanges("one", numbers[slot], hashes, is_all=True))
-                known[slot] = set(hashes)
+                self.prefixes.hear(slot, PageChanges("one", self.numbers[slot], hashes, is_all=True))
+                self.reported[slot] = set(hashes)
             case 5:
-                prefixes.expect(slot, hashes)
-                expected.append((slot, hashes))
-            case 6 if expected:
-                done = expected.pop(rng.randrange(len(expected)))
-                prefixes.end_expected(*done)
+                self.prefixes.expect(slot, hashes)
+                self.expected.append((slot, hashes))
+            case 6 if self.expected:
+                self.prefixes.end_expected(*self.expected.pop(rng.randrange(len(self.expected))))
             case 7:
-                prefixes.forget(slot)
-                known[slot], numbers[slot] = set(), 0
-                expected = [it for it in expected if it[0] != slot]
-        sets = [has | {it for at, its in expected if at == slot for it in its} for slot, has in enumerate(known)]
-        assert len(prefixes) == len(set().union(*sets))
+                self.prefixes.forget(slot)
+                self.reported[slot], self.numbers[slot] = set(), 0
+                self.expected = [(other, pages) for other, pages in self.expected if other != slot]
+
+    def sets(self) -> list[set[PageHash]]:
+        """Return the hashes that each replica has reported or is expected to have."""
+        sets = [set(reported) for reported in self.reported]
+        for slot, hashes in self.expected:
+            sets[slot].update(hashes)
+        return sets
+
+
+@given(st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=150)
+def test_match_after_any_history_equals_plain_sets(rng: random.Random) -> None:
+    index = Index()
+    for _ in range(rng.randrange(1, 60)):
+        index.change(rng)
+        sets = index.sets()
+        assert len(index.prefixes) == len(set().union(*sets))
         for _ in range(3):
-            asked = chain(rng)
-            assert lengths(prefixes, asked) == brute_force(sets, asked)
+            hashes = random_hashes(rng)
+            assert lengths(index.prefixes, hashes) == lengths_in_sets(sets, hashes)
 
 
 @given(st.randoms(use_true_random=False), st.integers(0, 30))
 @settings(deadline=None, max_examples=100)
-def test_it_is_bounded_and_then_knows_less_and_nothing_wrong(rng: random.Random, most: int) -> None:
+def test_index_beyond_its_bound_forgets_pages_and_reports_no_wrong_one(rng: random.Random, most: int) -> None:
     prefixes = Prefixes(most)
-    known: list[set[PageHash]] = [set() for _ in range(SLOTS)]
+    reported: list[set[PageHash]] = [set() for _ in range(SLOTS)]
     for number in range(1, 30):
-        slot, hashes = rng.randrange(SLOTS), chain(rng)
+        slot, hashes = rng.randrange(SLOTS), random_hashes(rng)
         prefixes.hear(slot, PageChanges("one", number, hashes, is_all=True))
-        known[slot] = set(hashes)
+        reported[slot] = set(hashes)
         prefixes.expect(slot, hashes)
         prefixes.end_expected(slot, hashes)
         assert len(prefixes) <= most
-        asked = chain(rng)
-        true = brute_force(known, asked)
-        assert all(length <= true.get(slot, 0) for slot, length in lengths(prefixes, asked).items())
+        hashes = random_hashes(rng)
+        true = lengths_in_sets(reported, hashes)
+        assert all(length <= true.get(slot, 0) for slot, length in lengths(prefixes, hashes).items())
 
 
-def test_the_end_of_a_prefix_is_forgotten_before_its_beginning() -> None:
+def test_end_of_a_prefix_is_forgotten_before_its_beginning() -> None:
     prefixes = Prefixes(6)
     one, other = hash_pages([1] * 4, 1), hash_pages([2] * 4, 1)
     prefixes.hear(0, PageChanges("a", 1, one))
@@ -106,26 +124,26 @@ def test_the_end_of_a_prefix_is_forgotten_before_its_beginning() -> None:
     assert lengths(prefixes, other) == {0: 4}
 
 
-def test_another_incarnation_has_nothing_of_the_first() -> None:
+def test_new_incarnation_has_no_pages_of_the_previous_one() -> None:
     prefixes = Prefixes(100)
     one, other = hash_pages([1] * 4, 1), hash_pages([2] * 4, 1)
     prefixes.hear(3, PageChanges("a", 1, one))
     prefixes.hear(3, PageChanges("b", 2, other))
     assert lengths(prefixes, one) == {}
     assert lengths(prefixes, other) == {3: 4}
-    prefixes.hear(3, PageChanges("b", 2, one))  # again, or late
+    prefixes.hear(3, PageChanges("b", 2, one))  # doubled, or late
     assert lengths(prefixes, one) == {}
 
 
 @given(st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=60)
-def test_a_reader_of_a_pools_changes_has_its_index(rng: random.Random) -> None:
-    """From the pool to the router: whatever the pool does between two readings, and for a reader that comes late."""
+def test_reader_of_a_pools_changes_has_the_pools_index(rng: random.Random) -> None:
+    """From the pool to the router, for a reader of all changes, and for one that sometimes reads everything instead."""
     pool, early, late = PagePool(12, 1), Prefixes(1000), Prefixes(1000)
     number = 0
     for step in range(rng.randrange(1, 40)):
         owner = f"{step}"
-        hashes = chain(rng)[:8]
+        hashes = random_hashes(rng)[:8]
         shared = pool.match_prefix(hashes)
         if pool.can_allocate(len(hashes) - len(shared), shared):
             pool.share(owner, shared)
@@ -138,13 +156,15 @@ def test_a_reader_of_a_pools_changes_has_its_index(rng: random.Random) -> None:
             pool.clear_cache()
         if rng.random() < 0.5:
             number += 1
-            changes = PageChanges("it", number, *pool.take_changes())
+            changes = PageChanges("one", number, *pool.take_changes())
+            everything = PageChanges("one", number, pool.findable(), is_all=True)
             early.hear(0, changes)
-            late.hear(0, changes if rng.random() < 0.8 else PageChanges("it", number, pool.findable(), is_all=True))
-            asked = chain(rng)
-            wanted = {0: len(pool.match_prefix(asked))} if pool.match_prefix(asked) else {}
-            assert lengths(early, asked) == wanted
+            late.hear(0, changes if rng.random() < 0.8 else everything)
+            wanted_hashes = random_hashes(rng)
+            matched = len(pool.match_prefix(wanted_hashes))
+            wanted = {0: matched} if matched else {}
+            assert lengths(early, wanted_hashes) == wanted
             assert len(early) == len(pool.findable())
             if len(late) == len(early):
-                assert lengths(late, asked) == wanted
-            assert lengths(late, asked).get(0, 0) <= lengths(early, asked).get(0, 0)
+                assert lengths(late, wanted_hashes) == wanted
+            assert lengths(late, wanted_hashes).get(0, 0) <= lengths(early, wanted_hashes).get(0, 0)

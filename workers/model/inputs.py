@@ -13,7 +13,7 @@ from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.workers.model.model import PagedModel
-from crossdock.workers.schedule.scheduler import Batch, Scheduled
+from crossdock.workers.schedule.batch import Batch, Scheduled
 
 
 @dataclass(frozen=True, slots=True)

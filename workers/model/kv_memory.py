@@ -12,8 +12,8 @@ from crossdock.workers.model.memory_budget import MemoryBudget
 from crossdock.workers.model.memory_fit import size_of
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.sampler import SampleRow, sample
+from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request, SamplingParams
-from crossdock.workers.schedule.scheduler import Batch, Scheduled
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, G
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import CPP, Attention, choose_attention
-from crossdock.kernels.options import AttentionBackend, KVCacheDtype
+from crossdock.kernels.options import KVCacheDtype
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
 from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.fp8_scales import example_text, in_float32, scale_for

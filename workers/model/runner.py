@@ -8,7 +8,7 @@ from torch import Tensor
 from crossdock.workers.model.graphs import DecodeGraphs
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.model import PagedModel
-from crossdock.workers.schedule.scheduler import Batch
+from crossdock.workers.schedule.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.report.profile import SchedulingProfile
+from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.cost import StepWork
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
-from crossdock.workers.schedule.scheduler import Batch, Scheduled
 
 _SWEPT_CHUNKS = (16, 64, 256, 1024, 4096)
 _LONG_STEP = 0.1  # seconds

@@ -9,7 +9,7 @@ from crossdock.kernels.options import AttentionBackend, KVCacheDtype
 from crossdock.workers.model.memory_budget import MemoryBudget
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.report.profile import Role
-from crossdock.workers.schedule.scheduler import SchedulerConfig
+from crossdock.workers.schedule.config import SchedulerConfig
 
 
 class EngineConfig(SchedulerConfig):

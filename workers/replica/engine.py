@@ -18,10 +18,11 @@ from crossdock.workers.replica.gang import Gang
 from crossdock.workers.replica.pipeline import Pipeline
 from crossdock.workers.replica.pool_layout import held_layers, pool_spec
 from crossdock.workers.replica.step_sampler import StepSampler
+from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.cost import StepCostFit, StepWork
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import FinishReason, Request, Submission, TokenDelta
-from crossdock.workers.schedule.scheduler import Batch, Scheduler
+from crossdock.workers.schedule.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,8 @@ class Engine:
         num_pages = self._num_pages()
         model.allocate_pool(num_pages, config.page_size)
         self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(config, self.pages, model.max_model_len, model.eos_token_ids)
-        self.scheduler.depth = model.part.place.num_stages
+        depth = model.part.place.num_stages
+        self.scheduler = Scheduler(config, self.pages, model.max_model_len, model.eos_token_ids, depth=depth)
         self._sampler = StepSampler(model.vocab_size, tuple(model.eos_token_ids), self.tokenizer_dir)
         broadcast = self.gang.run_step if self.gang is not None else None
         graphs = None
@@ -123,12 +124,12 @@ class Engine:
     def arrive(self, request_id: str, token_id: int) -> None:
         """Let a held request decode from the next step on: all its pages and its first token have arrived."""
         self._sampler.accept(request_id, token_id)
-        self.scheduler.arrive(request_id, token_id, self.clock())
+        self.scheduler.start_decoding(request_id, token_id, self.clock())
 
     def ship(self, request_id: str) -> None:
         """End a held request here: all its pages are at another replica."""
         self._sampler.remove(request_id)
-        self.scheduler.shipped(request_id)
+        self.scheduler.finish_sent(request_id)
 
     def is_in_flight(self, request_id: str) -> bool:
         """Return whether a step that has begun computes a part of the request.
@@ -152,11 +153,11 @@ class Engine:
         now, before = self.clock(), self.pipeline.newest
         if before is None or not self.pipeline.is_ahead:
             return self._execute(self.scheduler.schedule(now), now)
-        if before.device_tokens is None or self.scheduler.lacks_pages:
+        if before.device_tokens is None or self.scheduler.needs_preemption:
             return False
         predicted = self.cost_fit.cost.seconds(before.batch.work) if self.cost_fit is not None else 0.0
         ended = max(before.started + predicted, now)
-        with self.scheduler.foreseen(before.batch, ended):
+        with self.scheduler.assume_ended(before.batch, ended):
             return self._execute(self.scheduler.schedule(ended), now)
 
     def _execute(self, batch: Batch, now: float) -> bool:
@@ -178,7 +179,7 @@ class Engine:
     def fail_all(self, error: str) -> list[tuple[Request, TokenDelta]]:
         """End every request with an error, after a step raised. Pages are freed; the engine can go on."""
         self.pipeline.clear()
-        self.scheduler.lose_flights()
+        self.scheduler.drop_steps_in_flight()
         failed = []
         for request in self.scheduler.requests():
             self.abort(request.id)
@@ -204,7 +205,7 @@ class Engine:
     def calibrate(self, sweep: Sequence[tuple[StepWork, float]]) -> StepCostFit:
         """Predict the seconds of steps from now on, beginning with the measurements in `sweep`."""
         self.cost_fit = StepCostFit(sweep)
-        self.scheduler.cost = self.cost_fit.cost
+        self.scheduler.learn(self.cost_fit.cost, self.cost_fit.overrun)
         return self.cost_fit
 
     def _learn(self, batch: Batch, seconds: float, is_alone: bool) -> float:
@@ -214,7 +215,7 @@ class Engine:
         if not is_alone:
             return self.cost_fit.cost.seconds(batch.work)
         predicted = self.cost_fit.observe(batch.work, seconds)
-        self.scheduler.cost, self.scheduler.overrun = self.cost_fit.cost, self.cost_fit.overrun
+        self.scheduler.learn(self.cost_fit.cost, self.cost_fit.overrun)
         return predicted
 
 

@@ -152,7 +152,7 @@ class EngineThread:
         """Change this replica's role without a restart. Running requests go on; routers are notified at once."""
 
         def change() -> None:
-            self._publisher.keep_for(role)
+            self._publisher.assign_role(role)
             self._publish()
 
         await self.call(change)

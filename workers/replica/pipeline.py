@@ -19,7 +19,7 @@ from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.sampler import Drawn
 from crossdock.workers.replica.step_sampler import StepSampler
-from crossdock.workers.schedule.scheduler import Batch, SampledToken
+from crossdock.workers.schedule.batch import Batch, SampledToken
 
 
 @dataclass(slots=True, eq=False)

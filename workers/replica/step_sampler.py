@@ -10,8 +10,8 @@ from torch import Tensor
 
 from crossdock.workers.model.grammar import GrammarCompiler, GrammarState
 from crossdock.workers.model.sampler import Drawn, SampleRow, logprobs_of, sample
+from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.request import Grammar, Request, Status, TokenLogprobs
-from crossdock.workers.schedule.scheduler import Batch, SampledToken
 
 
 @dataclass(slots=True, eq=False)

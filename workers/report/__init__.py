@@ -1,1 +1,1 @@
-"""What a replica reports of its work: advertised profile, timelines, recent steps. No torch, no ray."""
+"""A replica's reports of its work: advertised profile, timelines, recent steps. No torch, no ray."""

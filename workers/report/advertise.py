@@ -1,5 +1,7 @@
-"""What a replica says of itself while it works: what it has to do now, and which prefixes it has. Its own publisher is
-the only source of either; the static part of its profile says what it can do."""
+"""The live profile that a replica publishes while it works: what it has to do now, and which prefixes it has cached.
+
+A replica's own publisher is the only source of both. profile.py has the static part.
+"""
 
 from bisect import bisect
 from collections.abc import Sequence
@@ -8,68 +10,77 @@ from math import exp, inf
 
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.pages import PageHash
-from crossdock.workers.schedule.request import Leg, Request, TokenDelta
+from crossdock.workers.schedule.request import Leg, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
 
 LENGTHS = tuple(4.0**power for power in range(-3, 4))
-"""Seconds that tell short prompts from long ones: how much longer one makes another wait depends on which is longer."""
+"""Seconds that divide prompts by length, 16 ms to 64 s: a prompt delays another by at most the shorter of the two.
 
-MEMORY_S = 5.0  # of what its time went into
+With factors of 4 between them, eight groups per class span all prompts, and a live profile stays below 1,000 bytes.
+"""
+
+MEMORY_S = 5.0
+"""Seconds over which shares of a replica's time are averaged: a weight falls to 1/e in this time.
+
+It spans several prompts of seconds each, and follows a load that changes within a minute. Routers depend on it little:
+with 0.5, 5 and 50 s, the p90 error of predicted TTFT is 72, 70 and 66 %
+(`crossdock simulate --pools mixed=4xh100-8b --request-rate 100 --mix bursty`, 2026-11-22).
+"""
+
+_NEWEST_RATE = 0.2  # weight of the newest transfer in the mean rate, which so spans about five transfers
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts of one class and about one length that are not computed yet, all parts of them that are left."""
+    """Prompts of one class and similar length with tokens left to compute."""
 
     priority: int
-    length: int  # place among `LENGTHS`
+    length: int  # index of the group between `LENGTHS`
     count: int
-    tokens: int
-    seconds: float  # that they take alone, by the replica's own reckoning
+    tokens: int  # left to compute, of all together
+    seconds: float  # that these tokens take alone, as predicted by the replica
 
 
 @dataclass(frozen=True, slots=True)
 class LiveProfile:
-    """What a replica has to do. Plain data: it crosses processes many times a second."""
+    """The work of a replica. Plain data: it crosses processes many times a second."""
 
-    incarnation: str  # of the process: a new one begins its sequence anew
+    incarnation: str  # of the process: a new process starts its sequence again
     sequence: int
-    cost: tuple[float, ...]  # `StepCost.coefficients`, as refined by now; empty: unknown
+    cost: tuple[float, ...]  # `StepCost.coefficients`, as learnt so far; empty: unknown
     prompts: tuple[Prompts, ...] = ()
-    streams: tuple[int, ...] = ()  # decodes, by priority
+    streams: tuple[int, ...] = ()  # number of decoding requests, by priority
     context_tokens: int = 0  # of all streams together
-    remaining_tokens: int = 0  # that the streams may still make, all together
-    arriving: tuple[int, ...] = ()  # by priority: their prompts are computed elsewhere, their tokens will be here
-    leaving: tuple[int, ...] = ()  # by priority: their prompts are computed here, their tokens will be elsewhere
-    places: tuple[int, ...] = ()  # by priority: how many more could begin; below 0, so many that wait could not
-    free_pages: tuple[
-        int, ...
-    ] = ()  # by priority: less what those that wait will take, and what the class below gives up
-    prompt_shares: tuple[float, ...] = ()  # by priority: of its time, what went into prompts of late
-    stream_share: float = 0.0  # of its time, what streams kept from prompts of late
-    step_seconds: float = 0.0  # of the last step; 0: nothing is running
-    bytes_per_second: float = 0.0  # of pages on their way to others, of late; 0: none were
-    done_seconds: float = 0.0  # of prompts it has computed since it started, as `Prompts.seconds` counts them
-    role: Role | None = None  # what it is kept for now; None: what its profile says
+    remaining_tokens: int = 0  # that all streams together may still make
+    arriving: tuple[int, ...] = ()  # requests prefilled elsewhere that will decode here, by priority
+    leaving: tuple[int, ...] = ()  # requests prefilled here that will decode elsewhere, by priority
+    places: tuple[int, ...] = ()  # requests that could still start, by priority; negative: so many must wait
+    free_pages: tuple[int, ...] = ()  # by priority: without those for waiting requests, with those of less urgent ones
+    prompt_shares: tuple[float, ...] = ()  # recent share of time that went into prompts, by priority
+    stream_share: float = 0.0  # recent share of time that streams did not leave to prompts
+    step_seconds: float = 0.0  # of the last step; 0: no request is running
+    bytes_per_second: float = 0.0  # recent rate of page transfers to other replicas; 0: none
+    done_seconds: float = 0.0  # of prompts computed since the start, in the unit of `Prompts.seconds`
+    role: Role | None = None  # that the replica is assigned to now; None: the role in its static profile
 
 
 @dataclass(frozen=True, slots=True)
 class PageChanges:
-    """Which page hashes have become findable at a replica, and which are no longer."""
+    """Page hashes that a replica has indexed, and page hashes that it has removed from its index."""
 
     incarnation: str
-    number: int  # one more than that of the changes before; a reader that misses one knows nothing any more
+    number: int  # one more than that of the changes before; a reader that misses one must start again
     added: Sequence[PageHash]  # beginnings of prefixes before their ends
     evicted: Sequence[PageHash] = ()
-    is_all: bool = False  # `added` is all there is: a reader begins here, whatever it knew
+    is_all: bool = False  # `added` is the complete index: a reader starts with this
 
 
 @dataclass(slots=True)
 class Message:
-    """What travels from a replica to one of its readers at once."""
+    """Everything that a replica sends to one of its readers at once."""
 
     deltas: list[TokenDelta] = field(default_factory=list)
-    live: LiveProfile | None = None  # where it was time to say something new; the last one again where all is quiet
+    live: LiveProfile | None = None  # if a new one is due; while the replica is quiet, the last one again
     pages: Sequence[PageChanges] = ()
 
 
@@ -83,10 +94,39 @@ def observe(
     bytes_per_second: float = 0.0,
     role: Role | None = None,
 ) -> LiveProfile:
-    """The live part of the profile of a replica with this scheduler."""
-    classes = scheduler.config.slo_classes
+    """Return the live profile of a replica with this scheduler."""
+    prompts, leaving = _prompts(scheduler)
+    streams, context, remaining = _streams(scheduler)
+    arriving = [0] * len(scheduler.config.slo_classes)
+    for request in (*scheduler.held, *scheduler.waiting):
+        if request.leg is Leg.RECEIVE:
+            arriving[request.priority] += 1
+    places, pages = _free(scheduler)
+    return LiveProfile(
+        incarnation,
+        sequence,
+        scheduler.cost.coefficients if scheduler.cost is not None else (),
+        prompts,
+        streams,
+        context,
+        remaining,
+        tuple(arriving),
+        leaving,
+        places,
+        pages,
+        prompt_shares,
+        stream_share,
+        step_seconds if scheduler.has_work else 0.0,
+        bytes_per_second,
+        scheduler.prefilled.seconds,
+        role,
+    )
+
+
+def _prompts(scheduler: Scheduler) -> tuple[tuple[Prompts, ...], tuple[int, ...]]:
+    """Return the prompts with tokens left to compute, and how many of them leave, by priority."""
     groups: dict[tuple[int, int], list[float]] = {}
-    leaving = [0] * len(classes)
+    leaving = [0] * len(scheduler.config.slo_classes)
     for request in scheduler.prefills():
         seconds = scheduler.prefill_seconds(request)
         group = groups.setdefault((request.priority, bisect(LENGTHS, seconds)), [0, 0, 0.0])
@@ -95,41 +135,27 @@ def observe(
         group[2] += seconds
         if request.leg is Leg.SEND:
             leaving[request.priority] += 1
-    streams, context, remaining = [0] * len(classes), 0, 0
+    prompts = (Prompts(*key, int(count), int(tokens), seconds) for key, (count, tokens, seconds) in groups.items())
+    return tuple(prompts), tuple(leaving)
+
+
+def _streams(scheduler: Scheduler) -> tuple[tuple[int, ...], int, int]:
+    """Return the number of streams by priority, their tokens of context, and the tokens they may still make."""
+    streams, context, remaining = [0] * len(scheduler.config.slo_classes), 0, 0
     for request in scheduler.running:
         if request.is_decoding:
             streams[request.priority] += 1
             context += request.num_tokens
-            remaining += _num_remaining(request)
-    arriving = [0] * len(classes)
-    for request in (*scheduler.held, *scheduler.waiting):
-        if request.leg is Leg.RECEIVE:
-            arriving[request.priority] += 1
-    places, pages = _room(scheduler)
-    return LiveProfile(
-        incarnation,
-        sequence,
-        scheduler.cost.coefficients if scheduler.cost is not None else (),
-        tuple(Prompts(*key, int(count), int(tokens), seconds) for key, (count, tokens, seconds) in groups.items()),
-        tuple(streams),
-        context,
-        remaining,
-        tuple(arriving),
-        tuple(leaving),
-        places,
-        pages,
-        prompt_shares,
-        stream_share,
-        step_seconds if scheduler.has_work else 0.0,
-        bytes_per_second,
-        scheduler.prefilled_seconds,
-        role,
-    )
+            remaining += max(request.sampling.max_tokens - request.num_output_tokens, 1)
+    return tuple(streams), context, remaining
 
 
-def _room(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """By priority: how many more could begin, and the pages that are free for them. Who waits is ahead of those of its
-    class and of the less urgent; and a class takes the pages of the less urgent."""
+def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return, by priority, how many more requests could start, and the pages that are free for them.
+
+    Waiting requests go before new ones of their own class and of less urgent ones. A class can take the pages of less
+    urgent requests.
+    """
     num_classes = len(scheduler.config.slo_classes)
     places = [scheduler.num_places(priority) for priority in range(num_classes)]
     pages = [scheduler.pages.num_available] * num_classes
@@ -146,103 +172,120 @@ def _room(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(places), tuple(pages)
 
 
-def _num_remaining(request: Request) -> int:
-    return max(request.sampling.max_tokens - request.num_output_tokens, 1)
+@dataclass(slots=True)
+class TimeShares:
+    """Shares of a replica's time, averaged over the last `MEMORY_S`: for prompts of each class, and for streams."""
+
+    scheduler: Scheduler
+    prompts: list[float] = field(init=False)  # by priority
+    streams: float = 0.0
+    _measured: float = 0.0  # when they were last measured, in seconds
+    _tokens: list[int] = field(default_factory=list)  # prompt tokens computed until then, by priority
+    _streams_then: float = 0.0  # share of streams at that time
+
+    def __post_init__(self) -> None:
+        self.prompts = [0.0] * len(self.scheduler.config.slo_classes)
+
+    def measure(self, now: float) -> None:
+        """Average the shares since the last call, and those before it."""
+        seconds, self._measured = now - self._measured, now
+        old = exp(-seconds / MEMORY_S)
+        self.streams = old * self.streams + (1 - old) * self._streams_then
+        self._streams_then = 1 - self.scheduler.prefill_share(0)
+        cost = self.scheduler.cost.per_prefill_token if self.scheduler.cost is not None else 0.0
+        tokens = [self.scheduler.prefilled.tokens_by_priority[priority] for priority in range(len(self.prompts))]
+        before, self._tokens = self._tokens or tokens, tokens
+        if seconds > 0:
+            for priority, mean in enumerate(self.prompts):
+                share = min((tokens[priority] - before[priority]) * cost / seconds, 1.0)
+                self.prompts[priority] = old * mean + (1 - old) * share
 
 
 @dataclass(slots=True)
 class Publisher:
-    """Numbers what a replica says of itself, and says it seldom: at once when it begins to work and when it is done; at
-    most every `interval_s` while requests come, end or have their prompts computed; and every `steady_s` while streams
-    only go on, of which there is little to tell."""
+    """Numbers what a replica publishes, and limits how often.
+
+    A live profile is due at once when the replica starts to work and when it has finished. It is due every `interval_s`
+    at most while requests arrive, end or have prompts computed. It is due every `steady_s` while streams only go on,
+    because routers can extrapolate that.
+    """
 
     scheduler: Scheduler
     incarnation: str
     interval_s: float = 0.05
     steady_s: float = 1.0
     role: Role | None = None
-    sequence: int = 0  # of the last live profile: a request that is added now is in the next one
-    _number: int = 0  # of the last page changes
-    _was_busy: bool = False
-    _spoke: float = 0.0  # when it last did
-    _said: tuple[int, ...] = ()  # `_requests` then
-    _work: list[int] = field(default_factory=list)  # by priority, when it last spoke
-    _shares: dict[int, float] = field(default_factory=dict)  # by priority
+    sequence: int = 0  # of the last live profile: a request added now is included in the next one
+    _num_page_changes: int = 0
+    _was_busy: bool = False  # at the last live profile
+    _published: float = 0.0  # time of the last live profile, in seconds
+    _activity: tuple[int, ...] = ()  # at the last live profile, see `_current_activity`
+    _shares: TimeShares = field(init=False)
     _step_seconds: float = 0.0
-    _kept: float = 0.0  # share of its time that streams kept from prompts when it last spoke
-    _mean_kept: float = 0.0
     _bytes_per_second: float = 0.0
 
+    def __post_init__(self) -> None:
+        self._shares = TimeShares(self.scheduler)
+
     def is_due(self, now: float) -> bool:
-        """Whether to say something new at `now`, in seconds."""
+        """Return whether a live profile is due at `now`, in seconds."""
         return now >= self.due
 
     @property
     def due(self) -> float:
-        """When to say something new, if until then streams only go on."""
+        """Return when the next live profile is due if streams only go on until then."""
         is_busy = self._is_busy
         if not is_busy or not self._was_busy:
             return inf if is_busy == self._was_busy else -inf
-        return self._spoke + (self.interval_s if self._requests != self._said else self.steady_s)
+        return self._published + (self.interval_s if self._current_activity != self._activity else self.steady_s)
 
     def live(self, now: float, step_seconds: float = 0.0) -> LiveProfile:
-        """What is to be said at `now`, after a step that took `step_seconds`; 0: none was since the last time."""
+        """Return the live profile at `now`. `step_seconds`: of the last step; 0: there was none since the last call."""
         self.sequence += 1
-        self._was_busy, self._said = self._is_busy, self._requests
+        self._was_busy, self._activity, self._published = self._is_busy, self._current_activity, now
         self._step_seconds = step_seconds or self._step_seconds
+        self._shares.measure(now)
         return observe(
             self.scheduler,
             self.incarnation,
             self.sequence,
             self._step_seconds,
-            *self._shares_of_time(now),
+            tuple(self._shares.prompts),
+            self._shares.streams,
             self._bytes_per_second,
             self.role,
         )
 
-    def keep_for(self, role: Role) -> None:
-        """It is kept for something else from now on, and says so at once."""
+    def assign_role(self, role: Role) -> None:
+        """Change the role; a live profile is due at once."""
         self.role, self._was_busy = role, not self._is_busy
 
-    def _shares_of_time(self, now: float) -> tuple[tuple[float, ...], float]:
-        """What went into prompts, by priority, and what streams kept from them, of the last seconds, the latest counting
-        most."""
-        seconds, self._spoke = now - self._spoke, now
-        keep = exp(-seconds / MEMORY_S)
-        self._mean_kept = keep * self._mean_kept + (1 - keep) * self._kept
-        self._kept = 1 - self.scheduler.prefill_share(0)
-        cost = self.scheduler.cost.per_prefill_token if self.scheduler.cost is not None else 0.0
-        priorities = range(len(self.scheduler.config.slo_classes))
-        work = [self.scheduler.work_of[priority] for priority in priorities]
-        before, self._work = self._work or work, work
-        for priority in priorities if seconds > 0 else ():
-            now_share = min((work[priority] - before[priority]) * cost / seconds, 1.0)
-            self._shares[priority] = keep * self._shares.get(priority, 0.0) + (1 - keep) * now_share
-        return tuple(self._shares.get(priority, 0.0) for priority in priorities), self._mean_kept
-
     def transferred(self, num_bytes: int, seconds: float) -> None:
-        """Pages have gone to another replica."""
+        """Note a transfer of pages to another replica."""
         rate = num_bytes / max(seconds, 1e-6)
-        self._bytes_per_second += (rate - self._bytes_per_second) * (0.2 if self._bytes_per_second else 1.0)
+        self._bytes_per_second += (rate - self._bytes_per_second) * (_NEWEST_RATE if self._bytes_per_second else 1.0)
 
     def page_changes(self) -> Sequence[PageChanges]:
-        """What became of pages since the last call."""
+        """Return what changed in the prefix index since the last call, if anything."""
         added, evicted = self.scheduler.pages.take_changes()
         if not added and not evicted:
             return ()
-        self._number += 1
-        return (PageChanges(self.incarnation, self._number, added, evicted),)
+        self._num_page_changes += 1
+        return (PageChanges(self.incarnation, self._num_page_changes, added, evicted),)
 
     def all_pages(self) -> PageChanges:
-        """For a reader that begins now, after the others were given `page_changes`: it goes on with their next."""
-        return PageChanges(self.incarnation, self._number, self.scheduler.pages.findable(), is_all=True)
+        """Return the complete prefix index for a new reader, which continues with the next `page_changes`.
+
+        Call this after the other readers were given the result of `page_changes`.
+        """
+        return PageChanges(self.incarnation, self._num_page_changes, self.scheduler.pages.findable(), is_all=True)
 
     @property
     def _is_busy(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting or self.scheduler.held)
 
     @property
-    def _requests(self) -> tuple[int, ...]:
-        """Another whenever a request has come, ended, or had some of its prompt computed."""
-        it = self.scheduler
-        return len(it.waiting), len(it.running), len(it.held), it.work_done
+    def _current_activity(self) -> tuple[int, ...]:
+        """Return numbers of which one differs whenever a request arrived, ended, or had prompt tokens computed."""
+        scheduler = self.scheduler
+        return len(scheduler.waiting), len(scheduler.running), len(scheduler.held), scheduler.prefilled.tokens

@@ -8,10 +8,11 @@ from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.slo import SloClass
 
 Role: TypeAlias = Literal["mixed", "prefill", "decode"]
+"""The work that a replica is assigned to. A value that can change: every replica can do all work."""
 
 
 class SchedulingProfile(BaseModel):
-    """What a replica advertises. The static part: fixed once it has started."""
+    """The static part of what a replica advertises: fixed once the replica has started."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -23,14 +24,14 @@ class SchedulingProfile(BaseModel):
     max_num_seqs: int
     slo_classes: tuple[SloClass, ...]  # most urgent first
     chunk_policy: Literal["adaptive", "fixed"] = "adaptive"
-    min_chunk_tokens: int = 16  # adaptive: what a step carries of a prompt however little time there is
+    min_chunk_tokens: int = 16  # adaptive: prompt tokens that a step computes however tight the slack is
     admission: Literal["reject", "queue"] = "reject"
     role: Role = "mixed"
-    compatibility: str = ""  # replicas that may exchange pages have the same: model, data type, shape of a page
+    compatibility: str = ""  # equal for replicas that may exchange pages: model, data type, shape of a page
     page_bytes: int = 0  # 0: unknown
-    bytes_per_second: float = 1e9  # at which its pages travel to another replica
+    bytes_per_second: float = 1e9  # of page transfers to another replica; until one is measured
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    peer: bytes = b""  # where its KV transfers are reached; empty: it makes none
-    cost: StepCost  # as measured at start
+    peer: bytes = b""  # address for KV transfers; empty: the replica makes none
+    cost: StepCost  # as measured at the start
     overrun: float = 1.0  # see `StepCostFit`

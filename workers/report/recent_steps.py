@@ -1,4 +1,4 @@
-"""What a replica has computed lately, step by step, for whoever watches it: decodes, and chunks of which prompt."""
+"""The last steps of a replica, for a person who watches it: how many decodes, and chunks of which prompt."""
 
 import uuid
 from collections import deque
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossdock.workers.report.timeline import Chunk, Timeline
-from crossdock.workers.schedule.scheduler import Batch
+from crossdock.workers.schedule.batch import Batch
 
-KEEP = 2048  # steps; 1 to 3 MiB with two chunks each
+KEEP = 2048  # steps, 20 s of 10 ms each; 1 to 3 MiB with two chunks in each
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step and what it carried."""
+    """One step and what it computed."""
 
     number: int  # from 1
     started: float  # on the engine's clock
@@ -27,11 +27,11 @@ class StepRecord:
 
 
 class RecentSteps:
-    """The last `KEEP` steps. The engine's thread records; any other may read, which copies in one operation."""
+    """The last `KEEP` steps. The engine's thread records; any thread may read, by a copy in one operation."""
 
     def __init__(self, unix_at_zero: float, keep: int = KEEP) -> None:
         """`unix_at_zero`: the Unix time at which the engine's clock read 0."""
-        self.incarnation = uuid.uuid4().hex  # numbers begin anew with it
+        self.incarnation = uuid.uuid4().hex  # step numbers start again with a new one
         self._unix_at_zero = unix_at_zero
         self._steps: deque[StepRecord] = deque(maxlen=keep)
         self._last = 0
@@ -44,6 +44,7 @@ class RecentSteps:
         seconds: float,
         predicted: float,
     ) -> None:
+        """Record a step that began at `started` and took `seconds`."""
         self._last += 1
         self._steps.append(
             StepRecord(
@@ -52,8 +53,12 @@ class RecentSteps:
         )
 
     def after(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
-        """As JSON: the steps after the one that the reader saw last of this incarnation; all that are kept, if none.
-        The names of requests are shown to their `tenant`; None sees all."""
+        """Return, as JSON, the steps after the last one that the reader has seen; without one, all recorded steps.
+
+        Args:
+            seen: number of the last step seen, by incarnation.
+            tenant: whose requests are shown by name; None: all.
+        """
         number = seen.get(self.incarnation, 0)
         steps = [step for step in list(self._steps) if step.number > number]
         return {
@@ -73,7 +78,7 @@ class RecentSteps:
             "limit": step.limit,
             "chunks": [
                 {
-                    "prompt": timeline.number,  # tells prompts apart for those who may not know their names
+                    "prompt": timeline.number,  # identifies prompts for readers that may not see their names
                     "request_id": timeline.request_id if tenant in (None, timeline.tenant) else None,
                     "slo_class": timeline.slo.name,
                     "start": chunk.start,

@@ -1,7 +1,7 @@
-"""What became of each request on this replica: when it waited, each chunk, its first token, its gaps, how it ended.
+"""The life of each request on this replica: waiting, chunks, first token, gaps between tokens, end.
 
-Times are seconds on the engine's clock. The engine's thread writes; other threads may read at any moment: what they
-copy they copy in one operation, and what has finished never changes again.
+Times are seconds on the engine's clock. The engine's thread writes; other threads may read at any time. Readers copy in
+one operation, and a finished timeline never changes again.
 """
 
 from array import array
@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from crossdock.kvtransfer.events import Figures
+from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.request import FinishReason, Leg, Request, Status, Submission, TokenDelta
-from crossdock.workers.schedule.scheduler import Batch
 from crossdock.workers.schedule.slo import SloClass
 
 KEEP_FINISHED = 512  # requests; 27 MiB if every one had KEEP_CHUNKS chunks (tracemalloc), else far less
@@ -22,20 +22,20 @@ _PROMPT_LENGTHS = (128, 512, 2048, 8192, 32768)  # tokens
 
 
 def prompt_length_bucket(num_tokens: int) -> str:
-    """The upper end, in tokens, of the range of prompt lengths that metrics count together."""
+    """Return the upper end, in tokens, of the range of prompt lengths that metrics count together."""
     return next((str(limit) for limit in _PROMPT_LENGTHS if num_tokens <= limit), "inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One chunk and the step that carried it."""
+    """One chunk and the step that computed it."""
 
     start: int  # tokens of context before it
     num_tokens: int
     started: float
     waited_s: float  # since the request arrived, or since its previous chunk or token
     step_s: float
-    predicted_s: float  # of the step; 0 before the engine is warm
+    predicted_s: float  # for the step; 0 before the engine is warm
     num_decodes: int  # streams that shared the step
     reason: str  # why this request was in it
     limit: str  # why the step's chunks were not larger
@@ -77,18 +77,20 @@ class Timeline:
     arrived_unix: float  # seconds since 1970
     ttft_deadline: float  # seconds after arrival
     predicted_ttft: float | None  # seconds
-    request: Request | None  # while it lives: a finished one's tokens are not kept
-    transfers: list[dict[str, Any]] = field(default_factory=list)  # as JSON; one, unless it was placed here twice
+    request: Request | None  # None once finished: its tokens are not stored
+    transfers: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # as JSON; several if the request was placed here again
     chunks: deque[Chunk] = field(default_factory=lambda: deque(maxlen=KEEP_CHUNKS))
     num_chunks: int = 0
     first_chunk: float | None = None
     last_chunk: float = 0.0  # the end of its step
-    begun: float | None = None  # when the first token that was made here came
-    first_token: float | None = None  # likewise, if that was the first of all: else another replica has made it
+    begun: float | None = None  # time of the first token made here
+    first_token: float | None = None  # likewise, if that is the request's first: else another replica made it
     last_token: float = 0.0
-    gap: float | None = None  # before the newest token; None while that is the first here
-    is_gap_shared: bool = False  # a chunk was computed between the two tokens
-    gaps: "array[float]" = field(default_factory=lambda: array("f"))  # all of them, while the request lives
+    gap: float | None = None  # before the newest token; None while that is the first made here
+    is_gap_shared: bool = False  # a chunk was computed between these two tokens
+    gaps: "array[float]" = field(default_factory=lambda: array("f"))  # all gaps in seconds, until the request ends
     shared_gaps: tuple[int, float] = (0, 0.0)  # how many, and their sum in seconds
     finish_reason: FinishReason | None = None
     ended: float = 0.0
@@ -97,7 +99,7 @@ class Timeline:
     _final_gaps: Gaps = _NO_GAPS
 
     def token(self, now: float, last_chunks: float) -> None:
-        """A token came at `now`; `last_chunks`: when the newest step that carried any chunk ended."""
+        """Record a token at `now`. `last_chunks`: when the newest step with a chunk ended."""
         if self.begun is None:
             self.begun = now
             if self.request is not None and self.request.num_output_tokens == 1:
@@ -112,7 +114,7 @@ class Timeline:
         self.last_token = now
 
     def finish(self, reason: FinishReason, now: float) -> None:
-        """Nothing changes any more."""
+        """End the timeline: nothing changes after this."""
         self._final_counts, self._final_gaps = self.counts(), self.gap_summary()
         self.ended = now
         self.finish_reason = reason
@@ -120,6 +122,7 @@ class Timeline:
         self.gaps = array("f")
 
     def counts(self) -> Counts:
+        """Return how far the request has come."""
         request = self.request
         if request is None:
             return self._final_counts
@@ -129,6 +132,7 @@ class Timeline:
 
     @property
     def state(self) -> str:
+        """Return the state in one word: waiting, prefilling, decoding, sending, receiving, or finished."""
         request = self.request
         if request is None or self.finish_reason is not None:
             return "finished"
@@ -140,46 +144,46 @@ class Timeline:
 
     @property
     def progressed(self) -> float:
-        """When it last got a chunk or a token; before that, when it arrived."""
+        """Return when the request last got a chunk or a token; before that, when it arrived."""
         return max(self.arrived, self.last_chunk, self.last_token)
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from arrival to the first token."""
+        """Return the seconds from arrival to the first token; None before that, and if another replica made it."""
         return None if self.first_token is None else self.first_token - self.arrived
 
     def gap_summary(self) -> Gaps:
+        """Return number, median and longest of the gaps."""
         gaps = self.gaps[:]
         return Gaps(len(gaps), median(gaps), max(gaps)) if gaps else self._final_gaps
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds per token after the first that was made here; None before the second."""
+        """Return the mean seconds per token after the first made here; None before the second."""
         count = len(self.gaps) or self._final_gaps.number
         return None if self.begun is None or not count else (self.last_token - self.begun) / count
 
     def tpot_by_sharing(self) -> dict[bool, float]:
-        """Mean gap in seconds, apart for those in which a chunk was computed (True) and the others, of a finished
-        request."""
+        """Return the mean gap (s) of a finished request: True for gaps with a chunk in them, False for the others."""
         count, num_shared, shared = self._final_gaps.number, *self.shared_gaps
         alone = max((self.tpot or 0.0) * count - shared, 0.0)
         means = {True: shared / num_shared} if num_shared else {}
         return means | ({False: alone / (count - num_shared)} if count > num_shared else {})
 
     def ttft_met(self, now: float) -> bool | None:
-        """Whether the first token came in time; None while that is open, and where another replica makes it."""
+        """Return whether the first token was in time; None while that is open, and if another replica makes it."""
         if self.ttft is not None:
             return self.ttft <= self.ttft_deadline
         if self.begun is not None or self.leg is Leg.RECEIVE:
-            return None  # it is told where the first token was made
+            return None  # the replica that makes the first token reports it
         return False if now - self.arrived > self.ttft_deadline else None
 
     def tpot_met(self) -> bool | None:
-        """Whether the tokens after the first came, on average, as fast as promised; None without any."""
+        """Return whether tokens after the first were as fast as promised, on average; None without any."""
         return None if self.tpot is None else self.tpot <= self.slo.tpot_s
 
     def summary(self, now: float) -> dict[str, Any]:
-        """As JSON, without the single chunks. Times are seconds after arrival."""
+        """Return the timeline as JSON without single chunks. Times are seconds after arrival."""
         counts, gaps = self.counts(), self.gap_summary()
         is_live = self.finish_reason is None
         end = now if is_live else self.ended
@@ -216,7 +220,7 @@ class Timeline:
         }
 
     def whole(self, now: float) -> dict[str, Any]:
-        """As JSON, with what is known of its chunks: the newest `KEEP_CHUNKS` of `num_chunks`."""
+        """Return the timeline as JSON with the newest `KEEP_CHUNKS` of its `num_chunks` chunks."""
         chunks = [self._chunk(chunk) for chunk in list(self.chunks)]
         return self.summary(now) | {"chunks": chunks}
 
@@ -236,10 +240,10 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one step did to the requests in it."""
+    """The timelines that one step changed, and how."""
 
     chunks: Sequence[tuple[Timeline, Chunk]]
-    tokens: Sequence[Timeline]  # that got a token
+    tokens: Sequence[Timeline]  # those that got a token
     finished: Sequence[Timeline]
 
 
@@ -258,8 +262,14 @@ class Timelines:
     # -- written by the engine's thread --------------------------------------------------------------------------------
 
     def add(self, submission: Submission, request: Request, arrived: float, seconds_alone: float) -> None:
-        """`arrived`: when the replica heard of it, which may be a step before the scheduler did. `seconds_alone`: what
-        its first token takes on an idle replica."""
+        """Start the timeline of a request.
+
+        Args:
+            submission: what the ingress sent.
+            request: the scheduler's request.
+            arrived: when the replica received the submission, which may be a step before the scheduler did.
+            seconds_alone: predicted seconds to the first token on an idle replica.
+        """
         slo = self._classes[submission.slo_class]
         self._num_added += 1
         self._live[submission.id] = Timeline(
@@ -281,7 +291,7 @@ class Timelines:
     def stepped(
         self, batch: Batch, deltas: Sequence[TokenDelta], started: float, seconds: float, predicted: float
     ) -> Progress:
-        """Takes in a step that began at `started`."""
+        """Record a step that began at `started` and took `seconds`, of `predicted`."""
         ended = started + seconds
         chunks = []
         for part in batch.scheduled[batch.num_decodes :]:
@@ -317,7 +327,7 @@ class Timelines:
         return Progress(chunks, tokens, finished)
 
     def transferred(self, request_id: str, is_sent: bool, figures: Figures, outcome: str, now: float) -> None:
-        """A transfer of its pages has ended."""
+        """Record a transfer of the request's pages that ended at `now`."""
         timeline = self._live.get(request_id)
         if timeline is None:
             return
@@ -338,10 +348,11 @@ class Timelines:
         )
 
     def ended(self, deltas: Sequence[TokenDelta], now: float) -> Progress:
-        """These end outside a step: it raised, or their pages have been shipped."""
+        """Record requests that ended outside a step: the step raised, or their pages have been shipped."""
         return self.stepped(Batch((), 0), deltas, now, 0.0, 0.0)
 
     def aborted(self, request_id: str, now: float, freed_bytes: int) -> Timeline:
+        """Record an abort, which freed so many bytes of KV pages."""
         timeline = self._live[request_id]
         timeline.freed_bytes = freed_bytes
         self._finish(timeline, FinishReason.ABORT, now)
@@ -349,21 +360,25 @@ class Timelines:
 
     def _finish(self, timeline: Timeline, reason: FinishReason, now: float) -> None:
         timeline.finish(reason, now)
-        self._finished.append(timeline)  # before it leaves the live: a reader finds it in one place at least
+        self._finished.append(timeline)  # before it leaves `_live`: a reader finds it in one of them at least
         del self._live[timeline.id]
 
     # -- read by any thread --------------------------------------------------------------------------------------------
 
     def find(self, request_id: str, tenant: str | None, now: float) -> list[dict[str, Any]]:
-        """All that the client's request `request_id` led to here, oldest first, as JSON. `tenant`: only what is its;
-        None sees all."""
-        known = dict.fromkeys([*list(self._live.values()), *list(self._finished)])  # one may just have moved
-        found = [it for it in known if it.request_id == request_id and tenant in (None, it.tenant)]
-        return [timeline.whole(now) for timeline in sorted(found, key=lambda it: it.arrived)]
+        """Return the timelines of a client's HTTP request on this replica as JSON, oldest first.
+
+        `tenant`: whose timelines are shown; None: all.
+        """
+        known = dict.fromkeys(
+            [*list(self._live.values()), *list(self._finished)]
+        )  # one may just have moved from the first to the second
+        found = [each for each in known if each.request_id == request_id and tenant in (None, each.tenant)]
+        return [timeline.whole(now) for timeline in sorted(found, key=lambda timeline: timeline.arrived)]
 
     def live(self, tenant: str | None, now: float) -> list[dict[str, Any]]:
-        """The requests in flight, oldest first, without their chunks."""
-        found = [it for it in list(self._live.values()) if tenant in (None, it.tenant)]
+        """Return the timelines of unfinished requests as JSON, oldest first, without their chunks."""
+        found = [timeline for timeline in list(self._live.values()) if tenant in (None, timeline.tenant)]
         return [timeline.summary(now) for timeline in found]
 
 

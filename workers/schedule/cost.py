@@ -1,4 +1,7 @@
-"""Predict the seconds of a step: `StepCost` is the formula, `StepCostFit` learns its coefficients from measured steps."""
+"""Predict the seconds of a step: `StepCost` is the formula, `StepCostFit` learns its coefficients from measured steps.
+
+`python benchmarks/step_cost.py` measures how well, for steps that the fit has not seen and for a served mix.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -13,16 +16,19 @@ from pydantic import BaseModel, ConfigDict, Field
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step computes, as far as its duration depends on it."""
+    """The quantities of a step that its duration depends on."""
 
     prefill_tokens: int = 0
     attended: float = 0.0  # sum over chunks of tokens * (context before the chunk + tokens / 2)
     decodes: int = 0
-    context: int = 0  # tokens before each chunk and each decode, summed: what attention reads, however few ask
+    context: int = 0  # sum of tokens before each chunk and each decode: attention reads them once for each
 
     @classmethod
     def of(cls, chunks: Iterable[tuple[int, int]], decode_contexts: Sequence[int] = ()) -> "StepWork":
-        """`chunks`: (start, num_tokens) of each; `decode_contexts`: tokens before each decoded one."""
+        """Return the work of a step with these `chunks`, (start, num_tokens) each.
+
+        `decode_contexts`: the number of tokens before each decoded token.
+        """
         tokens, attended, context = 0, 0.0, sum(decode_contexts)
         for start, num_tokens in chunks:
             tokens += num_tokens
@@ -31,6 +37,7 @@ class StepWork:
         return cls(tokens, attended, len(decode_contexts), context)
 
     def features(self) -> NDArray[np.float64]:
+        """Return the factors of the five coefficients of `StepCost`, shape (5,)."""
         return np.array([1.0, self.prefill_tokens, self.attended, self.decodes, self.context])
 
 
@@ -39,8 +46,8 @@ class StepCost(BaseModel):
     + per_context·Σ context, the last sum over chunks and decodes. Measured, never configured; all coefficients are in
     seconds and at least 0.
 
-    The last term is reading the context's pages, once for a decode and once for a chunk of whatever size. Without it
-    for chunks, a page of a prompt 12k deep is predicted a fifth too short (SmolLM2-135M, Zen 4, 2026-11-21).
+    The last term is for reading the context's pages, once for each decode and once for each chunk of any size. Without
+    it for chunks, a one-page chunk 12k tokens deep is predicted a fifth too short (SmolLM2-135M, Zen 4, 2026-11-21).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,15 +60,16 @@ class StepCost(BaseModel):
 
     @classmethod
     def of(cls, coefficients: Sequence[float]) -> "StepCost":
-        """The opposite of `coefficients`."""
+        """Create a cost from its `coefficients`."""
         return cls(**dict(zip(cls.model_fields, coefficients, strict=True)))
 
     @property
     def coefficients(self) -> tuple[float, float, float, float, float]:
-        """In the order of `StepWork.features`."""
+        """Return the coefficients in the order of `StepWork.features`."""
         return self.base, self.per_prefill_token, self.per_attended, self.per_decode, self.per_context
 
     def seconds(self, work: StepWork) -> float:
+        """Return the predicted seconds of a step."""
         return (
             self.base
             + self.per_prefill_token * work.prefill_tokens
@@ -70,11 +78,11 @@ class StepCost(BaseModel):
         )
 
     def decode_seconds(self, decodes: int, context: int) -> float:
-        """What `decodes` streams of `context` tokens together add to a step."""
+        """Return the seconds that `decodes` streams of `context` tokens in total add to a step."""
         return self.per_decode * decodes + self.per_context * context
 
     def chunk_seconds(self, start: int, num_tokens: int) -> float:
-        """What a chunk of `num_tokens` after `start` tokens of context adds to a step."""
+        """Return the seconds that a chunk of `num_tokens` after `start` tokens of context adds to a step."""
         if num_tokens <= 0:
             return 0.0
         return self.per_context * start + num_tokens * (
@@ -82,19 +90,19 @@ class StepCost(BaseModel):
         )
 
     def tokens_within(self, seconds: float, start: int) -> int:
-        """The largest chunk after `start` tokens of context that adds at most `seconds` to a step."""
+        """Return the tokens of the largest chunk after `start` tokens of context that adds at most `seconds`."""
         seconds -= self.per_context * start
         if seconds <= 0:
             return 0
         linear = self.per_prefill_token + self.per_attended * start
         if linear <= 0 and self.per_attended <= 0:
             return _NO_LIMIT
-        # The positive root of per_attended/2 · n² + linear · n = seconds, in the form that does not cancel.
+        # The positive root of per_attended/2 · n² + linear · n = seconds, in the form without cancellation.
         root = (linear * linear + 2 * self.per_attended * seconds) ** 0.5
         return min(int(2 * seconds / (linear + root)), _NO_LIMIT)
 
     def prefill_seconds(self, start: int, end: int, chunk: int) -> float:
-        """A prompt's tokens `[start, end)` alone on a replica, in steps of `chunk` tokens."""
+        """Return the seconds of a prompt's tokens `[start, end)` alone on a replica, in steps of `chunk` tokens."""
         tokens = max(end - start, 0)
         num_chunks = -(-tokens // chunk)
         read_again = self.per_context * (num_chunks - 1) * (start + chunk * num_chunks / 2) if num_chunks else 0.0
@@ -109,23 +117,27 @@ _SCALE = np.array([1.0, 1e2, 1e5, 1e1, 1e4])
 
 @dataclass(slots=True)
 class StepCostFit:
-    """Keeps a `StepCost` true to what steps really take: least squares over the warm-up sweep and, with exponential
-    forgetting, over the steps since (recursive least squares in its information form: two running sums).
+    """Fits a `StepCost` to measured steps.
 
-    Errors count relative to the step's duration, so that a decode of 6 ms weighs as much as a chunk of 600 ms; to the
-    predicted one, so that it is the mean that is learnt: relative to the actual one, slow steps weigh less, and where
-    steps vary by 20 % predictions are 8 % too short. The sweep's sums never decay: after a week of decodes alone the
-    replica still knows what a chunk costs. Coefficients cannot be negative: among all subsets of columns the best
-    feasible solution is taken, which is exact for five. A step that takes a multiple of its prediction (a pause, a
-    neighbour) is left out, unless it becomes the rule.
+    The method is least squares over the warm-up sweep and, with exponential forgetting, over the steps since: recursive
+    least squares in its information form, two running sums.
+
+    Errors are relative to the step's duration, so that a decode of 6 ms weighs as much as a chunk of 600 ms. They are
+    relative to the predicted duration, so that the mean is learnt. Relative to the actual one, slow steps weigh less:
+    predictions are 8 % too short if steps vary by 20 %.
+
+    The sums of the sweep never decay: after a week of decodes alone the replica still knows what a chunk costs.
+    Coefficients cannot be negative: the best feasible solution among all subsets of columns is taken, which is exact
+    for five. A step that takes a multiple of its prediction (a pause, another process) is left out, unless such steps
+    become the rule.
     """
 
-    sweep: Sequence[tuple[StepWork, float]]  # (work, seconds) measured at start; at least one
-    memory: int = 512  # steps after which an observation's weight has fallen to 1/e
+    sweep: Sequence[tuple[StepWork, float]]  # (work, seconds) measured at the start; at least one
+    memory: int = 512  # steps after which an observation's weight is 1/e: seconds of decodes, enough to average
     cost: StepCost = field(init=False)
     num_rejected: int = 0
-    overrun: float = 1.2  # a guess, until steps with chunks have been seen
-    """The 95th percentile of actual / predicted seconds over the latest steps with a chunk in them; 1 or more."""
+    overrun: float = 1.2  # until steps with chunks are seen: 1.1 to 1.2 was measured live, see benchmarks/RESULTS.md
+    """95th percentile of actual / predicted seconds of recent steps with chunks; at least 1."""
     _sweep_sums: tuple[NDArray[np.float64], NDArray[np.float64]] = field(init=False)
     _sums: tuple[NDArray[np.float64], NDArray[np.float64]] = field(init=False)
     _errors: deque[float] = field(init=False)
@@ -145,7 +157,7 @@ class StepCostFit:
         self._fit()
 
     def observe(self, work: StepWork, seconds: float) -> float:
-        """Takes in a step that took `seconds`. Returns what had been predicted."""
+        """Learn from a step that took `seconds`, and return the seconds that were predicted for it."""
         predicted = self.cost.seconds(work)
         error = abs(predicted - seconds) / seconds
         self._errors.append(error)
@@ -169,7 +181,7 @@ class StepCostFit:
         return predicted
 
     def error(self, quantile: float) -> float:
-        """That quantile of |predicted - actual| / actual over the last `memory` steps; 0 before the first."""
+        """Return a quantile of |predicted - actual| / actual over the last `memory` steps; 0 before the first."""
         return float(np.quantile(self._errors, quantile)) if self._errors else 0.0
 
     def _fit(self) -> None:
@@ -178,7 +190,7 @@ class StepCostFit:
             self.overrun = max(float(np.quantile(self._overruns, 0.95)), 1.0)
         matrix = self._sweep_sums[0] + self._sums[0]
         vector = self._sweep_sums[1] + self._sums[1]
-        base, *rest = (float(value) for value in _non_negative_solution(matrix, vector) / _SCALE)
+        base, *rest = (float(value) for value in non_negative_solution(matrix, vector) / _SCALE)
         self.cost = StepCost(
             base=base,
             per_prefill_token=rest[0],
@@ -188,15 +200,15 @@ class StepCostFit:
         )
 
 
-_OUTLIER = 3.0
-_PATIENCE = 8  # so many in a row are no accident: the device has changed, and is believed
-_FIT_EVERY = 16
+_OUTLIER = 3.0  # actual / predicted, or the inverse; predictions err by a quarter at the 90th percentile
+_PATIENCE = 8  # outliers in a row that are left out; after so many the device has changed, and they count
+_FIT_EVERY = 16  # steps; a fit takes 1.2 ms of CPU time (Zen 4), too much for every step
 
 
 def _accumulate(
     sums: tuple[NDArray[np.float64], NDArray[np.float64]], work: StepWork, seconds: float, scale: float
 ) -> None:
-    """`scale`: seconds that errors are relative to."""
+    """Add one step to the sums of the normal equations. `scale`: seconds that errors are relative to."""
     row = work.features() / _SCALE / scale
     sums[0][...] += np.outer(row, row)
     sums[1][...] += row * (seconds / scale)
@@ -207,9 +219,9 @@ def _subsets() -> tuple[tuple[int, ...], ...]:
     return tuple(subset for size in range(5, 0, -1) for subset in combinations(range(5), size))
 
 
-def _non_negative_solution(matrix: NDArray[np.float64], vector: NDArray[np.float64]) -> NDArray[np.float64]:
-    """argmin over x >= 0 of x'Mx - 2v'x. One of the subsets of columns holds the optimum with all its entries > 0."""
-    ridge = 1e-9 * np.trace(matrix) * np.eye(5)  # a column never seen must not make the system singular
+def non_negative_solution(matrix: NDArray[np.float64], vector: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return argmin over x >= 0 of x'Mx - 2v'x. One subset of columns has the optimum, with all entries positive."""
+    ridge = 1e-9 * np.trace(matrix) * np.eye(5)  # a column without data must not make the system singular
     best, best_value = np.zeros(5), 0.0
     for subset in _subsets():
         index = list(subset)
@@ -224,6 +236,3 @@ def _non_negative_solution(matrix: NDArray[np.float64], vector: NDArray[np.float
         if len(index) == 5:
             break  # the unconstrained optimum is feasible
     return best
-
-
-"""What a replica's pool is kept for. A value: every replica can do everything."""

@@ -1,8 +1,8 @@
-"""Which KV pages belong to whom: reference-counted page ids, a hash-chained prefix index, quarantine. Integers only.
+"""The owners of KV pages: reference-counted page ids, a hash-chained prefix index, quarantine. Integers only.
 
-Every page is in exactly one state: *free*, *owned* (by one request or more), *cached* (owned by the prefix index alone,
-evictable, least recently used first) or *quarantined* (owned by nobody, but a remote writer may still reach it). Only
-`release(owner)` and `end_quarantine(owner)` give pages back.
+Every page is in exactly one state: *free*, *owned* (by one request or more), *cached* (in the prefix index, without an
+owner; evicted least recently used first) or *quarantined* (without an owner, but a remote writer may still reach it).
+Only `release(owner)` and `end_quarantine(owner)` give pages back.
 """
 
 import hashlib
@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 PageHash: TypeAlias = bytes
-"""Names the content of a full page *and all before it*: equal hashes mean an equal prefix (and an equal salt)."""
+"""Names the content of a full page and of all pages before it: equal hashes mean equal prefixes and equal salts."""
 
 
 def hash_pages(
     token_ids: Sequence[int], page_size: int, salt: str = "", known: Sequence[PageHash] = ()
 ) -> list[PageHash]:
-    """Chained hashes of the full pages of `token_ids`; `known` are those of the first pages, computed before.
+    """Return the chained hashes of the full pages of `token_ids`.
 
-    blake2b, because tenants share an index: a collision that can be constructed would let one read another's prompt.
+    `known`: hashes of the first pages, computed before. blake2b, because tenants share an index: with a hash whose
+    collisions can be constructed, one tenant could read another's prompt.
     """
     hashes = list(known)
     parent = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=16).digest()
@@ -35,7 +36,7 @@ def hash_pages(
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """How many pages are in each state. They always add up to `total`."""
+    """How many pages are in each state. The states always add up to `total`."""
 
     free: int
     owned: int
@@ -45,42 +46,49 @@ class PageCounts:
 
 
 class PagePool:
-    """Hands out page ids. An owner's pages keep their order: page i holds its tokens [i·size, (i+1)·size)."""
+    """Hands out page ids. An owner's pages keep their order: page i holds the owner's tokens [i·size, (i+1)·size)."""
 
     def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True) -> None:
+        """Create a pool of free pages of `page_size` tokens each.
+
+        Raises:
+            ValueError: `num_pages` or `page_size` is below 1.
+        """
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"num_pages and page_size must be at least 1, not {num_pages} and {page_size}")
         self.num_pages = num_pages
         self.page_size = page_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._new = range(num_pages)  # free, and never used
-        self._free = deque[int]()  # free again
+        self._new = range(num_pages)  # free, and never used before
+        self._free = deque[int]()  # free, and used before
         self._num_owners = [0] * num_pages
         self._owned: dict[str, list[int]] = {}
-        self._hash_of: list[PageHash | None] = [None] * num_pages  # of those that are indexed
+        self._hash_of: list[PageHash | None] = [None] * num_pages  # by page; None: not indexed
         self._index: dict[PageHash, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # indexed and unowned, least recently used first
         self._quarantine: dict[str, list[int]] = {}
-        self._changes: dict[PageHash, bool] = {}  # since last asked: now findable, or not any more
+        self._changes: dict[PageHash, bool] = {}  # since `take_changes`: True is indexed, False removed
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` could hand out now: the free, and the cached that it may evict."""
+        """Return how many pages `allocate` could hand out now: free ones, and cached ones that can be evicted."""
         return len(self._new) + len(self._free) + len(self._cached)
 
     def pages_of(self, owner: str) -> Sequence[int]:
+        """Return the pages of an owner in the order of their tokens; none for an unknown owner."""
         return self._owned.get(owner, ())
 
     def counts(self) -> PageCounts:
+        """Count the pages in each state."""
         free, cached = len(self._new) + len(self._free), len(self._cached)
         quarantined = sum(map(len, self._quarantine.values()))
         owned = sum(1 for owners in self._num_owners if owners)
         return PageCounts(free, owned, cached, quarantined, self.num_pages)
 
     def match_prefix(self, hashes: Sequence[PageHash]) -> list[int]:
-        """The pages of the longest indexed prefix of `hashes`, whether owned now or cached. Takes no ownership."""
+        """Return the pages of the longest indexed prefix of `hashes`, owned or cached. Their owners do not change."""
         pages = []
         for page_hash in hashes:
             page = self._index.get(page_hash)
@@ -90,32 +98,38 @@ class PagePool:
         return pages
 
     def can_allocate(self, num_pages: int, shared: Sequence[int] = ()) -> bool:
-        """Whether `num_pages` new pages remain after `shared` ones are taken (taking a cached page uses it up)."""
+        """Return whether `num_pages` pages are available beside the pages to share; a shared cached page is used up."""
         return num_pages + sum(1 for page in shared if page in self._cached) <= self.num_available
 
     def findable(self) -> list[PageHash]:
-        """What a prefix can be matched with, as it was indexed: the beginning of a prefix before its end."""
+        """Return the indexed hashes in the order of indexing: the beginning of a prefix before its end."""
         return list(self._index)
 
     # -- changing --------------------------------------------------------------------------------------------------
 
     def take_changes(self) -> tuple[list[PageHash], list[PageHash]]:
-        """What has become findable since the last call, in that order, and what has ceased to be. What came and went
-        between two calls is in neither, so that nobody has to ask for the list to stay shorter than the pool."""
+        """Return the hashes indexed since the last call, in order, and the hashes removed since then.
+
+        A hash that was indexed and removed between two calls is in neither list. So the lists stay shorter than the
+        pool even if this is never called.
+        """
         changes, self._changes = self._changes, {}
-        return [it for it, is_new in changes.items() if is_new], [it for it, is_new in changes.items() if not is_new]
+        added = [page_hash for page_hash, is_indexed in changes.items() if is_indexed]
+        return added, [page_hash for page_hash, is_indexed in changes.items() if not is_indexed]
 
     def share(self, owner: str, pages: Sequence[int]) -> None:
-        """`owner` becomes one more owner of `pages`, which `match_prefix` has just returned."""
+        """Add `owner` to the owners of `pages`, which `match_prefix` has just returned."""
         for page in pages:
-            assert self._num_owners[page] or page in self._cached, f"page {page} cannot be shared: nobody keeps it"
+            assert self._num_owners[page] or page in self._cached, (
+                f"page {page} cannot be shared: it has no owner and is not cached"
+            )
             self._cached.pop(page, None)
             self._num_owners[page] += 1
         self._owned.setdefault(owner, []).extend(pages)
 
     def allocate(self, owner: str, num_pages: int) -> list[int]:
-        """`num_pages` fresh pages for `owner`, evicting the least recently used cached ones where none is free."""
-        assert num_pages <= self.num_available, f"{num_pages} pages wanted, {self.num_available} available"
+        """Give `owner` so many pages; without free ones, evict the least recently used cached pages."""
+        assert num_pages <= self.num_available, f"{num_pages} pages needed, {self.num_available} available"
         pages = [*self._new[:num_pages]]
         self._new = self._new[num_pages:]
         pages += [self._free.popleft() if self._free else self._evict() for _ in range(num_pages - len(pages))]
@@ -125,9 +139,9 @@ class PagePool:
         return pages
 
     def index(self, owner: str, hashes: Sequence[PageHash], first: int) -> None:
-        """Makes `owner`'s pages from number `first` findable under `hashes[first:]`. Their content must be written.
+        """Index the pages of `owner` from number `first` on under `hashes[first:]`. Their content must be written.
 
-        Where another page already holds the same content, that one stays the findable one.
+        If a page with the same content is indexed already, that page stays in the index.
         """
         if not self.enable_prefix_caching:
             return
@@ -138,32 +152,36 @@ class PagePool:
                 self._note(page_hash, True)
 
     def release(self, owner: str) -> int:
-        """Ends all that `owner` holds, in whatever state it is; unknown owners hold nothing. Returns how many pages
-        nobody owns any more. Indexed ones stay findable until evicted, the ends of prefixes first."""
+        """Take all pages from `owner`, and return how many of them have no owner now. Unknown owners have none.
+
+        Indexed pages stay in the index until they are evicted, the ends of prefixes first.
+        """
         return self._give_back(self._owned.pop(owner, []))
 
     def quarantine(self, owner: str, first: int = 0) -> int:
-        """Like `release`, but of its pages from number `first` on, those that only this owner holds stay untouchable
-        until `end_quarantine(owner)`."""
+        """Release the pages of `owner`, but quarantine those from number `first` on that have no other owner.
+
+        Quarantined pages are not used before `end_quarantine(owner)`. Returns how many there are.
+        """
         held = self._owned.pop(owner, [])
         alone = [page for page in held[first:] if self._num_owners[page] == 1]
         tainted = set(alone)
         self._give_back([page for page in held if page not in tainted])
         for page in alone:
             self._num_owners[page] = 0
-            self._forget(page)  # a remote writer may change it: what was promised of its content no longer holds
+            self._forget(page)  # a remote writer may change the content, so the hash no longer holds
         if alone:
             self._quarantine.setdefault(owner, []).extend(alone)
         return len(alone)
 
     def end_quarantine(self, owner: str) -> int:
-        """The writer is known to have stopped: `owner`'s quarantined pages are free again. Returns how many."""
+        """Free the quarantined pages of `owner`, whose writer is known to have stopped. Returns how many."""
         pages = self._quarantine.pop(owner, [])
         self._free.extend(pages)
         return len(pages)
 
     def clear_cache(self) -> int:
-        """Forgets every cached prefix. Returns how many pages that freed."""
+        """Remove every prefix from the index. Returns how many cached pages that freed."""
         num_cached = len(self._cached)
         while self._cached:
             self._free.append(self._evict())
@@ -173,7 +191,7 @@ class PagePool:
 
     def _give_back(self, pages: Sequence[int]) -> int:
         num_unowned = 0
-        for page in reversed(pages):  # the end of a prefix is worth less than its beginning: evict it first
+        for page in reversed(pages):  # the end of a prefix is evicted first: without its beginning it is useless
             self._num_owners[page] -= 1
             if self._num_owners[page] == 0:
                 num_unowned += 1
@@ -194,6 +212,6 @@ class PagePool:
             del self._index[page_hash]
             self._note(page_hash, False)
 
-    def _note(self, page_hash: PageHash, is_findable: bool) -> None:
-        if self._changes.pop(page_hash, is_findable) is is_findable:  # else it is again as it was when last asked
-            self._changes[page_hash] = is_findable
+    def _note(self, page_hash: PageHash, is_indexed: bool) -> None:
+        if self._changes.pop(page_hash, is_indexed) is is_indexed:  # else the page is as it was at the last call
+            self._changes[page_hash] = is_indexed

@@ -1,4 +1,4 @@
-"""The nouns everyone speaks: what a client asks for, what the engine knows of it, what it answers."""
+"""The nouns that all rooms use: a submission, the request made from it, and the tokens it gets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,11 +9,13 @@ from crossdock.workers.schedule.slo import DEFAULT_CLASS
 
 
 class Overloaded(RuntimeError):
-    """The request's class promises a first token sooner than the backlog allows. `retry_after`: seconds until the same
-    request would be taken, by prediction."""
+    """The request's class promises a first token sooner than the backlog allows.
+
+    `retry_after`: predicted seconds until the same request would be admitted.
+    """
 
     def __init__(self, message: str, retry_after: float) -> None:
-        super().__init__(message, retry_after)  # both: an exception crosses processes as type(*args)
+        super().__init__(message, retry_after)  # both, because an exception crosses processes as type(*args)
         self.retry_after = retry_after
 
     def __str__(self) -> str:
@@ -21,29 +23,29 @@ class Overloaded(RuntimeError):
 
 
 class Status(Enum):
-    """Where a request stands. Only the scheduler changes it."""
+    """Where a request stands. Only workers/schedule/table.py changes it."""
 
     WAITING = "waiting"  # holds no pages
-    RUNNING = "running"  # holds pages for every token it has, prefilling or decoding
-    HELD = "held"  # holds pages, and computes nothing: their content is on its way in or out
-    FINISHED = "finished"  # holds no pages and never will
+    RUNNING = "running"  # holds pages for all its tokens, prefilling or decoding
+    HELD = "held"  # holds pages that are being transferred, in or out; nothing is computed
+    FINISHED = "finished"  # holds no pages any more
 
 
 class FinishReason(Enum):
-    """Why a request ended; values are OpenAI's `finish_reason`, plus three that no client is told as such."""
+    """Why a request ended: the values of OpenAI's `finish_reason`, and three that no client sees under this name."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    SHIPPED = "shipped"  # here: another replica has its pages and goes on
+    SHIPPED = "shipped"  # ended here only: another replica has its pages and continues
 
 
 class Leg(Enum):
-    """Which part of a request a replica does. It changes to `LOCAL` when the other side is lost."""
+    """A replica's part of a request. Changes to `LOCAL` when the other replica is lost."""
 
-    LOCAL = "local"  # all of it
-    SEND = "send"  # its prompt and first token; the pages go to another replica
+    LOCAL = "local"  # prompt and all tokens
+    SEND = "send"  # prompt and first token; the pages go to another replica
     RECEIVE = "receive"  # everything after the first token, on pages that another replica fills
 
 
@@ -57,7 +59,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Names and meanings as in vLLM; every value is checked at the ingress."""
+    """How tokens are chosen. Names and meanings as in vLLM; the ingress checks every value."""
 
     max_tokens: int = 16
     temperature: float = 1.0  # 0 is greedy
@@ -69,35 +71,35 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # empty allows all
-    logprobs: int | None = None  # how many alternatives beside the chosen token; 0 is the chosen one alone
-    prompt_logprobs: int | None = None  # likewise for the prompt's own tokens
+    logprobs: int | None = None  # alternatives beside the chosen token; 0 is the chosen token alone
+    prompt_logprobs: int | None = None  # likewise, for the tokens of the prompt
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
-    seed: int = 0  # always set: the ingress draws one when the client gave none
+    seed: int = 0  # always set: the ingress draws one if the client gave none
     grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One request as it crosses from an ingress to a replica."""
+    """One request as an ingress sends it to a replica."""
 
     id: str
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    cache_salt: str = ""  # requests share cached pages only under the same salt
+    cache_salt: str = ""  # only requests with the same salt share cached pages
     slo_class: str = DEFAULT_CLASS
-    request_id: str = ""  # what the client calls the HTTP request that this is a part of
-    tenant: str = ""  # who may ask what became of it; says nothing about the key it stands for
-    output_token_ids: Sequence[int] = ()  # what its client has already: another replica began, and was lost
+    request_id: str = ""  # the client's name for the HTTP request that this is a part of
+    tenant: str = ""  # who may ask about the request; a name that does not reveal the API key
+    output_token_ids: Sequence[int] = ()  # tokens the client has already, from a replica that was lost
     leg: Leg = Leg.LOCAL
-    epoch: int = 0  # of its placement: how often it has been placed before
-    peer: bytes = b""  # of the replica that does the other leg, as that one advertises it
+    epoch: int = 0  # number of earlier placements of this request
+    peer: bytes = b""  # address of the replica that does the other leg, as it advertises it
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: the token's own, its rank (1 is likeliest), and the likeliest alternatives."""
+    """Log-probabilities at one position: of the token, with its rank (1 is likeliest), and of likely alternatives."""
 
     token_id: int
     logprob: float
@@ -107,17 +109,17 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class TokenDelta:
-    """What one engine step adds to one request's output.
+    """The tokens that one engine step adds to one request's output.
 
-    The first delta carries `num_cached_tokens` and, where asked for, `prompt_logprobs` (the first prompt token has
-    None); the last carries `finish_reason`. `stop_token_id` is the token that ended the request, when one did: it is
-    also the last of `token_ids`.
+    The first delta has `num_cached_tokens` and, if asked for, `prompt_logprobs` (None for the first prompt token). The
+    last one has `finish_reason`. `stop_token_id` is the token that ended the request, if one did; it is also the last
+    of `token_ids`.
     """
 
     request_id: str
     token_ids: list[int]
-    first: int = 0  # which of the output's tokens `token_ids[0]` is: after a failover some may come twice
-    epoch: int = 0  # of the placement it comes from
+    first: int = 0  # position of `token_ids[0]` in the output: after a failover some tokens may come twice
+    epoch: int = 0  # of the placement that made the tokens
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None
@@ -130,8 +132,8 @@ class TokenDelta:
 class Request:
     """A submission and how far the engine has come with it.
 
-    There is no prefill phase: each step hands out tokens until `num_computed_tokens` meets `num_tokens`. All but the
-    scheduler read only.
+    There is no prefill phase: each step computes tokens until `num_computed_tokens` equals `num_tokens`. Only
+    workers/schedule changes a request.
     """
 
     id: str
@@ -139,31 +141,32 @@ class Request:
     sampling: SamplingParams
     cache_salt: str = ""
     slo_class: str = DEFAULT_CLASS
-    output_token_ids: Sequence[int] = ()  # made elsewhere, before it came here
+    output_token_ids: Sequence[int] = ()  # made on another replica, before the request came here
     leg: Leg = Leg.LOCAL
     epoch: int = 0
     arrival_time: float = 0.0  # seconds, on the scheduler's clock
-    priority: int = 0  # of its class, 0 the most urgent
-    arrival_work: int = 0  # prompt tokens the scheduler had handed out when it came
-    queued_at: float = 0.0  # when it last began to wait: at arrival, or when preempted
-    due: float = 0.0  # of a stream: when its next token is promised
-    patience: float = 0.0  # seconds within which its class promises its first token
-    predicted_ttft: float | None = None  # seconds, as predicted when it came
-    expected_cached_tokens: int = 0  # while it waits: what the prefix index held when last asked
+    priority: int = 0  # of its class; 0 is the most urgent
+    arrival_work: int = 0  # prompt tokens the scheduler had scheduled when the request arrived
+    queued_at: float = 0.0  # when the request last began to wait: at arrival, or when preempted
+    due: float = 0.0  # of a stream: when its next token is due
+    ttft_deadline: float = 0.0  # seconds after arrival by which its class promises the first token
+    predicted_ttft: float | None = None  # seconds, as predicted on arrival
+    expected_cached_tokens: int = 0  # while waiting: tokens found at the last look into the prefix index
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     token_ids: list[int] = field(init=False)  # prompt and output
-    num_computed_tokens: int = 0  # tokens whose keys and values lie in pages
-    num_in_flight_tokens: int = 0  # the ones after these, handed out to steps that have not ended
-    num_cached_tokens: int = 0  # of these, how many the prefix index gave at first admission
+    num_computed_tokens: int = 0  # tokens whose keys and values are in pages
+    num_in_flight_tokens: int = 0  # the tokens after these, in steps that have not ended
+    num_cached_tokens: int = 0  # computed tokens found in the prefix index at first admission
     num_preemptions: int = 0
-    page_hashes: list[PageHash] = field(default_factory=list)  # of the full pages of token_ids, as far as hashed
+    page_hashes: list[PageHash] = field(default_factory=list)  # of the full pages of token_ids, as far as computed
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.prompt_token_ids, *self.output_token_ids]
 
     @classmethod
     def from_submission(cls, submission: Submission, now: float) -> "Request":
+        """Create the request of a submission that arrives at `now`."""
         return cls(
             id=submission.id,
             prompt_token_ids=list(submission.prompt_token_ids),
@@ -178,11 +181,15 @@ class Request:
 
     @property
     def owner(self) -> str:
-        """Under what name it owns pages: a placement that failed may still hold some when the next one begins."""
+        """Return the name under which the request owns pages.
+
+        It differs by placement: a failed placement may still own pages when the next one begins.
+        """
         return f"{self.id}#{self.epoch}" if self.epoch else self.id
 
     @staticmethod
     def owner_name(request_id: str, epoch: int) -> str:
+        """Return the `owner` of a request by its id and epoch."""
         return f"{request_id}#{epoch}" if epoch else request_id
 
     @property
@@ -203,16 +210,16 @@ class Request:
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """Tokens that have been handed out to steps: the next step begins after them."""
+        """Return the number of computed tokens and tokens in flight: the next step begins after them."""
         return self.num_computed_tokens + self.num_in_flight_tokens
 
     @property
     def num_uncached_tokens(self) -> int:
-        """Tokens that are left to hand out, or will be once it starts."""
+        """Return the number of tokens left to schedule; before the start, less those expected in the prefix index."""
         return len(self.token_ids) - max(self.num_scheduled_tokens, self.expected_cached_tokens)
 
     @property
     def is_decoding(self) -> bool:
-        """All but the newest token computed, and that one was sampled: one more token continues the stream."""
-        num_tokens = len(self.token_ids)  # not by the properties above: asked of every request in every step
+        """Return whether all tokens but the newest are computed, and that one was sampled."""
+        num_tokens = len(self.token_ids)  # not by the properties above: this runs for every request in every step
         return num_tokens - self.num_computed_tokens == 1 and num_tokens > len(self.prompt_token_ids)

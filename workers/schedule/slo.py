@@ -1,4 +1,4 @@
-"""What a class of requests is promised: its first token, every token after it, and its place when time runs short."""
+"""SLO classes: the promised time to the first token and per token after it, and who goes first when time is short."""
 
 from collections.abc import Sequence
 
@@ -6,19 +6,22 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class SloClass(BaseModel):
-    """One class of requests. Classes are listed most urgent first; the place in that list is the class's priority."""
+    """One class of requests. Classes are listed most urgent first; the position in the list is the priority."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(pattern=r"^[a-z][a-z0-9_-]*$", description="What `service_tier` and configuration call it.")
+    name: str = Field(pattern=r"^[a-z][a-z0-9_-]*$", description="The name in `service_tier` and in configuration.")
     ttft_s: float = Field(gt=0, description="Seconds to the first token.")
     tpot_s: float = Field(gt=0, description="Seconds per output token after the first.")
-    weight: float = Field(default=1.0, gt=0, description="What one broken promise counts for among others.")
-    decode_share: float = Field(default=0.0, ge=0, le=1, description="Share of max_num_seqs kept for its streams.")
+    weight: float = Field(default=1.0, gt=0, description="Weight of the class when the router compares replicas.")
+    decode_share: float = Field(default=0.0, ge=0, le=1, description="Share of max_num_seqs reserved for this class.")
 
     def ttft_deadline(self, seconds_alone: float) -> float:
-        """Seconds after arrival by which the first token is due. A prompt that takes longer than the class's `ttft_s`
-        even on an idle replica may take twice the time it takes alone."""
+        """Return the seconds after arrival by which the first token is due.
+
+        A prompt may take at least twice its time on an idle replica, `seconds_alone`: no replica can compute a prompt
+        in `ttft_s` that takes longer than that alone.
+        """
         return max(self.ttft_s, 2 * seconds_alone)
 
 
@@ -31,7 +34,11 @@ DEFAULT_CLASS = "standard"
 
 
 def priority_of(classes: Sequence[SloClass], name: str) -> int:
-    """The place of class `name`, 0 the most urgent. ValueError, naming the field, if there is none."""
+    """Return the position of class `name`; 0 is the most urgent.
+
+    Raises:
+        ValueError: there is no such class; the message names the field.
+    """
     for priority, slo in enumerate(classes):
         if slo.name == name:
             return priority

@@ -1,7 +1,8 @@
-"""The custom resources in our manifests, as far as these use them, written down from their API references: KubeRay's
-(ray.io/v1, version 1.7) and the Prometheus operator's. No registry that we build from carries their definitions.
+"""The custom resources in our manifests, as far as the manifests use them.
 
-Unknown fields are errors, which the API server would silently drop. Pods inside are checked against Kubernetes' schema.
+Written by hand from the API references of KubeRay (ray.io/v1, version 1.7) and of the Prometheus operator, because no
+registry that we build from has their definitions. Unknown fields are errors: the API server would silently drop them.
+Pods inside are checked against Kubernetes' schema.
 """
 
 from typing import Annotated, Any, Literal
@@ -14,7 +15,7 @@ Labels = dict[str, str]
 
 
 def check(document: dict[str, Any]) -> None:
-    """A document of Kubernetes' own kinds. Raises kubernetes_validate.ValidationError."""
+    """Check a document of one of Kubernetes' own kinds. Raises kubernetes_validate.ValidationError."""
     kubernetes_validate.validate(document, VERSION, strict=True)
 
 
@@ -88,7 +89,7 @@ class RayCluster(Strict):
 
 
 class UpgradeStrategy(Strict):
-    type: Literal["NewCluster", "None"]  # NewClusterWithIncrementalUpgrade needs options that we do not write
+    type: Literal["NewCluster", "None"]  # NewClusterWithIncrementalUpgrade needs options that our manifests do not have
 
 
 class RayServiceSpec(Strict):
@@ -177,7 +178,7 @@ KINDS: dict[str, type[BaseModel]] = {
 
 
 def validate(document: dict[str, Any]) -> None:
-    """Any document of ours. Raises ValueError or kubernetes_validate.ValidationError."""
+    """Check any document of ours. Raises ValueError or kubernetes_validate.ValidationError."""
     if document["kind"] in KINDS:
         KINDS[document["kind"]].model_validate(document)
     else:

@@ -1,4 +1,4 @@
-"""Every manifest is what its reader accepts: Kubernetes, KubeRay, Prometheus, Grafana, Ray, Serve, Docker."""
+"""Every manifest is valid for its reader: Kubernetes, KubeRay, Prometheus, Grafana, Ray, Serve, Docker."""
 
 import importlib
 import json
@@ -32,7 +32,7 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def applied() -> list[Path]:
-    """Files that go to an API server."""
+    """Return the files that are applied to an API server."""
     others = ("kustomization.yaml", "crossdock.yaml", "serve.yaml", "ray-cluster.yaml")
     return [path for path in sorted(MANIFESTS.rglob("*.yaml")) if path.name not in others]
 
@@ -41,7 +41,7 @@ def applied() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", applied(), ids=lambda path: path.relative_to(MANIFESTS).as_posix())
-def test_kubernetes_and_its_operators_accept_it(path: Path) -> None:
+def test_applied_manifest_passes_the_schemas_of_kubernetes_and_operators(path: Path) -> None:
     for document in documents(path):
         custom_resources.validate(document)
 
@@ -59,7 +59,7 @@ def test_kubernetes_and_its_operators_accept_it(path: Path) -> None:
         lambda spec: pod(spec)["volumes"][0].update(emptydir={}),
     ],
 )
-def test_a_mistake_in_a_ray_service_is_seen(spoil: Any) -> None:
+def test_ray_service_with_a_mistake_is_refused(spoil: Any) -> None:
     document = documents(MANIFESTS / "fleet/rayservice.yaml")[0]
     custom_resources.validate(document)
     spoil(document["spec"])
@@ -74,7 +74,7 @@ def pod(spec: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, whose kustomize it runs; no cluster")
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_kustomize_builds_the_overlay(overlay: str) -> None:
+def test_overlay_built_by_kustomize_is_valid_and_complete(overlay: str) -> None:
     command = ["kubectl", "kustomize", str(MANIFESTS / overlay)]
     built = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     found = list(yaml.safe_load_all(built))
@@ -85,17 +85,17 @@ def test_kustomize_builds_the_overlay(overlay: str) -> None:
     assert {"RayService", "PodDisruptionBudget", "NetworkPolicy", "ScrapeConfig", "PrometheusRule"} <= {
         kind for kind, _ in names
     }
-    # Whatever is referred to by name is in it, or is a Secret or claim that the README says how to make.
+    # Whatever is referred to by name is in it, or is a Secret or claim that the operations guide describes.
     ours = next(document for document in found if document["kind"] == "RayService")["spec"]["rayClusterConfig"]
     redis = ours.get("gcsFaultToleranceOptions")
     assert (("Service", "crossdock-redis") in names) == (redis is not None)
-    readme = (ROOT / "README.md").read_text()
+    guide = (ROOT / "docs/operations.md").read_text()
     for secret in re.findall(r"secretName: (\S+)|claimName: (\S+)", built):
-        assert "".join(secret) in readme
+        assert "".join(secret) in guide
 
 
 def containers(document: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Every (pod spec, container) in a document, at whatever depth."""
+    """Yield every (pod spec, container) in a document, at any depth."""
     if isinstance(document, dict):
         for container in document.get("containers", ()):
             yield document, container
@@ -107,7 +107,7 @@ def containers(document: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]
 
 
 @pytest.mark.parametrize("path", applied(), ids=lambda path: path.relative_to(MANIFESTS).as_posix())
-def test_no_container_is_root_or_unbounded(path: Path) -> None:
+def test_container_is_not_root_and_has_a_memory_limit(path: Path) -> None:
     """The restricted profile of Kubernetes' pod security standards, and limits on memory."""
     for document in documents(path):
         for spec, container in containers(document):
@@ -129,8 +129,8 @@ def serve_configs() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("config", serve_configs())
-def test_serve_accepts_it(config: dict[str, Any]) -> None:
-    """And knows every key: its own schema ignores those that it does not."""
+def test_serve_config_passes_serves_schema(config: dict[str, Any]) -> None:
+    """Serve also knows every key: its own schema silently ignores unknown ones."""
     schema = ServeDeploySchema.model_validate(config)
     assert config.keys() <= ServeDeploySchema.model_fields.keys()
     for application in config["applications"]:
@@ -144,7 +144,7 @@ def test_serve_accepts_it(config: dict[str, Any]) -> None:
         assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_ray_accepts_the_cluster_file() -> None:
+def test_cluster_file_passes_rays_schema() -> None:
     (config,) = documents(MANIFESTS / "ray-cluster.yaml")
     validate_config(prepare_config(config))
     for spoil in ({"max_worker": 3}, {"head_node_type": "heads"}, {"max_workers": 1}):
@@ -159,7 +159,7 @@ def test_ray_accepts_the_cluster_file() -> None:
 # -- Prometheus and Grafana --------------------------------------------------------------------------------------------
 
 
-def test_every_expression_is_promql() -> None:
+def test_expressions_of_alerts_and_dashboard_are_promql() -> None:
     found = [expression for path in ("alerts.yaml", "grafana-dashboard.json") for expression in expressions(path)]
     assert len(found) > 50
     for expression in found:
@@ -176,7 +176,7 @@ def expressions(name: str) -> Iterator[str]:
         yield from (rule["expr"] for group in data["spec"]["groups"] for rule in group["rules"])
 
 
-def test_alerts_are_documented() -> None:
+def test_alerts_have_a_section_in_the_operations_guide() -> None:
     guide = (ROOT / "docs/operations.md").read_text()
     groups = yaml.safe_load((MANIFESTS / "base/alerts.yaml").read_text())["spec"]["groups"]
     alerts = [rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule]
@@ -184,7 +184,7 @@ def test_alerts_are_documented() -> None:
     assert [alert for alert in alerts if f"### {alert}" not in guide] == []
 
 
-def test_the_dashboard_is_one() -> None:
+def test_dashboard_panels_are_complete_and_do_not_overlap() -> None:
     board = json.loads((MANIFESTS / "base/grafana-dashboard.json").read_text())
     panels = board["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels) > 20
@@ -221,9 +221,11 @@ SITUATIONS = {
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's package prometheus")
-def test_alerts_fire_when_they_should_and_at_no_other_time(tmp_path: Path) -> None:
-    """Three hours of samples, a minute apart, through Prometheus' own evaluation: that the alerts of a situation are
-    silent must be found false, and of all others true."""
+def test_alerts_fire_in_their_situation_and_in_no_other(tmp_path: Path) -> None:
+    """Evaluate three hours of samples, a minute apart, with Prometheus itself.
+
+    The claim that an alert is silent must be false for the alerts of a situation, and true for all others.
+    """
     spec = documents(MANIFESTS / "base/alerts.yaml")[0]["spec"]
     (tmp_path / "rules.yml").write_text(yaml.safe_dump(spec))
     alerts = {rule["alert"] for group in spec["groups"] for rule in group["rules"] if "alert" in rule}
@@ -256,7 +258,7 @@ def test_alerts_fire_when_they_should_and_at_no_other_time(tmp_path: Path) -> No
 
 
 def samples(*, owned: int, active: int, quarantined: int, missed: int, shipped: int) -> dict[str, str]:
-    """Series and their values. Counters grow by so many a minute."""
+    """Return series and their values, in promtool's notation. Counters grow by the given number a minute."""
     return {
         'crossdock_pages{replica="a",state="owned"}': f"{owned}x180",
         'crossdock_pages{replica="a",state="quarantined"}': f"{quarantined}x180",
@@ -272,13 +274,13 @@ def samples(*, owned: int, active: int, quarantined: int, missed: int, shipped: 
 # -- Docker ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_dockerfile_passes_its_linter() -> None:
+def test_dockerfile_passes_its_linter() -> None:
     linter = shutil.which("hadolint") or str(Path(sys.executable).with_name("hadolint"))
     found = subprocess.run([linter, str(MANIFESTS / "Dockerfile")], capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stdout
 
 
-def test_images_are_pinned_and_not_root() -> None:
+def test_images_are_pinned_and_do_not_run_as_root() -> None:
     text = (MANIFESTS / "Dockerfile").read_text()
     stages = {stage.split("\n")[0].split(" AS ")[1]: stage for stage in re.split(r"^FROM ", text, flags=re.M)[1:]}
     for target in ("cpu", "cuda"):
@@ -288,7 +290,7 @@ def test_images_are_pinned_and_not_root() -> None:
     assert re.search(r"^ARG PYTHON=\d+\.\d+\.\d+-", text, re.M)
     copied = {name for names in re.findall(r"^COPY (?!--)(.+) \S+$", text, re.M) for name in names.split()}
     kept = {line[1:] for line in (MANIFESTS / "Dockerfile.dockerignore").read_text().split() if line[0] == "!"}
-    assert copied == kept, "what the build copies is what the context holds"
+    assert copied == kept, "the build context holds exactly the files that the build copies"
     assert all((ROOT / name).exists() for name in copied)
     constraints = (ROOT / "constraints.txt").read_text()
     for package in re.findall(r"grep '\^([\w-]+)==' /opt/constraints.txt", text):

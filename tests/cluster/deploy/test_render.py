@@ -1,4 +1,4 @@
-"""`crossdock deploy render`: the committed manifests are what it prints, and say what the configuration says."""
+"""`crossdock deploy render`: the committed manifests are its output, and match their configuration."""
 
 import copy
 import json
@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from crossdock.cluster.cli import app
-from crossdock.cluster.config import ConfigError, load
+from crossdock.cluster.config_file import ConfigError, load
 from crossdock.cluster.deploy.command import Target, rendered
 from crossdock.cluster.deploy.kuberay import GROUP, PART_OF, kuberay
 from crossdock.cluster.deploy.rayup import ray_up
@@ -30,14 +30,14 @@ COMMITTED = [
 
 
 @pytest.mark.parametrize(("config", "target", "manifest"), COMMITTED)
-def test_the_committed_manifests_are_what_render_prints(config: str, target: Target, manifest: str) -> None:
+def test_committed_manifest_is_the_output_of_render(config: str, target: Target, manifest: str) -> None:
     shown = rendered(MANIFESTS / config, target)
     assert (MANIFESTS / manifest).read_text() == shown, (
         f"crossdock deploy render {config} --target {target} > {manifest}"
     )
 
 
-def test_the_command_prints_it() -> None:
+def test_command_prints_the_rendered_text() -> None:
     result = CliRunner().invoke(app, ["deploy", "render", str(FLEET), "--target", "ray-up"])
     assert result.exit_code == 0
     assert result.stdout == rendered(FLEET, Target.RAY_UP)
@@ -51,8 +51,8 @@ def service(documents: list[dict[str, Any]]) -> dict[str, Any]:
     return next(document["spec"] for document in documents if document["kind"] == "RayService")
 
 
-def test_replicas_find_the_nodes_of_their_pool() -> None:
-    """What a pool asks for is what its nodes carry, on both kinds of cluster."""
+def test_nodes_have_the_labels_and_gpus_that_replicas_need() -> None:
+    """For every pool, on both kinds of cluster."""
     config = fleet()
     groups = {group["groupName"]: group for group in service(kuberay(config))["rayClusterConfig"]["workerGroupSpecs"]}
     types = ray_up(config)["available_node_types"]
@@ -64,19 +64,21 @@ def test_replicas_find_the_nodes_of_their_pool() -> None:
         assert types[pool.name]["resources"]["GPU"] >= pool.num_gpus
 
 
-def test_no_replica_and_no_ingress_is_on_the_head() -> None:
-    """Streams outlive it: neither is what they come from there, nor what they go through."""
+def test_head_runs_no_replica_and_no_ingress() -> None:
+    """Streams survive the loss of the head: no process that they pass through is on it."""
     spec = service(kuberay(fleet()))
     assert spec["rayClusterConfig"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     assert spec["excludeHeadPodFromServeSvc"]
     assert ray_up(fleet())["available_node_types"]["head"]["resources"] == {"CPU": 0}
     application = yaml.safe_load(spec["serveConfigV2"])["applications"][0]
-    overrides = {it["name"]: it["ray_actor_options"]["num_cpus"] for it in application["deployments"]}
+    overrides = {
+        deployment["name"]: deployment["ray_actor_options"]["num_cpus"] for deployment in application["deployments"]
+    }
     assert overrides == {"ingress": 1}
     assert all(pool["num_cpus"] > 0 for pool in application["args"]["pools"])
 
 
-def test_the_application_is_the_configuration_without_its_deployment() -> None:
+def test_application_arguments_are_the_configuration_without_deploy() -> None:
     config = fleet()
     args = serve_config(config)["applications"][0]["args"]
     assert "deploy" not in args
@@ -84,14 +86,14 @@ def test_the_application_is_the_configuration_without_its_deployment() -> None:
     assert again == config.model_copy(update={"deploy": again.deploy})
 
 
-def test_a_pod_is_given_the_time_that_streams_need_to_end() -> None:
+def test_pod_has_longer_than_the_drain_timeout_to_end() -> None:
     documents = kuberay(fleet(http__drain_timeout_s=900))
     cluster = service(documents)["rayClusterConfig"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         assert group["template"]["spec"]["terminationGracePeriodSeconds"] > 900
 
 
-def test_budgets_and_policies_select_the_pods() -> None:
+def test_disruption_budgets_and_network_policy_select_the_pods() -> None:
     documents = kuberay(fleet())
     cluster = service(documents)["rayClusterConfig"]
     labels = [group["template"]["metadata"]["labels"] for group in cluster["workerGroupSpecs"]]
@@ -106,7 +108,7 @@ def test_budgets_and_policies_select_the_pods() -> None:
     assert unbounded == [[{"podSelector": {"matchLabels": {PART_OF: "crossdock"}}}]]
 
 
-def test_every_secret_that_is_mounted_holds_what_the_configuration_names() -> None:
+def test_api_keys_file_is_mounted_where_the_configuration_names_it() -> None:
     config = fleet(http__api_keys_file="/run/keys/all.yaml")
     for group in service(kuberay(config))["rayClusterConfig"]["workerGroupSpecs"]:
         spec = group["template"]["spec"]
@@ -115,7 +117,7 @@ def test_every_secret_that_is_mounted_holds_what_the_configuration_names() -> No
     assert "/run/keys/all.yaml" in ray_up(config)["file_mounts"]
 
 
-def test_an_autoscaler_is_there_when_nodes_may_come_and_go() -> None:
+def test_autoscaler_is_enabled_when_node_counts_may_change() -> None:
     assert service(kuberay(fleet()))["rayClusterConfig"]["enableInTreeAutoscaling"]
     single = service(kuberay(load(MANIFESTS / "single-node/crossdock.yaml")))
     assert "enableInTreeAutoscaling" not in single["rayClusterConfig"]
@@ -140,12 +142,12 @@ def test_an_autoscaler_is_there_when_nodes_may_come_and_go() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:
+def test_deployment_that_cannot_work_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(FLEET, changes)
 
 
-def test_a_pool_without_nodes_and_a_key_in_the_open_are_refused(tmp_path: Path) -> None:
+def test_pool_without_nodes_and_key_in_the_configuration_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"deploy.nodes: pool 'decode' has none"):
         kuberay(fleet(deploy__nodes=[{"pool": "prefill", "cpus": 8, "gpus": 1, "memory": "1Gi"}]))
     open_ = fleet(http__api_keys=["hunter2"])
@@ -160,8 +162,8 @@ def test_a_pool_without_nodes_and_a_key_in_the_open_are_refused(tmp_path: Path) 
     assert "hunter2" not in result.output
 
 
-def test_rendering_needs_nothing_but_the_file() -> None:
-    """The same on a laptop and in CI, in any directory."""
+def test_render_in_another_directory_prints_the_same() -> None:
+    """Rendering depends on the file alone: the same on a laptop and in CI."""
     code = "import sys; from crossdock.cluster.cli import main; sys.argv[0] = 'crossdock'; main()"
     command = [sys.executable, "-c", code, "deploy", "render", str(FLEET)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/", timeout=120)

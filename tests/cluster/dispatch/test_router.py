@@ -21,7 +21,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.config import ProxyLocation
 from ray.serve.context import _get_global_client
 
-from crossdock.cluster.config import load
+from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
 from crossdock.workers.model.model import load_model
 from crossdock.workers.model.model_spec import ModelSpec

@@ -17,9 +17,9 @@ from ray import serve
 from ray.serve.config import ProxyLocation
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from crossdock.cluster.config import load
+from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
-from tests.cluster.serve.test_pools import Stream, prompt, samples
+from tests.cluster.serve.pools import Stream, prompt, samples
 from tests.workers.architectures import build as build_model
 
 APP = "gang"

@@ -1,9 +1,8 @@
-"""The real thing: Ray Serve, a replica process with real weights, HTTP, and the openai client."""
+"""A real deployment: Ray Serve, a replica process with trained weights, HTTP, and the openai client."""
 
 import asyncio
 import random
 import re
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,15 +15,9 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from crossdock.cluster.config import load
+from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import APP_NAME, build
-
-
-def free_port() -> int:
-    with socket.socket() as it:
-        it.bind(("127.0.0.1", 0))
-        port: int = it.getsockname()[1]
-        return port
+from tests.cluster.ports import free_port
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +52,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 
 def metric(url: str, name: str) -> float:
-    """Sum of a metric's samples over labels; `name` may end in a label that must match."""
+    """Return the sum of a metric's samples over labels. `name` may end in a label that must match."""
     name, _, label = name.partition("{")
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     found = [line for line in lines if line.startswith((f"{name} ", f"{name}{{")) and label in line]
@@ -68,14 +61,14 @@ def metric(url: str, name: str) -> float:
 
 
 def wait_until_idle(url: str) -> None:
-    """Every page is given back, soon."""
+    """Wait until no request is active or owns a page."""
     deadline = time.monotonic() + 20
     while metric(url, 'crossdock_pages{state="owned"') or metric(url, "crossdock_requests_active"):
         assert time.monotonic() < deadline, "pages are still owned"
         time.sleep(0.05)
 
 
-def test_a_streaming_chat_in_sane_english(client: openai.OpenAI) -> None:
+def test_streaming_chat_answers_in_english(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model="smol",
         messages=[{"role": "user", "content": "What is the capital of France?"}],
@@ -93,7 +86,7 @@ def test_a_streaming_chat_in_sane_english(client: openai.OpenAI) -> None:
     assert usage.completion_tokens == 8
 
 
-def test_greedy_equals_generate_over_http(client: openai.OpenAI, model_dir: Path) -> None:
+def test_greedy_completion_equals_transformers_generate(client: openai.OpenAI, model_dir: Path) -> None:
     prompt = list(range(1000, 1060))
     module = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     ids = torch.tensor([prompt])
@@ -107,7 +100,7 @@ def test_greedy_equals_generate_over_http(client: openai.OpenAI, model_dir: Path
     assert answer.choices[0].text == expected
 
 
-def test_n_and_batch_share_one_seed(client: openai.OpenAI) -> None:
+def test_seeded_request_with_n_and_batch_gives_the_same_distinct_texts_again(client: openai.OpenAI) -> None:
     def ask() -> list[str]:
         answer = client.completions.create(
             model="smol", prompt=["Once upon", "There was"], n=2, seed=3, temperature=1.0, max_tokens=12
@@ -119,7 +112,7 @@ def test_n_and_batch_share_one_seed(client: openai.OpenAI) -> None:
     assert ask() == first
 
 
-def test_json_schema(client: openai.OpenAI) -> None:
+def test_json_schema_is_obeyed(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",
         "properties": {"city": {"type": "string", "maxLength": 12}, "people": {"type": "integer", "maximum": 999}},
@@ -138,7 +131,7 @@ def test_json_schema(client: openai.OpenAI) -> None:
     assert set(json.loads(answer.choices[0].message.content or "")) == {"city", "people"}
 
 
-def test_refusals_reach_the_client_in_openais_shape(client: openai.OpenAI) -> None:
+def test_refused_request_raises_the_openai_clients_error(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="8192") as error:
         client.completions.create(model="smol", prompt=[5] * 9000, max_tokens=1)
     assert error.value.body["param"]  # type: ignore[index]
@@ -152,8 +145,7 @@ def test_refusals_reach_the_client_in_openais_shape(client: openai.OpenAI) -> No
         )
 
 
-def test_a_request_is_followed_across_replicas(client: openai.OpenAI, url: str) -> None:
-    """Whichever of the two ingresses is asked."""
+def test_request_is_found_by_its_id_at_either_ingress(client: openai.OpenAI, url: str) -> None:
     answer = client.completions.create(
         model="smol",
         prompt=[*range(900, 1500)],
@@ -170,12 +162,12 @@ def test_a_request_is_followed_across_replicas(client: openai.OpenAI, url: str) 
             assert one["num_prompt_tokens"] == 600 == one["chunks"][-1]["start"] + one["chunks"][-1]["num_tokens"]
             assert (one["state"], one["num_output_tokens"], one["num_decode_steps"]) == ("finished", 4, 3)
             assert one["replica"]
-    assert httpx.get(f"{url}/v1/requests/unheard-of").status_code == 404
+    assert httpx.get(f"{url}/v1/requests/unknown").status_code == 404
     assert httpx.get(f"{url}/v1/requests").json() == {"object": "list", "data": []}
 
 
-def test_more_than_can_be_in_time_is_429(url: str) -> None:
-    """Prompts of 1,500 tokens that all come at once, and a promise of a second or of twice what each takes alone."""
+def test_requests_that_would_miss_their_first_token_target_get_429(url: str) -> None:
+    """Prompts of 1,500 tokens arrive all at once; their class promises a first token within a second."""
 
     async def ask(http: httpx.AsyncClient, number: int) -> httpx.Response:
         prompt = [1000 + number, *range(2000, 3499)]
@@ -198,7 +190,7 @@ def test_more_than_can_be_in_time_is_429(url: str) -> None:
     wait_until_idle(url)
 
 
-def test_a_hundred_thousand_token_body_disturbs_nobody(client: openai.OpenAI, url: str) -> None:
+def test_body_of_100_megabytes_gets_413_while_a_stream_goes_on(client: openai.OpenAI, url: str) -> None:
     stream = client.completions.create(model="smol", prompt="Once", max_tokens=40, stream=True, temperature=0)
     next(iter(stream))
     too_large = b'{"model": "smol", "prompt": "' + b"a" * (100 << 20) + b'"}'
@@ -208,8 +200,8 @@ def test_a_hundred_thousand_token_body_disturbs_nobody(client: openai.OpenAI, ur
     assert len(list(stream)) > 10
 
 
-def test_disconnects_at_any_moment_leave_no_owned_page(url: str) -> None:
-    """1,000 clients that go away: before the first token, in the prompt, in mid-stream; streams and plain requests."""
+def test_clients_that_disconnect_at_any_moment_leave_no_owned_page(url: str) -> None:
+    """1,000 clients disconnect before the first token, in the prompt, in mid-stream; streams and plain requests."""
     before = metric(url, "crossdock_requests_total{")
 
     async def one(http: httpx.AsyncClient, rng: random.Random) -> None:
@@ -248,7 +240,7 @@ def test_disconnects_at_any_moment_leave_no_owned_page(url: str) -> None:
     assert metric(url, "crossdock_cancelled_kv_bytes_total") > 0
 
 
-def test_metrics_describe_the_whole_deployment(url: str, client: openai.OpenAI) -> None:
+def test_scrape_covers_all_replicas_and_ingresses(url: str, client: openai.OpenAI) -> None:
     client.completions.create(model="smol", prompt="hello", max_tokens=3)
     text = httpx.get(f"{url}/metrics").text
     assert 'replica="' in text

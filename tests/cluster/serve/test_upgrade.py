@@ -1,5 +1,5 @@
-"""The application is deployed again, with another configuration, while clients stream: every process is replaced, and
-every stream has the tokens that it would have had."""
+"""The application is deployed again with another configuration while clients stream: every process is replaced, and no
+stream loses or changes a token."""
 
 import json
 import threading
@@ -14,7 +14,8 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 from transformers import PreTrainedTokenizerFast
 
-from crossdock.cluster.config import ClusterConfig, load
+from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
 from tests.cluster.api.test_tracing import collector
 from tests.cluster.ports import free_port
@@ -25,7 +26,7 @@ PROMPTS = [[3 + (number * 7 + place * place) % 100 for place in range(20 + 12 * 
 
 
 def config(folder: Path, port: int, budget: int, traces: str) -> ClusterConfig:
-    """Two of each, so that one is up while the other is replaced."""
+    """Return a configuration with two ingresses and two replicas: one of each is up while the other is replaced."""
     settings = {
         "model.path": str(folder),
         "model.served_name": "tiny",
@@ -43,7 +44,7 @@ def config(folder: Path, port: int, budget: int, traces: str) -> ClusterConfig:
 
 
 class Clients:
-    """Each streams one prompt after the other, slowly enough that streams live while replicas come and go."""
+    """Four clients. Each streams one prompt after the other, slowly: streams live while replicas come and go."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -54,6 +55,7 @@ class Clients:
         self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(4)]
 
     def stream(self, number: int, pause: float = 0.0) -> list[int]:
+        """Return the tokens of a streamed answer to a prompt. `pause`: seconds after each token."""
         body = {"model": "tiny", "prompt": PROMPTS[number], "max_tokens": 120, "ignore_eos": True, "stream": True}
         body |= {"seed": number, "temperature": 0.8, "return_token_ids": True}
         tokens: list[int] = []
@@ -93,20 +95,20 @@ class Clients:
 
 
 def budgets(url: str) -> dict[str, int]:
-    """Of every replica, as one of the ingresses sees them."""
+    """Return max_num_batched_tokens of each replica, as one of the ingresses knows it."""
     data = httpx.get(f"{url}/v1/replicas", timeout=30).json()["data"]
-    return {it["replica"]: it["profile"]["max_num_batched_tokens"] for it in data}
+    return {replica["replica"]: replica["profile"]["max_num_batched_tokens"] for replica in data}
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    it = free_port()
-    serve.start(http_options=HTTPOptions(host="127.0.0.1", port=it))
-    yield it
+    number = free_port()
+    serve.start(http_options=HTTPOptions(host="127.0.0.1", port=number))
+    yield number
     serve.shutdown()
 
 
-def test_no_stream_is_dropped(
+def test_upgrade_under_load_replaces_every_process_and_drops_no_stream(
     ray_cluster: None, port: int, tmp_path: Path, tokenizers: dict[str, PreTrainedTokenizerFast]
 ) -> None:
     url = f"http://127.0.0.1:{port}"
@@ -123,16 +125,23 @@ def test_no_stream_is_dropped(
                 assert time.monotonic() < deadline, f"{before} became {after}"
                 time.sleep(0.1)
             done = clients.done
-            while clients.done < done + 8:  # the new ones serve
+            while clients.done < done + 8:  # the new replicas serve
                 time.sleep(0.05)
         serve.delete(APP)
     assert not clients.problems
     assert set(before.values()) == {128}
     assert set(after.values()) == {96}
     assert clients.done > 16
-    spans = [span for it in received for of in it.resource_spans for scope in of.scope_spans for span in scope.spans]
+    spans = [
+        span
+        for message in received
+        for resource in message.resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
     roots = {span.span_id for span in spans if span.name == "POST /v1/completions"}
-    assert len(roots) == clients.done + len(PROMPTS)  # also of ingresses that were replaced: they send before they end
+    # Those of replaced ingresses included: they send their spans before they end.
+    assert len(roots) == clients.done + len(PROMPTS)
     served = {span.parent_span_id for span in spans if span.name == "serve"}
     assert served
-    assert served <= roots  # not all: the timelines of a replica that has left are not asked for
+    assert served <= roots  # not all: the timelines of a replica that has left are lost

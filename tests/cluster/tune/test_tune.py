@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from crossdock.cluster import cli
-from crossdock.cluster.config import ClusterConfig, load
+from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.config_file import load
 from crossdock.cluster.simulate.fleet import load_fleet, read_profile
 from crossdock.cluster.tune import report
 from crossdock.cluster.tune.advice import Advice, advise
@@ -19,7 +20,7 @@ from crossdock.cluster.tune.curves import Cell, Curves, relative_errors
 from crossdock.cluster.tune.report import Findings
 from crossdock.cluster.tune.sweep import grid
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.chunking import MARGIN
+from crossdock.workers.schedule.chunking import SLACK_SHARE
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
@@ -123,7 +124,7 @@ def test_a_target_that_cannot_be_kept_is_said_and_what_could_be() -> None:
     assert not it.is_attainable
     assert (it.min_chunk_tokens, it.fixed_tokens) == (16, 0)
     one, four, sixteen = it.attainable
-    assert one.tpot_s == pytest.approx((9e-3 + 1e-3 + 16e-3 + 2 * 1000 * 1e-6) / MARGIN)
+    assert one.tpot_s == pytest.approx((9e-3 + 1e-3 + 16e-3 + 2 * 1000 * 1e-6) / SLACK_SHARE)
     assert four.tpot_s < sixteen.tpot_s
     assert advice(one.tpot_s * 1.001, streams=1).is_attainable
 

@@ -1,13 +1,17 @@
-"""The `crossdock` command as a person meets it: keys in, screen out."""
+"""The `crossdock` command in a process of its own: at a terminal (keys in, screen out), or as a background job."""
 
+import fcntl
 import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
+from typing import Any
 
 COMMAND = Path(sys.executable).with_name("crossdock")
 
@@ -33,7 +37,7 @@ class Pty:
         os.write(self._master, text.encode())
 
     def expect(self, text: str) -> None:
-        """Waits for `text` after what was expected before."""
+        """Wait until `text` appears after the text that was expected before."""
         deadline = time.monotonic() + 20
         while text not in self._seen:
             ready, _, _ = select.select([self._master], [], [], max(0, deadline - time.monotonic()))
@@ -43,13 +47,19 @@ class Pty:
         self._seen = self._seen.split(text, 1)[1]
 
     def close(self) -> int:
+        """Return the exit status, once the command has ended."""
         code = self.process.wait(timeout=20)
         os.close(self._master)
         return code
 
 
 def _own_terminal() -> None:
-    import fcntl
-    import termios
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # a ^C typed here becomes a SIGINT there
+    # A test run that is a background job has SIGINT ignored, which its children inherit. At a terminal it never is.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that ^C typed here is a SIGINT there
+
+def background_job(*args: str, **options: Any) -> subprocess.Popen[str]:
+    """Start a command as a script's `crossdock … &` does: with SIGINT ignored. `options`: those of Popen."""
+    ignoring = ["sh", "-c", 'trap "" INT; exec "$0" "$@"']
+    return subprocess.Popen([*ignoring, COMMAND, *args], text=True, **options)

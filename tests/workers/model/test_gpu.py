@@ -16,8 +16,8 @@ from crossdock.workers.model.sampler import SampleRow, sample
 from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
+from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
-from crossdock.workers.schedule.scheduler import Batch, Scheduled
 from tests.workers.architectures import SERVED, build
 
 pytestmark = [

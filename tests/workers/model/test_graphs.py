@@ -19,8 +19,8 @@ from crossdock.workers.model.model import PagedModel, wrap_module
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
+from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
-from crossdock.workers.schedule.scheduler import Batch, Scheduled
 from tests.workers.architectures import SERVED, build
 
 from .test_model import monolithic

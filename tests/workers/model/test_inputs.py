@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request, SamplingParams
-from crossdock.workers.schedule.scheduler import Batch, Scheduled
 
 
 def a_step() -> StepInputs:

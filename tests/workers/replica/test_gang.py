@@ -18,8 +18,8 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.gang import common_page_budget
 from crossdock.workers.replica.step_sampler import StepSampler
+from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.request import SamplingParams, Submission
-from crossdock.workers.schedule.scheduler import Batch, SampledToken
 from tests.workers.architectures import SERVED, build
 from tests.workers.gangs import SETTINGS, ganged
 from tests.workers.model.test_parallel import DIVISIONS

@@ -1,34 +1,36 @@
-"""The recent steps are those that were made, in order, and show nobody's requests to others."""
+"""Recent steps are complete, in order, and show no request's name to another tenant."""
 
 from typing import Any
 
 from crossdock.workers.report.recent_steps import RecentSteps
-from tests.workers.report.test_timeline import STEP, UNIX, Story
+from tests.workers.report.test_timeline import STEP, UNIX, TimedReplica
 
 
-class Watched(Story):
+class WatchedReplica(TimedReplica):
+    """A replica with timelines whose steps are recorded."""
+
     def __init__(self, keep: int = 100, **config: Any) -> None:
         super().__init__(**config)
         self.recent = RecentSteps(UNIX, keep)
 
-    def go(self, count: int = 1) -> None:
+    def run_steps(self, count: int = 1) -> None:
         for _ in range(count):
-            started = self.now
+            started = self.replica.now
             progress = self.step()
-            self.recent.record(self.batch, progress.chunks, started, STEP, 0.9)
+            self.recent.record(self.replica.batches[-1], progress.chunks, started, STEP, 0.9)
 
     def after(self, number: int = 0, tenant: str | None = None) -> list[dict[str, Any]]:
         steps: list[dict[str, Any]] = self.recent.after({self.recent.incarnation: number}, tenant)["steps"]
         return steps
 
 
-def test_a_long_prompt_beside_a_stream() -> None:
-    it = Watched()
-    it.add("stream", 4, max_tokens=50)
-    it.go()
-    it.add("long", 40)
-    it.go(4)
-    steps = it.after()
+def test_steps_of_a_long_prompt_beside_a_stream_are_recorded() -> None:
+    watched = WatchedReplica()
+    watched.add("stream", 4, max_tokens=50)
+    watched.run_steps()
+    watched.add("long", 40)
+    watched.run_steps(4)
+    steps = watched.after()
     assert [step["number"] for step in steps] == [1, 2, 3, 4, 5]
     assert [step["num_decodes"] for step in steps] == [0, 1, 1, 1, 1]
     assert [step["started"] for step in steps] == [UNIX + 100 + number for number in range(5)]
@@ -38,30 +40,30 @@ def test_a_long_prompt_beside_a_stream() -> None:
     assert {chunk["num_prompt_tokens"] for step in steps[1:] for chunk in step["chunks"]} == {40}
 
 
-def test_each_reader_gets_what_it_has_not_seen() -> None:
-    it = Watched()
-    it.add("stream", 4, max_tokens=50)
-    it.go(5)
-    assert [step["number"] for step in it.after(3)] == [4, 5]
-    assert it.after(5) == []
-    assert it.recent.after({it.recent.incarnation: 5}, None)["last_step"] == 5
-    whole = it.recent.after({"another life": 99}, None)
-    assert (len(whole["steps"]), whole["last_step"]) == (5, 5)
-    assert RecentSteps(UNIX).incarnation != it.recent.incarnation
+def test_reader_gets_the_steps_after_the_last_it_has_seen() -> None:
+    watched = WatchedReplica()
+    watched.add("stream", 4, max_tokens=50)
+    watched.run_steps(5)
+    assert [step["number"] for step in watched.after(3)] == [4, 5]
+    assert watched.after(5) == []
+    assert watched.recent.after({watched.recent.incarnation: 5}, None)["last_step"] == 5
+    complete = watched.recent.after({"another incarnation": 99}, None)
+    assert (len(complete["steps"]), complete["last_step"]) == (5, 5)
+    assert RecentSteps(UNIX).incarnation != watched.recent.incarnation
 
 
-def test_old_steps_go() -> None:
-    it = Watched(keep=3)
-    it.add("stream", 4, max_tokens=50)
-    it.go(9)
-    assert [step["number"] for step in it.after()] == [7, 8, 9]
+def test_old_steps_are_dropped() -> None:
+    watched = WatchedReplica(keep=3)
+    watched.add("stream", 4, max_tokens=50)
+    watched.run_steps(9)
+    assert [step["number"] for step in watched.after()] == [7, 8, 9]
 
 
-def test_names_are_shown_to_their_tenant() -> None:
-    it = Watched()
-    it.add("mine", 4, tenant="a", request_id="secret")
-    it.go()
+def test_request_name_is_shown_to_its_tenant_only() -> None:
+    watched = WatchedReplica()
+    watched.add("mine", 4, tenant="a", request_id="secret")
+    watched.run_steps()
     for tenant, name in ((None, "secret"), ("a", "secret"), ("b", None)):
-        (chunk,) = it.after(0, tenant)[0]["chunks"]
+        (chunk,) = watched.after(0, tenant)[0]["chunks"]
         assert chunk["request_id"] == name
         assert chunk["prompt"] == 1

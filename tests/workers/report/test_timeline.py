@@ -1,4 +1,4 @@
-"""Timelines over a real scheduler, on a clock of the test: what is told of a request is what happened to it."""
+"""Timelines of a real scheduler on a simulated clock: they show what happened to each request."""
 
 import json
 import threading
@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from crossdock.workers.report.timeline import KEEP_CHUNKS, Progress, Timelines, prompt_length_bucket
-from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.report.timeline import KEEP_CHUNKS, Progress, Timeline, Timelines, prompt_length_bucket
 from crossdock.workers.schedule.request import FinishReason, Leg, Request, SamplingParams, Submission, TokenDelta
-from crossdock.workers.schedule.scheduler import SampledToken, Scheduler, SchedulerConfig
 from crossdock.workers.schedule.slo import SloClass
+from tests.workers.schedule.model_free_replica import ModelFreeReplica, new_scheduler
 
 CLASSES = (
     SloClass(name="urgent", ttft_s=2.0, tpot_s=1.0),
@@ -20,47 +19,52 @@ STEP = 1.0  # seconds
 UNIX = 1_000_000.0  # when the clock read 0
 
 
-class Story:
-    """A scheduler whose every step takes a second, and the timelines that hear of it."""
+class TimedReplica:
+    """A replica whose every step takes a second, and its timelines."""
 
     def __init__(self, keep_finished: int = 100, num_pages: int = 200, **config: Any) -> None:
-        settings = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "page_size": 4, "slo_classes": CLASSES}
-        scheduling = SchedulerConfig(**settings | {"chunk_policy": "fixed", "short_lane_share": 0.0} | config)
-        self.scheduler = Scheduler(scheduling, PagePool(num_pages, 4), max_model_len=700)
+        settings = {"max_num_batched_tokens": 16, "slo_classes": CLASSES, "chunk_policy": "fixed"}
+        scheduler = new_scheduler(num_pages, 700, **settings | {"short_lane_share": 0.0} | config)
+        self.replica = ModelFreeReplica(scheduler, lambda work: STEP, lambda token_ids: 7, now=100.0)
+        self.scheduler = scheduler
         self.timelines = Timelines(CLASSES, UNIX, keep_finished)
-        self.now = 100.0
+        self.finished: list[Timeline] = []
 
     def add(self, name: str, num_tokens: int, max_tokens: int = 3, alone: float = 0.0, **fields: Any) -> None:
-        """Prompts are all different: nothing is found in the cache."""
-        tokens = [len(self.scheduler._requests) * 1000 + 1000 + i for i in range(num_tokens)]
+        """Queue a request. Prompts of requests that are here at the same time share no prefix."""
+        tokens = [len(self.scheduler.requests()) * 1000 + 1000 + i for i in range(num_tokens)]
         sampling = SamplingParams(max_tokens=max_tokens)
-        submission = Submission(name, tokens, sampling, request_id=fields.pop("request_id", name), **fields)
-        request = Request.from_submission(submission, self.now)
+        self.submit(Submission(name, tokens, sampling, request_id=fields.pop("request_id", name), **fields), alone)
+
+    def submit(self, submission: Submission, alone: float = 0.0) -> Request:
+        request = Request.from_submission(submission, self.replica.now)
         self.scheduler.add(request)
-        self.timelines.add(submission, request, self.now, alone)
+        self.timelines.add(submission, request, self.replica.now, alone)
+        return request
 
     def step(self) -> Progress:
-        started, self.now = self.now, self.now + STEP
-        batch = self.scheduler.schedule(started)
-        sampled = {part.request.id: SampledToken(7) for part in batch.scheduled if part.samples}
-        deltas = self.scheduler.update(batch, sampled, self.now)
-        self.batch = batch
-        return self.timelines.stepped(batch, deltas, started, STEP, predicted=0.75)
+        step = self.replica.step()
+        progress = self.timelines.stepped(step.batch, step.deltas, step.started, STEP, predicted=0.75)
+        self.finished += progress.finished
+        return progress
 
     def run(self) -> None:
         while self.scheduler.has_work:
             self.step()
 
-    def of(self, name: str) -> dict[str, Any]:
-        [found] = self.timelines.find(name, None, self.now)
+    def find(self, name: str) -> dict[str, Any]:
+        [found] = self.timelines.find(name, None, self.replica.now)
         return found
 
+    def live(self, tenant: str | None = None) -> list[dict[str, Any]]:
+        return self.timelines.live(tenant, self.replica.now)
 
-def test_a_request_alone() -> None:
-    it = Story()
-    it.add("a", 40, max_tokens=3)
-    it.run()
-    found = it.of("a")
+
+def test_timeline_of_a_request_alone_is_complete() -> None:
+    timed = TimedReplica()
+    timed.add("a", 40, max_tokens=3)
+    timed.run()
+    found = timed.find("a")
     assert [(chunk["start"], chunk["num_tokens"]) for chunk in found["chunks"]] == [(0, 16), (16, 16), (32, 8)]
     assert found["chunks"][1] == {
         "started_s": 1.0,
@@ -107,60 +111,60 @@ def test_a_request_alone() -> None:
     json.dumps(found)
 
 
-def test_states_and_waiting_while_it_lives() -> None:
-    it = Story(max_num_seqs=1)
-    it.add("first", 30, max_tokens=2)
-    it.add("second", 4)
+def test_state_and_waiting_time_of_live_requests_are_current() -> None:
+    timed = TimedReplica(max_num_seqs=1)
+    timed.add("first", 30, max_tokens=2)
+    timed.add("second", 4)
 
     def states() -> list[tuple[str, str, int, float]]:
-        live = it.timelines.live(None, it.now)
-        return [(one["id"], one["state"], one["num_computed_tokens"], one["waiting_s"]) for one in live]
+        shown = timed.live()
+        return [(each["id"], each["state"], each["num_computed_tokens"], each["waiting_s"]) for each in shown]
 
     assert states() == [("first", "waiting", 0, 0.0), ("second", "waiting", 0, 0.0)]
-    it.step()
+    timed.step()
     assert states() == [("first", "prefilling", 16, 0.0), ("second", "waiting", 0, 1.0)]
-    it.step()
+    timed.step()
     assert states() == [("first", "decoding", 30, 0.0), ("second", "waiting", 0, 2.0)]
-    it.now += 0.5  # between two steps
+    timed.replica.now += 0.5  # between two steps
     assert states()[0][3] == 0.5
-    it.step()
+    timed.step()
     assert states() == [("second", "waiting", 0, 3.5)]
-    it.step()
-    assert it.of("second")["queued_s"] == 3.5
-    assert it.of("second")["chunks"][0]["waited_s"] == 3.5
+    timed.step()
+    assert timed.find("second")["queued_s"] == 3.5
+    assert timed.find("second")["chunks"][0]["waited_s"] == 3.5
 
 
-def test_a_chunk_is_shared_with_decodes_and_the_gap_says_so() -> None:
-    it = Story()
-    it.add("stream", 4, max_tokens=6)
-    it.step()
-    it.step()
-    it.add("prompt", 25, max_tokens=1)
-    it.run()
-    chunks = it.of("prompt")["chunks"]
+def test_gap_with_a_chunk_in_its_step_counts_as_shared() -> None:
+    timed = TimedReplica()
+    timed.add("stream", 4, max_tokens=6)
+    timed.step()
+    timed.step()
+    timed.add("prompt", 25, max_tokens=1)
+    timed.run()
+    chunks = timed.find("prompt")["chunks"]
     assert [(chunk["num_tokens"], chunk["num_decodes"]) for chunk in chunks] == [(12, 1), (13, 1)]
-    stream = it.of("stream")
+    stream = timed.find("stream")
     assert (stream["num_decode_steps"], stream["num_shared_decode_steps"]) == (5, 2)
 
 
-def test_a_chunk_step_between_two_tokens_is_shared_too() -> None:
-    """Where steps with chunks and steps with decodes alternate, no step has both, and the stream waits all the same."""
-    it = Story(mixed_chunks=False)
-    it.add("stream", 4, max_tokens=5)
-    it.step()
-    it.add("prompt", 16, max_tokens=1)
-    it.run()
-    stream = it.of("stream")
+def test_gap_with_a_chunk_step_between_tokens_counts_as_shared() -> None:
+    """If steps with chunks and steps with decodes alternate, no step has both, but the stream waits for the chunk."""
+    timed = TimedReplica(mixed_chunks=False)
+    timed.add("stream", 4, max_tokens=5)
+    timed.step()
+    timed.add("prompt", 16, max_tokens=1)
+    timed.run()
+    stream = timed.find("stream")
     assert (stream["num_shared_decode_steps"], stream["gap_max_s"], stream["gap_p50_s"]) == (1, 2.0, 1.0)
-    assert [chunk["num_decodes"] for chunk in it.of("prompt")["chunks"]] == [0]
+    assert [chunk["num_decodes"] for chunk in timed.find("prompt")["chunks"]] == [0]
 
 
-def test_time_per_token_is_told_apart_by_sharing() -> None:
-    it = Story(mixed_chunks=False)
-    it.add("stream", 4, max_tokens=4)
-    it.step()
-    it.add("prompt", 10, max_tokens=1)
-    finished = [timeline for _ in range(4) for timeline in it.step().finished]
+def test_time_per_token_is_split_by_sharing() -> None:
+    timed = TimedReplica(mixed_chunks=False)
+    timed.add("stream", 4, max_tokens=4)
+    timed.step()
+    timed.add("prompt", 10, max_tokens=1)
+    finished = [timeline for _ in range(4) for timeline in timed.step().finished]
     assert [timeline.id for timeline in finished] == ["prompt", "stream"]
     assert finished[1].tpot_by_sharing() == {True: 2.0, False: 1.0}
     assert finished[1].tpot == pytest.approx(4 / 3)
@@ -169,118 +173,115 @@ def test_time_per_token_is_told_apart_by_sharing() -> None:
     assert finished[0].tpot_met() is None
 
 
-def test_what_was_cached_and_what_was_preempted() -> None:
-    it = Story(num_pages=175, max_num_batched_tokens=700)
-    it.add("low", 650, max_tokens=40)
-    it.step()
-    it.add("high", 300, max_tokens=2, slo_class="urgent")
-    it.run()
-    low = it.of("low")
+def test_timeline_counts_cached_tokens_and_preemptions() -> None:
+    timed = TimedReplica(num_pages=175, max_num_batched_tokens=700)
+    timed.add("low", 650, max_tokens=40)
+    timed.step()
+    timed.add("high", 300, max_tokens=2, slo_class="urgent")
+    timed.run()
+    low = timed.find("low")
     assert low["num_preemptions"] == 1
     assert low["num_chunks"] == 2
     assert low["chunks"][1]["reason"] == "preempted before"
     assert low["num_output_tokens"] == 40
-    again = Submission("again", [1000 + i for i in range(300)], request_id="x")
-    request = Request.from_submission(again, it.now)
-    it.scheduler.add(request)
-    it.timelines.add(again, request, it.now, 0.0)
-    it.run()
-    assert it.of("x")["num_cached_tokens"] == request.num_cached_tokens > 0
-    assert it.of("x")["chunks"][0]["start"] == request.num_cached_tokens
+    request = timed.submit(Submission("again", [1000 + i for i in range(300)], request_id="x"))
+    timed.run()
+    assert timed.find("x")["num_cached_tokens"] == request.num_cached_tokens > 0
+    assert timed.find("x")["chunks"][0]["start"] == request.num_cached_tokens
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 4])  # waiting, prefilling twice, decoding
-def test_an_abort_says_what_it_freed(num_steps: int) -> None:
-    it = Story()
-    it.add("a", 40, max_tokens=50)
+def test_aborted_timeline_shows_freed_bytes(num_steps: int) -> None:
+    timed = TimedReplica()
+    timed.add("a", 40, max_tokens=50)
     for _ in range(num_steps):
-        it.step()
-    assert it.scheduler.abort("a") is not None
-    timeline = it.timelines.aborted("a", it.now, freed_bytes=num_steps * 100)
+        timed.step()
+    assert timed.scheduler.abort("a") is not None
+    timeline = timed.timelines.aborted("a", timed.replica.now, freed_bytes=num_steps * 100)
     assert timeline.finish_reason is FinishReason.ABORT
-    found = it.of("a")
+    found = timed.find("a")
     assert (found["state"], found["finish_reason"]) == ("finished", "abort")
     assert found["freed_bytes"] == num_steps * 100
     assert found["num_computed_tokens"] == min(16 * num_steps, 40) + max(num_steps - 3, 0)
     assert found["ended_s"] == num_steps
-    assert it.timelines.live(None, it.now) == []
+    assert timed.live() == []
 
 
-def test_a_step_that_raised_ends_them_all() -> None:
-    it = Story()
-    it.add("a", 4)
-    it.add("b", 40)
-    it.step()
+def test_step_that_raised_ends_all_timelines() -> None:
+    timed = TimedReplica()
+    timed.add("a", 4)
+    timed.add("b", 40)
+    timed.step()
     deltas = [TokenDelta(name, [], finish_reason=FinishReason.ERROR, error="broken") for name in ("a", "b")]
-    progress = it.timelines.ended(deltas, it.now)
+    progress = timed.timelines.ended(deltas, timed.replica.now)
     assert [timeline.id for timeline in progress.finished] == ["a", "b"]
-    assert it.of("a")["finish_reason"] == it.of("b")["finish_reason"] == "error"
+    assert timed.find("a")["finish_reason"] == timed.find("b")["finish_reason"] == "error"
 
 
-def test_promises_kept_and_broken() -> None:
-    it = Story(max_num_seqs=1)
-    it.add("in time", 4, max_tokens=2, slo_class="urgent")
-    it.add("late", 4, max_tokens=2, slo_class="urgent")
-    it.add("late, but long", 4, max_tokens=2, slo_class="urgent", alone=3.0)  # has twice that
-    it.add("open", 4, max_tokens=2)
+def test_timeline_shows_whether_promises_were_met() -> None:
+    timed = TimedReplica(max_num_seqs=1)
+    timed.add("in time", 4, max_tokens=2, slo_class="urgent")
+    timed.add("late", 4, max_tokens=2, slo_class="urgent")
+    timed.add("late, but long", 4, max_tokens=2, slo_class="urgent", alone=3.0)  # may take twice that
+    timed.add("open", 4, max_tokens=2)
     for _ in range(6):
-        it.step()
-    kept = {name: it.of(name)["ttft_met"] for name in ("in time", "late", "late, but long", "open")}
-    assert kept == {"in time": True, "late": False, "late, but long": True, "open": None}
-    it.now += 10
-    assert it.of("open")["ttft_met"] is False  # it will be, whatever comes
-    assert it.of("in time")["tpot_met"] is True
+        timed.step()
+    met = {name: timed.find(name)["ttft_met"] for name in ("in time", "late", "late, but long", "open")}
+    assert met == {"in time": True, "late": False, "late, but long": True, "open": None}
+    timed.replica.now += 10
+    assert timed.find("open")["ttft_met"] is False  # late already
+    assert timed.find("in time")["tpot_met"] is True
 
 
-def test_one_http_request_may_have_led_to_several() -> None:
-    it = Story()
-    it.add("a-1", 4, request_id="a")
-    it.run()
-    it.add("a-2", 4, request_id="a")
-    it.add("b-1", 4, request_id="b")
-    assert [found["id"] for found in it.timelines.find("a", None, it.now)] == ["a-1", "a-2"]
-    assert it.timelines.find("a-1", None, it.now) == []
-    assert it.timelines.find("c", None, it.now) == []
+def test_http_request_with_several_prompts_has_several_timelines() -> None:
+    timed = TimedReplica()
+    timed.add("a-1", 4, request_id="a")
+    timed.run()
+    timed.add("a-2", 4, request_id="a")
+    timed.add("b-1", 4, request_id="b")
+    assert [found["id"] for found in timed.timelines.find("a", None, timed.replica.now)] == ["a-1", "a-2"]
+    assert timed.timelines.find("a-1", None, timed.replica.now) == []
+    assert timed.timelines.find("c", None, timed.replica.now) == []
 
 
-def test_a_tenant_sees_its_own() -> None:
-    it = Story()
-    it.add("a-1", 4, request_id="a", tenant="one")
-    it.add("a-2", 4, request_id="a", tenant="two")
-    assert [found["id"] for found in it.timelines.find("a", "two", it.now)] == ["a-2"]
-    assert [found["id"] for found in it.timelines.live("one", it.now)] == ["a-1"]
-    assert len(it.timelines.live(None, it.now)) == 2
-    assert it.timelines.live("three", it.now) == []
+def test_tenant_sees_only_its_own_timelines() -> None:
+    timed = TimedReplica()
+    timed.add("a-1", 4, request_id="a", tenant="one")
+    timed.add("a-2", 4, request_id="a", tenant="two")
+    assert [found["id"] for found in timed.timelines.find("a", "two", timed.replica.now)] == ["a-2"]
+    assert [found["id"] for found in timed.live("one")] == ["a-1"]
+    assert len(timed.live()) == 2
+    assert timed.live("three") == []
 
 
-def test_a_leg_that_receives_has_gaps_and_no_first_token() -> None:
-    """The first token was made, and is told, where the prompt was."""
-    it = Story()
-    it.add("a", 8, max_tokens=4, leg=Leg.RECEIVE)
-    assert it.of("a")["state"] == "waiting"
-    it.now += 20  # later than its class promises: that is not this replica's to say
-    [granted] = it.scheduler.grant(it.now)
+def test_receive_leg_has_gaps_and_no_first_token() -> None:
+    """The first token is made, and reported, by the replica that computed the prompt."""
+    timed = TimedReplica()
+    timed.add("a", 8, max_tokens=4, leg=Leg.RECEIVE)
+    assert timed.find("a")["state"] == "waiting"
+    timed.replica.now += 20  # later than its class promises; the other replica reports that
+    [granted] = timed.scheduler.grant(timed.replica.now)
     assert granted.id == "a"
-    assert (it.of("a")["state"], it.of("a")["ttft_met"]) == ("receiving", None)
-    it.scheduler.arrive("a", 7, it.now)
-    assert it.of("a")["state"] == "decoding"
-    it.run()
-    found = it.of("a")
+    assert (timed.find("a")["state"], timed.find("a")["ttft_met"]) == ("receiving", None)
+    timed.scheduler.start_decoding("a", 7, timed.replica.now)
+    assert timed.find("a")["state"] == "decoding"
+    timed.run()
+    found = timed.find("a")
     assert (found["leg"], found["first_token_s"], found["ttft_met"]) == ("receive", None, None)
     assert (found["num_output_tokens"], found["num_decode_steps"], found["num_chunks"]) == (4, 2, 0)
     assert (found["tpot_s"], found["tpot_met"]) == (1.0, True)
 
 
-def test_a_leg_that_sends_has_the_first_token() -> None:
-    it = Story()
-    it.add("a", 20, max_tokens=4, leg=Leg.SEND)
-    it.step()
-    assert it.of("a")["state"] == "prefilling"
-    it.step()
-    assert (it.of("a")["state"], it.of("a")["first_token_s"]) == ("sending", 2.0)
-    it.scheduler.shipped("a")
-    it.timelines.ended([TokenDelta("a", [], finish_reason=FinishReason.SHIPPED)], it.now)
-    found = it.of("a")
+def test_send_leg_has_the_first_token() -> None:
+    timed = TimedReplica()
+    timed.add("a", 20, max_tokens=4, leg=Leg.SEND)
+    timed.step()
+    assert timed.find("a")["state"] == "prefilling"
+    timed.step()
+    assert (timed.find("a")["state"], timed.find("a")["first_token_s"]) == ("sending", 2.0)
+    timed.scheduler.finish_sent("a")
+    timed.timelines.ended([TokenDelta("a", [], finish_reason=FinishReason.SHIPPED)], timed.replica.now)
+    found = timed.find("a")
     assert (found["leg"], found["finish_reason"], found["ttft_met"], found["tpot_met"]) == (
         "send",
         "shipped",
@@ -289,49 +290,51 @@ def test_a_leg_that_sends_has_the_first_token() -> None:
     )
 
 
-def test_a_request_that_goes_on_here_has_had_its_first_token() -> None:
-    it = Story()
-    it.add("a", 20, max_tokens=6, output_token_ids=(7, 7), epoch=1)
-    it.run()
-    found = it.of("a")
+def test_request_continued_after_a_loss_has_no_first_token() -> None:
+    timed = TimedReplica()
+    timed.add("a", 20, max_tokens=6, output_token_ids=(7, 7), epoch=1)
+    timed.run()
+    found = timed.find("a")
     assert (found["epoch"], found["first_token_s"], found["ttft_met"]) == (1, None, None)
     assert (found["num_output_tokens"], found["num_decode_steps"]) == (6, 3)
 
 
-def test_placements_of_one_request_are_told_apart() -> None:
-    it = Story()
+def test_placements_of_one_request_have_their_own_epochs() -> None:
+    timed = TimedReplica()
     for epoch in (0, 1):
-        it.add("a", 4, epoch=epoch)
-        it.run()
-    assert [found["epoch"] for found in it.timelines.find("a", None, it.now)] == [0, 1]
+        timed.add("a", 4, epoch=epoch)
+        timed.run()
+    assert [found["epoch"] for found in timed.timelines.find("a", None, timed.replica.now)] == [0, 1]
 
 
-def test_memory_is_bounded() -> None:
-    it = Story(keep_finished=3, long_prefill_token_threshold=4)
+def test_memory_of_timelines_is_bounded() -> None:
+    timed = TimedReplica(keep_finished=3, long_prefill_token_threshold=4)
     for number in range(5):
-        it.add(f"{number}", 4)
-    it.add("long", 4 * (KEEP_CHUNKS + 10), max_tokens=1)
-    it.run()
-    found = it.of("long")
+        timed.add(f"{number}", 4)
+    timed.add("long", 4 * (KEEP_CHUNKS + 10), max_tokens=1)
+    timed.run()
+    found = timed.find("long")
     assert found["num_chunks"] == KEEP_CHUNKS + 10
     assert len(found["chunks"]) == KEEP_CHUNKS
     last = found["chunks"][-1]
-    assert last["start"] + last["num_tokens"] == found["num_prompt_tokens"]  # the newest are kept
-    assert len(it.timelines._finished) == 3
-    assert it.timelines._live == {}
-    assert all(timeline.request is None and not timeline.gaps for timeline in it.timelines._finished)
+    assert last["start"] + last["num_tokens"] == found["num_prompt_tokens"]  # the newest are shown
+    names = [*map(str, range(5)), "long"]
+    assert sum(len(timed.timelines.find(name, None, timed.replica.now)) for name in names) == 3
+    assert timed.live() == []
+    assert all(timeline.request is None and not timeline.gaps for timeline in timed.finished)
 
 
-def test_reading_from_another_thread_while_it_is_written() -> None:
-    it = Story(keep_finished=5)
+def test_timelines_can_be_read_while_the_engine_writes() -> None:
+    timed = TimedReplica(keep_finished=5)
     errors: list[BaseException] = []
     done = threading.Event()
 
     def read() -> None:
         try:
             while not done.is_set():
-                for request in it.timelines.live(None, it.now):
-                    assert it.timelines.find(request["id"], None, it.now) or it.timelines._finished
+                for request in timed.live():
+                    found = timed.timelines.find(request["id"], None, timed.replica.now)
+                    assert found or timed.finished, "a request is live or finished, until it is dropped"
                     json.dumps(request)
         except BaseException as error:
             errors.append(error)
@@ -339,14 +342,14 @@ def test_reading_from_another_thread_while_it_is_written() -> None:
     reader = threading.Thread(target=read)
     reader.start()
     for number in range(400):
-        it.add(f"{number}", 5 + number % 40, max_tokens=1 + number % 7)
-        it.step()
-    it.run()
+        timed.add(f"{number}", 5 + number % 40, max_tokens=1 + number % 7)
+        timed.step()
+    timed.run()
     done.set()
     reader.join()
     assert errors == []
 
 
-def test_prompt_lengths_are_counted_in_buckets() -> None:
+def test_prompt_length_bucket_is_the_upper_end() -> None:
     buckets = [prompt_length_bucket(num_tokens) for num_tokens in (1, 128, 129, 8192, 32769)]
     assert buckets == ["128", "128", "512", "8192", "inf"]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from crossdock.workers.schedule.pages import PagePool, hash_pages
 
 
-def test_hashes_chain_over_everything_before() -> None:
+def test_hash_of_a_page_depends_on_all_tokens_before() -> None:
     tokens = list(range(64))
     hashes = hash_pages(tokens, 16)
     assert len(hashes) == 4
@@ -22,12 +22,12 @@ def test_hashes_grow_incrementally(tokens: list[int], size: int, known: int) -> 
     assert hash_pages(tokens, size, "salt", whole[:known]) == whole
 
 
-def test_salt_isolates_tenants() -> None:
+def test_hashes_under_another_salt_differ() -> None:
     tokens = list(range(32))
     assert not set(hash_pages(tokens, 16, "a")) & set(hash_pages(tokens, 16, "b"))
 
 
-def filled(pool: PagePool, owner: str, tokens: list[int]) -> list[bytes]:
+def fill(pool: PagePool, owner: str, tokens: list[int]) -> list[bytes]:
     hashes = hash_pages(tokens, pool.page_size)
     pool.allocate(owner, -(-len(tokens) // pool.page_size))
     pool.index(owner, hashes, 0)
@@ -36,7 +36,7 @@ def filled(pool: PagePool, owner: str, tokens: list[int]) -> list[bytes]:
 
 def test_pages_of_a_running_request_are_sharable() -> None:
     pool = PagePool(8, 4)
-    hashes = filled(pool, "a", list(range(10)))
+    hashes = fill(pool, "a", list(range(10)))
     hits = pool.match_prefix(hashes)
     assert hits == list(pool.pages_of("a"))[:2]
     pool.share("b", hits)
@@ -47,10 +47,10 @@ def test_pages_of_a_running_request_are_sharable() -> None:
     assert pool.counts().free == 6
 
 
-def test_least_recently_used_prefix_goes_first_and_from_its_end() -> None:
+def test_least_recently_used_prefix_is_evicted_first_and_from_its_end() -> None:
     pool = PagePool(4, 4)
     old, new = list(range(8)), list(range(100, 108))
-    old_hashes, new_hashes = filled(pool, "old", old), filled(pool, "new", new)
+    old_hashes, new_hashes = fill(pool, "old", old), fill(pool, "new", new)
     pool.release("old")
     pool.release("new")
     pool.allocate("x", 1)
@@ -63,10 +63,10 @@ def test_least_recently_used_prefix_goes_first_and_from_its_end() -> None:
     assert len(pool.match_prefix(new_hashes)) == 1
 
 
-def test_a_double_is_not_indexed_twice() -> None:
+def test_page_with_indexed_content_is_not_indexed_again() -> None:
     pool = PagePool(8, 4)
-    first = filled(pool, "a", list(range(4)))
-    filled(pool, "b", list(range(4)))
+    first = fill(pool, "a", list(range(4)))
+    fill(pool, "b", list(range(4)))
     assert pool.match_prefix(first) == list(pool.pages_of("a"))
     assert pool.release("b") == 1
     assert pool.counts().free == 7
@@ -74,35 +74,35 @@ def test_a_double_is_not_indexed_twice() -> None:
 
 def test_release_of_an_unknown_owner_frees_nothing() -> None:
     pool = PagePool(2, 4)
-    assert pool.release("nobody") == 0
+    assert pool.release("unknown") == 0
 
 
 def test_quarantined_pages_are_untouchable_until_the_writer_stops() -> None:
     pool = PagePool(4, 4)
-    hashes = filled(pool, "a", list(range(8)))
+    hashes = fill(pool, "a", list(range(8)))
     pool.share("b", pool.match_prefix(hashes)[:1])
-    assert pool.quarantine("a") == 1  # the shared page has an owner who only reads
+    assert pool.quarantine("a") == 1  # the shared page has another owner, which only reads
     assert pool.counts().quarantined == 1
     assert pool.num_available == 2
-    assert len(pool.match_prefix(hashes)) == 1  # its content is no longer promised
+    assert len(pool.match_prefix(hashes)) == 1  # the content may change
     assert pool.end_quarantine("a") == 1
     assert pool.num_available == 3
 
 
-def test_clear_cache_forgets_what_nobody_owns() -> None:
+def test_clear_cache_frees_pages_without_owner() -> None:
     pool = PagePool(4, 4)
-    hashes = filled(pool, "a", list(range(8)))
+    hashes = fill(pool, "a", list(range(8)))
     pool.release("a")
     assert pool.clear_cache() == 2
     assert pool.match_prefix(hashes) == []
     assert pool.counts().free == 4
 
 
-def test_caching_off_indexes_nothing() -> None:
+def test_pool_without_caching_indexes_nothing() -> None:
     pool = PagePool(4, 4, enable_prefix_caching=False)
-    assert pool.match_prefix(filled(pool, "a", list(range(8)))) == []
+    assert pool.match_prefix(fill(pool, "a", list(range(8)))) == []
 
 
-def test_bad_sizes_are_named() -> None:
+def test_impossible_sizes_are_refused_by_field() -> None:
     with pytest.raises(ValueError, match="num_pages"):
         PagePool(0, 16)

@@ -1,0 +1,156 @@
+"""A configuration as text: read from a file and overrides, explained where wrong, printed with descriptions."""
+
+import copy
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from crossdock.cluster.config import ClusterConfig, field_at, model_at
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used. The message has one line per problem: field, value, and what is accepted."""
+
+
+def load(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> ClusterConfig:
+    """Read `path` (YAML; None: all defaults), then apply `overrides`, by dotted name: {"engine.max_num_seqs": 8}.
+
+    A member of a list is named by its position or its `name`, all of its members by `*`: "pools.mixed.replicas".
+
+    Raises:
+        ConfigError: the file cannot be read, or a setting is unknown or out of bounds.
+    """
+    data = {} if path is None else _read(path)
+    for key, value in (overrides or {}).items():
+        _override(data, key, copy.deepcopy(value))
+    try:
+        return ClusterConfig.model_validate(data)
+    except ValidationError as error:
+        source = f"{path}: " if path else ""
+        problems = [
+            source + _explain(tuple(detail["loc"]), detail["type"], detail["msg"], detail["input"])
+            for detail in error.errors(include_url=False)
+        ]
+        raise ConfigError("\n".join(problems)) from None
+
+
+def to_yaml(config: ClusterConfig) -> str:
+    """Return the whole tree as YAML that `load` reads, each setting with its description. Secrets are hidden."""
+    return "\n".join(_lines(config, "")) + "\n"
+
+
+# -- read --------------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a mapping is expected ({', '.join(ClusterConfig.model_fields)}), not {data!r}")
+    return data
+
+
+def _override(data: dict[str, Any], key: str, value: object) -> None:
+    """Set the setting with the dotted name `key`; create missing mappings on the way."""
+    path = key.split(".")
+    if path[0] == "pools" and len(path) > 1 and "pools" not in data:
+        data["pools"] = [{"name": "mixed"}]
+    _assign(data, path, value, key)
+
+
+def _assign(node: Any, path: Sequence[str], value: object, key: str) -> None:
+    """Assign `value` at `path` below `node`. `key` is the whole dotted name, for errors."""
+    name, *rest = path
+    if isinstance(node, list):
+        if not rest:
+            raise ConfigError(f"{key}: names a whole member of a list; set its fields one by one")
+        for member in node if name == "*" else [_member(node, name, key)]:
+            _assign(member, rest, value, key)
+    elif not isinstance(node, dict):
+        done = ".".join(key.split(".")[: -len(path)])
+        raise ConfigError(f"{key}: {done} is {node!r}, which has no parts")
+    elif not rest:
+        node[name] = value
+    else:
+        if node.get(name) is None:
+            node[name] = {}
+        _assign(node[name], rest, value, key)
+
+
+def _member(members: list[Any], name: str, key: str) -> Any:
+    """Return the member of a list by its position or its `name`."""
+    names = [member.get("name") for member in members if isinstance(member, dict)]
+    if name.isdigit() and int(name) < len(members):
+        return members[int(name)]
+    if name in names:
+        return members[names.index(name)]
+    raise ConfigError(f"{key}: no member {name!r} here; there are {', '.join(str(name) for name in names)}")
+
+
+# -- explain -----------------------------------------------------------------------------------------------------------
+
+
+def _explain(loc: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
+    """Return one line about one of pydantic's errors, in the words of our own errors."""
+    where = ".".join(str(part) for part in loc)
+    if kind == "extra_forbidden":
+        return f"{where}: no such setting{_suggestion(loc)}"
+    if kind == "value_error":  # raised by a validator of ours, whose message names its fields
+        message = message.removeprefix("Value error, ")
+        return f"{where}: {message}" if where else message
+    message = message.replace("Input should", "must", 1)
+    message = message[:1].lower() + message[1:]
+    return f"{where}: {message}" if _is_secret(loc) else f"{where}: {message}, not {value!r}"
+
+
+def _suggestion(loc: tuple[int | str, ...]) -> str:
+    """Return the end of an error about an unknown name: a similar name, the right section, or all names."""
+    model = model_at(loc[:-1])
+    fields = list(model.model_fields) if model is not None else []
+    name = str(loc[-1]).replace("-", "_")
+    if close := difflib.get_close_matches(name, fields, n=1):
+        return f"; did you mean {close[0]}?"
+    for section in ClusterConfig.model_fields:
+        if field_at((section, name)) is not None:
+            return f"; did you mean {section}{'.NAME' if section == 'pools' else ''}.{name}?"
+    return f"; there are {', '.join(fields)}"
+
+
+def _is_secret(loc: tuple[int | str, ...]) -> bool:
+    """Report whether a value must not be repeated: a field on the way to it is hidden in reprs."""
+    fields = (field_at(loc[: end + 1]) for end in range(len(loc)))
+    return any(field is not None and not field.repr for field in fields)
+
+
+# -- print -------------------------------------------------------------------------------------------------------------
+
+
+def _lines(model: BaseModel, indent: str) -> list[str]:
+    lines = []
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        comment = f"  # {field.description}" if field.description else ""
+        if not field.repr and value:
+            lines.append(f"{indent}{name}: [<hidden>]{comment}")
+        elif isinstance(value, BaseModel):
+            lines += [f"{indent}{name}:{comment}", *_lines(value, indent + "  ")]
+        elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+            lines.append(f"{indent}{name}:{comment}")
+            for member in cast(tuple[BaseModel, ...], value):
+                first, *rest = _lines(member, indent + "    ")
+                lines += [f"{indent}  - {first.lstrip()}", *rest]
+        else:
+            plain = model.model_dump(mode="json", include={name})[name]
+            text = yaml.safe_dump(plain, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+            lines.append(f"{indent}{name}: {text}{comment}")
+    return lines

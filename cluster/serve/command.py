@@ -1,0 +1,103 @@
+"""`crossdock serve` and `crossdock config`: from flags to a running application, or to the configuration they mean."""
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.config_file import to_yaml
+from crossdock.cluster.serve.flags import configuration, takes_flags
+
+
+@takes_flags
+def serve(**flags: Any) -> None:
+    """Serve a model behind an OpenAI API, on this machine or on the cluster that RAY_ADDRESS names."""
+    console = Console(soft_wrap=True, highlight=False)
+    with _errors_without_traceback():
+        config = configuration(flags)
+        if not os.environ.get("RAY_ADDRESS"):  # else the port and the model are on other machines
+            _require_free(config.http.host, config.http.port)
+            _prepare_model(config, console)
+
+    from crossdock.cluster.serve.app import STARTING, serve_forever
+
+    console.print(f"[dim]Starting replicas: {_describe_pools(config)} …[/dim]")
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=console, transient=True)  # drawn on a terminal only
+    task = bar.add_task("", total=len(STARTING))
+    bar.start()
+
+    def started() -> None:
+        bar.stop()
+        _announce(config, console)
+
+    try:
+        serve_forever(config, lambda part: bar.update(task, description=part, completed=STARTING.index(part)), started)
+    finally:
+        bar.stop()
+
+
+@takes_flags
+def show_config(**flags: Any) -> None:
+    """Print the configuration that the same flags give to `serve`, every setting with its description."""
+    with _errors_without_traceback():
+        sys.stdout.write(to_yaml(configuration(flags)))
+
+
+@contextlib.contextmanager
+def _errors_without_traceback() -> Iterator[None]:
+    """End the command with the message of a user error, without a traceback."""
+    try:
+        yield
+    except ValueError as error:
+        stderr = Console(stderr=True, soft_wrap=True, highlight=False)
+        for line in str(error).splitlines():
+            stderr.print(f"[red]error:[/red] {escape(line)}")
+        raise typer.Exit(2) from None
+
+
+def _require_free(host: str, port: int) -> None:
+    """Raise ValueError if another process listens there: before the seconds that Ray needs to start, not after."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ValueError(f"cannot listen on {host} port {port}: {error.strerror}; see --host and --port") from None
+
+
+def _prepare_model(config: ClusterConfig, console: Console) -> None:
+    """Fetch or convert the model here, where progress and errors are seen, before any replica needs it."""
+    from crossdock.workers.model.checkpoint import resolve_model
+
+    with console.status(f"Preparing {escape(config.model.name)}: the first time it is fetched or converted …"):
+        path = resolve_model(config.model.path)
+        for pool in config.pools:
+            if pool.num_ranks > 1:
+                from crossdock.workers.model.weights import check_division
+
+                check_division(path, pool.tensor_parallel_size, pool.pipeline_parallel_size)
+    console.print(f"[dim]Model: {escape(str(path))}[/dim]")
+
+
+def _describe_pools(config: ClusterConfig) -> str:
+    return ", ".join(
+        f"{pool.replicas} {pool.name}" + (f" of {pool.num_ranks} ranks" if pool.num_ranks > 1 else "")
+        for pool in config.pools
+    )
+
+
+def _announce(config: ClusterConfig, console: Console) -> None:
+    host = "127.0.0.1" if config.http.host in ("0.0.0.0", "::") else config.http.host
+    url = f"http://[{host}]:{config.http.port}" if ":" in host else f"http://{host}:{config.http.port}"
+    console.print(f"[bold green]Crossdock[/bold green] serves [bold]{escape(config.model.name)}[/bold] at {url}/v1")
+    flag = "" if config.http.port == 8000 and host == "127.0.0.1" else f" --url {url}"
+    console.print(f"[dim]Talk to it: crossdock chat{flag}   Dashboard: {url}/dashboard   Stop: Ctrl-C[/dim]")

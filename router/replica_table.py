@@ -1,0 +1,279 @@
+"""The replicas that one router knows: a state for each, and a slot for each in the arrays of `Loads`."""
+
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdock.router.loads import Booking, Floats, Loads, blank, row
+from crossdock.router.placement import Candidates, Slots
+from crossdock.workers.report.advertise import LiveProfile
+from crossdock.workers.report.profile import Role, SchedulingProfile
+from crossdock.workers.schedule.slo import SloClass
+
+_FIRST_CAPACITY = 8  # slots; doubled when they run out
+
+
+@dataclass(slots=True)
+class ReplicaState:
+    """One replica as a router sees it: its profiles, and the requests that this router placed on it.
+
+    A request is `pending` until a live profile includes it, and `included` from then until it ends.
+    """
+
+    name: str
+    slot: int
+    profile: SchedulingProfile
+    live: LiveProfile | None = None
+    pending: dict[str, Booking] = field(default_factory=dict)  # by request
+    included: dict[str, Booking] = field(default_factory=dict)
+    taken: dict[str, int] = field(default_factory=dict)  # pending requests it took: the last live profile without each
+
+    @property
+    def role(self) -> Role:
+        """The role it is assigned to now."""
+        return (self.live and self.live.role) or self.profile.role
+
+    @property
+    def num_booked(self) -> int:
+        return len(self.pending) + len(self.included)
+
+    @property
+    def num_requests(self) -> int:
+        """The requests it has, as reported and as placed since."""
+        live = self.live
+        reported = sum(live.streams) + sum(live.arriving) + sum(p.count for p in live.prompts) if live else 0
+        return reported + len(self.pending)
+
+    def count_tokens(self) -> tuple[int, int]:
+        """Return (uncached prompt tokens that are not computed yet, tokens in the contexts of streams)."""
+        waiting, context = 0, 0
+        if self.live:
+            waiting, context = sum(prompts.tokens for prompts in self.live.prompts), self.live.context_tokens
+        for booking in self.pending.values():
+            if booking.has_first:
+                context += booking.tokens
+            elif booking.seconds:
+                waiting += booking.tokens
+        return waiting, context
+
+    def is_news(self, live: LiveProfile) -> bool:
+        """Return whether a live profile is newer than the one known: of a later sequence, or of another incarnation."""
+        known = self.live
+        return known is None or known.incarnation != live.incarnation or known.sequence < live.sequence
+
+    def report(self, live: LiveProfile) -> None:
+        """Replace the live profile, and move the requests it includes out of the pending ones."""
+        self.live = live
+        for request_id in [key for key, sequence in self.taken.items() if sequence < live.sequence]:
+            del self.taken[request_id]
+            self.included[request_id] = self.pending.pop(request_id)
+
+    def take(self, request_id: str, sequence: int) -> bool:
+        """Note that live profiles after number `sequence` include the request. Return whether the known one does."""
+        if self.live is not None and self.live.sequence > sequence:
+            self.included[request_id] = self.pending.pop(request_id)
+            return True
+        self.taken[request_id] = sequence
+        return False
+
+    def first_token(self, request_id: str) -> bool:
+        """Note that the prompt is computed. Return whether that changes the replica's row."""
+        bookings = self.pending if request_id in self.pending else self.included
+        booking = bookings.get(request_id)
+        if booking is None or booking.has_first:
+            return False
+        bookings[request_id] = replace(booking, has_first=True)
+        return bookings is self.pending
+
+    def settle(self, request_id: str) -> bool:
+        """Remove a request. Return whether that changes the replica's row."""
+        self.included.pop(request_id, None)
+        self.taken.pop(request_id, None)
+        return self.pending.pop(request_id, None) is not None
+
+
+@dataclass(slots=True)
+class ReplicaTable:
+    """All replicas of one router, by name and by slot. A slot is reused when its replica has left.
+
+    A replica that has been silent for `silence_s`, or has not reported yet, is stale. It counts as busy as the busiest
+    replica that is not stale, or as busy as it last reported, whichever is more; and as having every request that this
+    router ever placed there. So a silent replica attracts no crowd, and is not shut out.
+    """
+
+    silence_s: float
+    classes: Sequence[SloClass] = ()
+    by_name: dict[str, ReplicaState] = field(default_factory=dict)
+    by_slot: list[ReplicaState | None] = field(default_factory=list)
+    loads: Loads = field(init=False)
+    groups: NDArray[np.int64] = field(init=False)  # [slot]: pages travel only within a group
+    name_hashes: NDArray[np.uint32] = field(init=False)  # [slot]
+    heard_at: Floats = field(init=False)  # [slot]: time of the last message; infinity in an empty slot
+    news_at: Floats = field(init=False)  # [slot]: time of the last new live profile
+    _all_heard_since: float = inf  # a time since which every replica has been heard
+    _group_of: dict[str, int] = field(default_factory=dict)  # by compatibility
+    _by_role: dict[str, Slots] = field(default_factory=dict)
+    _candidates: dict[tuple[bool, bool], Candidates] = field(default_factory=dict)  # by (may ship, must ship)
+    _dirty: set[int] = field(default_factory=set)  # slots whose rows must be made again before the next choice
+    _stale: set[int] = field(default_factory=set)  # slots whose rows are made again at every choice
+
+    def __post_init__(self) -> None:
+        self._allocate(_FIRST_CAPACITY)
+
+    def __len__(self) -> int:
+        return len(self.by_name)
+
+    def join(self, name: str, profile: SchedulingProfile, now: float) -> None:
+        if tuple(self.classes) != profile.slo_classes:
+            self.classes = profile.slo_classes
+            self._allocate(len(self.by_slot))
+        if None not in self.by_slot:
+            self._allocate(2 * len(self.by_slot))
+        slot = self.by_slot.index(None)
+        self.by_name[name] = self.by_slot[slot] = ReplicaState(name, slot, profile)
+        self.name_hashes[slot] = zlib.crc32(name.encode())
+        pairable = profile.compatibility if profile.peer else f"alone {name}"
+        self.groups[slot] = self._group_of.setdefault(pairable, len(self._group_of))
+        self.heard_at[slot] = self.news_at[slot] = now
+        self._all_heard_since = min(self._all_heard_since, now)
+        self._dirty.add(slot)
+        self._stale.add(slot)
+        self._forget_roles()
+
+    def leave(self, name: str) -> int | None:
+        """Remove a replica. Return its slot, or None if there is no such replica."""
+        replica = self.by_name.pop(name, None)
+        if replica is None:
+            return None
+        self.by_slot[replica.slot] = None
+        self.heard_at[replica.slot] = inf
+        self._dirty.discard(replica.slot)
+        self._stale.discard(replica.slot)
+        self._forget_roles()
+        return replica.slot
+
+    def hear(self, replica: ReplicaState, live: LiveProfile, now: float) -> None:
+        self.heard_at[replica.slot] = now
+        if not replica.is_news(live):
+            return
+        role = replica.role
+        replica.report(live)
+        if replica.role != role:
+            self._forget_roles()
+        self.news_at[replica.slot] = now
+        self._dirty.add(replica.slot)
+
+    def replica_in(self, slot: int) -> ReplicaState:
+        replica = self.by_slot[slot]
+        assert replica is not None, f"slot {slot} is empty"
+        return replica
+
+    def touch(self, replica: ReplicaState) -> None:
+        """Note that the replica's row must be made again."""
+        self._dirty.add(replica.slot)
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    def refresh(self, now: float) -> None:
+        """Bring the rows of all replicas up to date."""
+        if self._stale or now - self._all_heard_since > self.silence_s:
+            self._find_stale(now)
+        for slot in self._dirty - self._stale:
+            replica = self.by_slot[slot]
+            if replica is not None:
+                row(replica.profile, replica.live, replica.pending.values(), self.classes).write(self.loads, slot)
+        self._dirty.clear()
+        busiest = self._busiest() if self._stale else None
+        for slot in self._stale:
+            replica = self.replica_in(slot)
+            live = max((replica.live, busiest), key=_work)
+            booked = [*replica.pending.values(), *replica.included.values()]
+            row(replica.profile, live and replace(live, cost=()), booked, self.classes).write(self.loads, slot)
+
+    def ages(self, now: float) -> Floats:
+        """Return the seconds since each replica last reported something new. 0 for stale replicas: whether they have
+        made progress is unknown."""
+        ages = now - self.news_at
+        if self._stale:
+            ages[list(self._stale)] = 0.0
+        return ages
+
+    def _find_stale(self, now: float) -> None:
+        stale = set(np.flatnonzero(now - self.heard_at > self.silence_s).tolist())
+        stale |= {slot for slot in self._stale if self.replica_in(slot).live is None}
+        self._dirty |= stale ^ self._stale
+        self._stale = stale
+        self._all_heard_since = float(self.heard_at.min())
+
+    def _busiest(self) -> LiveProfile | None:
+        """Return the live profile of the busiest replica that is not stale."""
+        fresh = (replica.live for replica in self.by_name.values() if replica.slot not in self._stale)
+        return max(fresh, key=_work, default=None)
+
+    def _allocate(self, capacity: int) -> None:
+        """Make arrays for `capacity` slots and the present classes. Every row must be made again."""
+        groups, hashes = np.zeros(capacity, dtype=np.int64), np.zeros(capacity, dtype=np.uint32)
+        heard_at, news_at = np.full(capacity, inf), np.zeros(capacity)
+        if had := len(self.by_slot):
+            groups[:had], hashes[:had] = self.groups, self.name_hashes
+            heard_at[:had], news_at[:had] = self.heard_at, self.news_at
+        self.by_slot += [None] * (capacity - had)
+        self.groups, self.name_hashes, self.heard_at, self.news_at = groups, hashes, heard_at, news_at
+        self.loads = blank(capacity, max(len(self.classes), 1))
+        self._dirty.update(replica.slot for replica in self.by_name.values())
+        self._forget_roles()
+
+    # -- candidates --------------------------------------------------------------------------------------------------
+
+    def candidates(self, may_ship: bool, must_ship: bool, exclude: Collection[str] = ()) -> Candidates:
+        """Return the slots that a request may be placed on. Without `must_ship`, pairs compete with single replicas;
+        with it, single replicas are left out if there is any pair.
+
+        Raises:
+            LookupError: there is no replica left to choose.
+        """
+        if exclude:
+            return self._find_candidates(may_ship, must_ship, exclude)
+        if (may_ship, must_ship) not in self._candidates:
+            self._candidates[may_ship, must_ship] = self._find_candidates(may_ship, must_ship, ())
+        return self._candidates[may_ship, must_ship]
+
+    def slots_of(self, role: str) -> Slots:
+        """Return the slots of all replicas of a role, in order."""
+        if not self._by_role:
+            for each in ("mixed", "prefill", "decode"):
+                slots = [replica.slot for replica in self.by_name.values() if replica.role == each]
+                self._by_role[each] = np.array(sorted(slots), dtype=np.intp)
+        return self._by_role[role]
+
+    def _find_candidates(self, may_ship: bool, must_ship: bool, exclude: Collection[str]) -> Candidates:
+        mixed, prefills, decodes = (self.slots_of(role) for role in ("mixed", "prefill", "decode"))
+        if exclude:
+            out = [replica.slot for name in exclude if (replica := self.by_name.get(name)) is not None]
+            mixed, prefills, decodes = (slots[~np.isin(slots, out)] for slots in (mixed, prefills, decodes))
+        alone = np.concatenate([mixed, decodes]) if len(mixed) or len(decodes) else prefills
+        if not len(alone):
+            raise LookupError("no replica is left to choose from")
+        near, far = np.concatenate([prefills, mixed]), np.concatenate([decodes, mixed])
+        if not may_ship or not len(prefills) + len(decodes):
+            near = far = near[:0]
+        elif must_ship:
+            paired = prefills[np.isin(self.groups[prefills], self.groups[far])]
+            if len(paired):
+                alone, near = alone[:0], paired
+        return Candidates(alone, near, far, self.groups, self.name_hashes)
+
+    def _forget_roles(self) -> None:
+        self._by_role.clear()
+        self._candidates.clear()
+
+
+def _work(live: LiveProfile | None) -> float:
+    """Return how busy a replica is, to compare replicas: seconds of prompts, plus one per stream."""
+    if live is None:
+        return -1.0
+    return sum(prompts.seconds for prompts in live.prompts) + sum(live.streams) + sum(live.arriving)

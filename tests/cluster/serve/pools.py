@@ -1,0 +1,217 @@
+"""A deployment with a prefill and a decode pool: streams of tokens, metrics and processes, for tests to disturb.
+
+Pages travel by NIXL where it is installed; CROSSDOCK_TEST_TRANSPORT=tcp selects plain TCP.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import ray
+from pydantic import ByteSize
+from ray import serve
+from ray.serve._private.common import DeploymentID
+from ray.serve.config import ProxyLocation
+
+from crossdock.cluster.config_file import load
+from crossdock.cluster.serve.app import build
+from crossdock.workers.model.model import load_model
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine import Engine
+from crossdock.workers.schedule.request import SamplingParams, Submission
+from tests.cluster.ports import free_port
+
+APP = "pools"
+DECODES = 2
+CHUNK = 256  # tokens of a step at most
+_MAX_MODEL_LEN = 4096
+
+
+@contextmanager
+def deployment(model: Path) -> Iterator[str]:
+    """Deploy one prefill and two decode replicas of `model`, and yield the URL of the API once all are up."""
+    port = free_port()
+    config = load(
+        None,
+        {
+            "model.path": str(model),
+            "model.served_name": "smol",
+            "model.max_model_len": _MAX_MODEL_LEN,
+            "http.port": port,
+            "http.direct": True,
+            "engine.kv_cache_memory": "300MiB",
+            "engine.max_num_batched_tokens": CHUNK,
+            "engine.admission": "queue",
+            "router.shipping": "always",  # by default the router ships only where that is predicted to be faster
+            "transfer.transport": os.environ.get("CROSSDOCK_TEST_TRANSPORT", "auto"),
+            "transfer.deadline_s": 4,
+            "transfer.grace_s": 0.2,
+            "pools": [{"name": "prefill"}, {"name": "decode", "replicas": DECODES}],
+        },
+    )
+    serve.start(proxy_location=ProxyLocation.Disabled)
+    serve.run(build(config), name=APP, external_scaler_enabled=True)
+    url = f"http://127.0.0.1:{port}"
+    wait_until_whole(url)
+    yield url
+    serve.shutdown()  # not the application alone: the next module starts Serve with a proxy
+
+
+def local_engine(model: Path) -> Engine:
+    """Return the oracle: the same model on one engine, which other tests compare with transformers' own generate."""
+    config = EngineConfig(kv_cache_memory=ByteSize(300 << 20), admission="queue", enable_prefix_caching=False)
+    return Engine(load_model(ModelSpec(str(model), max_model_len=_MAX_MODEL_LEN)), config)
+
+
+def expected(engine: Engine, prompts: list[list[int]], **params: Any) -> list[list[int]]:
+    """Return the output tokens of the oracle for each prompt."""
+    for number, prompt in enumerate(prompts):
+        sampling = SamplingParams(ignore_eos=True, **({"temperature": 0.0, "max_tokens": 24} | params))
+        engine.add(Submission(f"{number}", prompt, sampling))
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+    return [tokens[f"{number}"] for number in range(len(prompts))]
+
+
+def prompt(number: int, num_tokens: int) -> list[int]:
+    """Return a prompt that shares no first page with those of other numbers."""
+    return [(number * 977 + 31 * place * place + 7 * place) % 500 + 100 for place in range(num_tokens)]
+
+
+class Stream(threading.Thread):
+    """One streaming request; `tokens` grows as they come."""
+
+    def __init__(self, url: str, prompt: list[int], max_tokens: int = 24, name: str = "", **params: Any) -> None:
+        super().__init__(daemon=True)
+        self.body = {"model": "smol", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        self.body |= {"temperature": 0, "return_token_ids": True, "logprobs": 0} | params
+        self.url, self.request_id = url, name or os.urandom(8).hex()
+        self.tokens: list[int] = []
+        self.error: str | None = None
+        self.start()
+
+    def run(self) -> None:
+        headers = {"X-Request-Id": self.request_id}
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=self.body, headers=headers, timeout=120) as answer:
+            for line in answer.iter_lines():
+                data = line.removeprefix("data: ")
+                if not data.startswith("{"):
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    self.error = event["error"]["message"]
+                for choice in event.get("choices", ()):
+                    self.tokens += choice.get("token_ids") or ()
+
+    def result(self) -> list[int]:
+        """Return all tokens, once the stream has ended without an error."""
+        self.join(120)
+        assert not self.is_alive(), "the stream hangs"
+        assert self.error is None, self.error
+        return self.tokens
+
+    def until_arriving(self) -> tuple[str, int]:
+        """Wait until a decode replica has a part of the prompt; return the replica and the tokens it has."""
+        while (arrived := arriving(self.url, self.request_id)) is None:
+            assert self.is_alive(), "the stream ended before it was caught during its transfer"
+        return arrived
+
+
+def timelines(url: str, request_id: str) -> list[dict[str, Any]]:
+    """Return the timelines of a request at the replicas that worked for it."""
+    answer = httpx.get(f"{url}/v1/requests/{request_id}", timeout=30)
+    found: list[dict[str, Any]] = answer.json()["requests"] if answer.status_code == 200 else []
+    return found
+
+
+def arriving(url: str, request_id: str) -> tuple[str, int] | None:
+    """Return the decode replica that has some tokens of a request's prompt but not all, and how many."""
+    for timeline in timelines(url, request_id):
+        if 0 < timeline["num_computed_tokens"] < timeline["num_prompt_tokens"]:
+            replica: str = timeline["replica"]
+            if replica in processes("decode"):
+                return replica, timeline["num_computed_tokens"]
+    return None
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def samples(url: str, name: str) -> dict[str, float]:
+    """Return a metric's value at each replica."""
+    found = {}
+    for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
+        if line.startswith(name) and 'replica="' in line:
+            found[line.split('replica="')[1].split('"')[0]] = float(line.rsplit(" ", 1)[1])
+    return found
+
+
+def sample_of(url: str, name: str, replica: str) -> float:
+    """Return a metric's value at one replica. A scrape omits replicas that are too busy to answer it in time."""
+    deadline = time.monotonic() + 60
+    while (found := samples(url, name).get(replica)) is None:
+        assert time.monotonic() < deadline, f"{replica} does not answer"
+    return found
+
+
+def prompt_tokens(url: str, replicas: list[str]) -> dict[str, float]:
+    """Return how many prompt tokens each replica has computed."""
+    return {name: sample_of(url, "crossdock_prompt_tokens_total", name) for name in replicas}
+
+
+def ingress_sample(url: str, name: str) -> float:
+    """Return a metric's value at the one ingress."""
+    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+    (line,) = (line for line in lines if line.startswith(name + "{"))
+    return float(line.rsplit(" ", 1)[1])
+
+
+def wait_until_whole(url: str) -> None:
+    """Wait until all replicas are up, and no request owns a page."""
+    deadline = time.monotonic() + 180
+    while True:
+        try:
+            owned = samples(url, 'crossdock_pages{state="owned"')
+            quarantined = samples(url, 'crossdock_pages{state="quarantined"')
+        except httpx.TransportError:
+            owned = quarantined = {}
+        if len(owned) == 1 + DECODES and not sum(owned.values()) and not sum(quarantined.values()):
+            return
+        assert time.monotonic() < deadline, f"owned {owned}, quarantined {quarantined}"
+        time.sleep(0.1)
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def processes(pool: str) -> dict[str, psutil.Process]:
+    """Return the live replicas of a pool, by name."""
+    prefix = f"SERVE_REPLICA::{APP}#{pool}#"
+    actors = ray._private.state.actors().values()  # the public ray.util.state needs Ray's dashboard
+    alive = [actor for actor in actors if actor["Name"].startswith(prefix) and actor["State"] == "ALIVE"]
+    return {actor["Name"].removeprefix(prefix): psutil.Process(actor["Pid"]) for actor in alive}
+
+
+def everyone() -> list[str]:
+    """Return the names of all live replicas."""
+    return [*processes("prefill"), *processes("decode")]
+
+
+def scale(pool: str, replicas: int) -> None:
+    """Set the size of a pool, and wait until surplus replicas have drained and ended."""
+    controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    ray.get(controller.update_deployment_replicas.remote(DeploymentID(pool, APP), replicas))
+    deadline = time.monotonic() + 120
+    while len(processes(pool)) != replicas:
+        assert time.monotonic() < deadline, f"{pool} still has {list(processes(pool))}"
+        time.sleep(0.05)

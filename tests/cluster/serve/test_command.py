@@ -1,0 +1,102 @@
+"""`crossdock serve`: what it checks before Ray starts, and a real one that answers and stops on a signal."""
+
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from crossdock.cluster import cli
+from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.serve import app as application
+from tests.cluster.ports import free_port
+from tests.cluster.watch.terminal import COMMAND, background_job
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(cli.app, list(args), env={"COLUMNS": "160"})
+
+
+@dataclass
+class Served:
+    """The configuration that `serve` would have started Ray with."""
+
+    config: ClusterConfig | None = None
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> Served:
+    record = Served()
+
+    def serve_forever(config: ClusterConfig, starting: Callable[[str], None], started: Callable[[], None]) -> None:
+        record.config = config
+        started()
+
+    monkeypatch.setattr(application, "serve_forever", serve_forever)
+    return record
+
+
+def test_serve_once_started_prints_its_address(served: Served) -> None:
+    result = run("serve", "--port", str(free_port()))
+    assert result.exit_code == 0, result.output
+    assert served.config is not None
+    url = f"http://127.0.0.1:{served.config.http.port}"
+    assert f"Crossdock serves SmolLM2-135M-Instruct at {url}/v1" in result.stdout
+    assert f"crossdock chat --url {url}" in result.stdout
+
+
+def test_serve_with_missing_model_fails_before_ray_starts(served: Served) -> None:
+    result = run("serve", "org/absent", "--port", str(free_port()))
+    assert result.exit_code == 2
+    assert "'org/absent' is neither a directory nor in the hub's cache" in result.stderr
+    assert served.config is None
+
+
+def test_serve_with_taken_port_fails_before_ray_starts(served: Served) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = run("serve", "--port", str(taken.getsockname()[1]))
+    assert result.exit_code == 2
+    assert "Address already in use; see --host and --port" in result.stderr
+    assert served.config is None
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_serve_as_background_job_answers_chat_and_stops_on_signal(
+    model_dir: Path, tmp_path: Path, stop: signal.Signals
+) -> None:
+    """A script's background job ignores SIGINT from its start; `serve` must stop on it nevertheless."""
+    port = str(free_port())
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        server = background_job("serve", "--port", port, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 240
+        while "Crossdock serves" not in log.read_text():
+            assert server.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        question, url = "What is the capital of France?", f"http://127.0.0.1:{port}"
+        answer = subprocess.run(
+            [COMMAND, "chat", question, "--temperature", "0", "--url", url],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "Paris" in answer.stdout
+        stopped = time.monotonic()
+        server.send_signal(stop)
+        assert server.wait(timeout=60) == 0
+        assert time.monotonic() - stopped < 30  # 5 s on two quiet cores
+    finally:
+        server.kill()
+        server.wait()
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", int(port))) != 0

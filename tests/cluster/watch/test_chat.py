@@ -1,0 +1,200 @@
+"""`crossdock chat`, as a person or a script meets it. The server behind it is a scripted one."""
+
+import json
+import select
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from crossdock.cluster import cli
+from crossdock.cluster.watch.chat import ChatError, Conversation, connect, first_model
+from tests.cluster.ports import free_port
+from tests.cluster.watch.terminal import COMMAND, Pty, background_job
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(cli.app, list(args), env={"COLUMNS": "160"})
+
+
+@dataclass
+class Script:
+    """The server's next answer, and the requests it received."""
+
+    url: str = ""
+    pieces: list[str] = field(default_factory=lambda: ["Hel", "lo\u2028", "**you**"])
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    key: str | None = None
+    status: int = 200
+    stalls: threading.Event | None = None  # the server stalls after the first piece; set once the client has gone
+    ending: str = "data: [DONE]\n\n"
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    script = Script()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.0"  # an answer ends with its connection
+
+        def do_GET(self) -> None:
+            self._answer(200, json.dumps({"data": [{"id": "smol"}, {"id": "other"}]}))
+
+        def do_POST(self) -> None:
+            script.key = self.headers["Authorization"]
+            script.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            if script.status != 200:
+                self._answer(script.status, json.dumps({"error": {"message": "no room"}}))
+                return
+            self._answer(200, ": a comment\n\n")
+            for piece in script.pieces:
+                event = {"choices": [{"delta": {"content": piece}}]}
+                self.wfile.write(f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\n".encode())
+                if script.stalls:
+                    while not select.select([self.connection], [], [], 0.05)[0]:
+                        pass
+                    script.stalls.set()
+                    return
+            usage = {"choices": [], "usage": {"completion_tokens": 3}}
+            self.wfile.write(f"data: {json.dumps(usage)}\n\n{script.ending}".encode())
+
+        def _answer(self, status: int, body: str) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        script.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield script
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def talk(script: Script) -> Iterator[Conversation]:
+    with connect(script.url) as http:
+        yield Conversation(http, first_model(http))
+
+
+def test_conversation_streams_answers_and_remembers_turns(talk: Conversation, script: Script) -> None:
+    talk.system, talk.options = "Be brief.", {"temperature": 0}
+    assert list(talk.say("hi")) == ["Hel", "lo\u2028", "**you**"]
+    assert talk.usage == {"completion_tokens": 3}
+    assert "".join(talk.say("again")) == "Hello\u2028**you**"
+    first, second = script.asked
+    assert first["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert (first["model"], first["stream"], first["temperature"]) == ("smol", True, 0)
+    assert second["messages"][1:] == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "Hello\u2028**you**"},
+        {"role": "user", "content": "again"},
+    ]
+    talk.reset()
+    list(talk.say("new"))
+    assert [message["content"] for message in script.asked[-1]["messages"]] == ["Be brief.", "new"]
+
+
+def test_closed_answer_stops_the_server_and_keeps_its_text(talk: Conversation, script: Script) -> None:
+    script.stalls = threading.Event()
+    answer = talk.say("hi")
+    assert next(answer) == "Hel"
+    answer.close()
+    assert script.stalls.wait(5)
+    assert talk.turns[-1] == {"role": "assistant", "content": "Hel"}
+
+
+def test_refused_turn_is_forgotten(talk: Conversation, script: Script) -> None:
+    script.status = 429
+    with pytest.raises(ChatError, match="no room"):
+        list(talk.say("hi"))
+    assert talk.turns == []
+
+
+@pytest.mark.parametrize(
+    ("ending", "message"),
+    [("", "before it was complete"), ('data: {"error": {"message": "the replica died"}}\n\n', "the replica died")],
+)
+def test_broken_answer_raises_and_keeps_its_text(talk: Conversation, script: Script, ending: str, message: str) -> None:
+    script.ending = ending
+    with pytest.raises(ChatError, match=message):
+        list(talk.say("hi"))
+    assert len(talk.turns) == 2
+
+
+def test_chat_with_a_message_prints_the_answer_and_leaves(script: Script) -> None:
+    result = run("chat", "hi", "--url", script.url + "/v1/", "--model", "other", "--max-tokens", "9", "--api-key", "k")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "Hello\u2028**you**\n"
+    assert script.asked[0]["max_tokens"] == 9
+    assert script.asked[0]["model"] == "other"
+    assert script.key == "Bearer k"
+
+
+def test_chat_with_a_pipe_sends_one_message(script: Script) -> None:
+    result = subprocess.run(
+        [COMMAND, "chat", "--url", script.url], input="line one\nline two\n", capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "Hello\u2028**you**\n"
+    assert script.asked[0]["messages"] == [{"role": "user", "content": "line one\nline two"}]
+
+
+def test_chat_without_a_server_names_the_command_that_starts_one() -> None:
+    result = run("chat", "hi", "--url", f"http://127.0.0.1:{free_port()}")
+    assert result.exit_code == 1
+    assert "start one with: crossdock serve" in result.stderr
+    assert run("chat", "hi", "--url", "nonsense").exit_code == 1
+
+
+def test_chat_at_a_terminal_answers_commands_ctrl_c_and_ctrl_d(script: Script) -> None:
+    terminal = Pty("chat", "--url", script.url)
+    terminal.expect("smol")
+    terminal.expect("> ")
+    terminal.send("hi\r")
+    terminal.expect("you")
+    terminal.expect("3 tokens · first token after")
+    terminal.expect("> ")
+    terminal.send("/system Be brief.\r")
+    terminal.expect("system prompt set")
+    terminal.send("/reset\r")
+    terminal.expect("forgotten")
+    terminal.send("/nonsense\r")
+    terminal.expect("no such command: /nonsense")
+    script.stalls = threading.Event()
+    terminal.send("talk on\r")
+    terminal.expect("Hel")
+    terminal.send("\x03")
+    terminal.expect("stopped")
+    assert script.stalls.wait(5)
+    terminal.expect("> ")
+    script.stalls, script.status = None, 503
+    terminal.send("and?\r")
+    terminal.expect("error: no room")
+    terminal.expect("> ")
+    terminal.send("\x04")
+    assert terminal.close() == 0
+    contents = [[message["content"] for message in asked["messages"]] for asked in script.asked]
+    assert contents == [["hi"], ["Be brief.", "talk on"], ["Be brief.", "talk on", "Hel", "and?"]]
+
+
+def test_chat_as_background_job_stops_on_sigint(script: Script) -> None:
+    script.stalls = threading.Event()
+    with background_job("chat", "hi", "--url", script.url, stdout=subprocess.PIPE) as chat:
+        try:
+            assert chat.stdout is not None
+            assert chat.stdout.read(3) == "Hel"
+            chat.send_signal(signal.SIGINT)
+            assert chat.wait(20) == 130
+        finally:
+            chat.kill()
+    assert script.stalls.wait(5)

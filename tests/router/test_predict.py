@@ -1,0 +1,148 @@
+"""Predicted times are those of the replicas' own schedulers."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crossdock.router.fleet import Fleet
+from crossdock.router.placement import Query
+from crossdock.workers.report.advertise import Prompts
+from crossdock.workers.schedule.request import Leg, Request, SamplingParams
+from tests.router.replicas import CLASSES, COST, Replica, fleet_of, live, place, profile, query
+
+
+def predicted_ttft(fleet: Fleet, request: Query, now: float = 0.0) -> float:
+    return fleet.choose(request, now).predicted_ttft
+
+
+@given(st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=80)
+def test_ttft_behind_a_backlog_bounds_the_schedulers_own_prediction(rng: random.Random) -> None:
+    """A live profile has prompts by class and length only. Each prompt of the same class and about the same length may
+    count as long as the new one: the router predicts at least what the scheduler does, and at most that much more."""
+    policy = rng.choice(["adaptive", "fixed"])
+    replica = Replica(profile(rng.choice([1.0, 30.0]), chunk_policy=policy, admission="queue"))
+    for number in range(rng.randrange(8)):
+        prompt = [number, *range(rng.choice([10, 100, 1000, 4000]))]
+        leg = rng.choice([Leg.LOCAL, Leg.LOCAL, Leg.RECEIVE])
+        replica.add(f"{number}", prompt, rng.choice(CLASSES), max_tokens=50, leg=leg)
+        for _ in range(rng.randrange(4)):
+            replica.step()
+    fleet = fleet_of({"a": replica.profile})
+    replica.report(fleet, "a", 0.0)
+    prompt = [99, *range(rng.choice([10, 100, 1000, 4000]))]
+    request = Request("new", prompt, SamplingParams(max_tokens=50), slo_class=rng.choice(CLASSES))
+    request.priority = CLASSES.index(request.slo_class)
+    exact, own = replica.scheduler.predict_ttft(request)
+    found = predicted_ttft(fleet, Query("new", len(prompt), slo_class=request.slo_class, max_tokens=50))
+    peers = [other for other in replica.scheduler.prefills() if other.priority == request.priority]
+    slack = sum(max(own - replica.scheduler.prefill_seconds(other), 0.0) for other in peers)
+    assert exact <= found + 1e-9
+    assert found <= exact + slack / 0.05 + 1e-9
+    if not peers:
+        assert found == pytest.approx(exact)
+
+
+@pytest.mark.parametrize(("cached", "num_tokens"), [(0, 1), (0, 500), (0, 3000), (480, 500), (2992, 3000)])
+def test_ttft_on_an_idle_replica_is_what_the_scheduler_takes(cached: int, num_tokens: int) -> None:
+    replica = Replica(profile())
+    fleet = fleet_of({"a": replica.profile})
+    prompt = [3 + number % 50 for number in range(num_tokens)]
+    if cached:
+        replica.add("before", prompt[:cached], max_tokens=1)
+        replica.step_until_token("before")
+        replica.report(fleet, "a", 0.0)
+    found = fleet.choose(query("new", prompt=prompt), 0.0)
+    assert found.cached_tokens == cached
+    started = replica.now
+    replica.add("new", prompt)
+    replica.step_until_token("new")
+    assert found.predicted_ttft == pytest.approx(replica.now - started, rel=0.02)
+
+
+def test_ttft_grows_by_the_recent_share_of_more_urgent_prompts() -> None:
+    fleet = fleet_of({"a": profile()})
+    alone = predicted_ttft(fleet, query("new", 1000))
+    fleet.hear("a", live(2, prompt_shares=(0.5, 0.3, 0.0)), 0.0)
+    assert predicted_ttft(fleet, query("new", 1000, slo_class="interactive")) == pytest.approx(alone)
+    assert predicted_ttft(fleet, query("new", 1000)) == pytest.approx(alone / 0.5)
+    assert predicted_ttft(fleet, query("new", 1000, slo_class="batch")) == pytest.approx(alone / 0.2)
+
+
+def test_ttft_of_a_longer_prompt_follows_the_recent_stream_share_more() -> None:
+    """No stream runs now; recently, streams took half of the time."""
+    fleet = fleet_of({"a": profile()})
+    sequence = 1
+
+    def slower(num_tokens: int, now: float) -> float:
+        nonlocal sequence
+        sequence += 2
+        fleet.hear("a", live(sequence), now)
+        alone = predicted_ttft(fleet, query("new", num_tokens), now)
+        fleet.hear("a", live(sequence + 1, stream_share=0.5), now)
+        return predicted_ttft(fleet, query("new", num_tokens), now) / alone
+
+    assert 1 < slower(32, 0.0) < 1.2
+    assert 1.5 < slower(5000, 0.0) < 2
+
+
+def test_recent_stream_share_fades_while_nothing_new_is_reported() -> None:
+    fleet = fleet_of({"a": profile()})
+    alone = predicted_ttft(fleet, query("new", 5000))
+    fleet.hear("a", live(2, stream_share=0.5), 0.0)
+    later = []
+    for now in (0.0, 5.0, 50.0):
+        fleet.hear("a", live(2, stream_share=0.5), now)  # it is alive, and reports nothing new
+        later.append(predicted_ttft(fleet, query("new", 5000), now) / alone)
+    assert later == sorted(later, reverse=True)
+    assert later[-1] == pytest.approx(1, abs=0.01)
+
+
+def test_streams_whose_prompts_are_computed_elsewhere_count_as_running() -> None:
+    fleet = fleet_of({"a": profile()})
+    request = query("new", 2000)
+    alone = predicted_ttft(fleet, request)
+    fleet.hear("a", live(2, arriving=(4, 0, 0)), 0.0)
+    expecting = predicted_ttft(fleet, request)
+    fleet.hear("a", live(3, streams=(4, 0, 0)), 0.0)
+    assert alone < expecting == pytest.approx(predicted_ttft(fleet, request))
+
+
+def test_ttft_without_a_free_place_waits_for_a_stream_to_end() -> None:
+    fleet = fleet_of({"a": profile(max_num_seqs=4)})
+    alone = predicted_ttft(fleet, query("new"))
+    full = live(2, streams=(0, 4, 0), context_tokens=400, remaining_tokens=400)
+    fleet.hear("a", full, 0.0)
+    beside = predicted_ttft(fleet, query("new"))
+    step = COST.base + COST.decode_seconds(4, 400)
+    fleet.hear("a", replace(full, sequence=4, places=(0, 0, 0)), 0.0)
+    waits = predicted_ttft(fleet, query("new")) - beside
+    assert beside > alone
+    assert waits == pytest.approx(2 * 400 / 4**2 * step)  # four streams with 100 tokens to go on average
+    fleet.hear("a", replace(full, sequence=5, places=(0, 0, 0), free_pages=(-100, -100, -100)), 0.0)
+    assert predicted_ttft(fleet, query("new")) - beside > waits  # and for the pages of several of them
+
+
+def test_reported_backlog_shrinks_while_the_replica_is_silent() -> None:
+    fleet = fleet_of({"a": profile()})
+    fleet.hear("a", live(2, prompts=(Prompts(1, 4, 1, 20_000, 3.0),)), 0.0)
+    request = query("new", 5000)
+    own = COST.prefill_seconds(0, 5000, 512)
+    found = [predicted_ttft(fleet, request, now) for now in (0.0, 2.0, 2.75, 2.9)]
+    assert found == pytest.approx([2 * own, 2 * own, own + 0.25, own + 0.1])  # its own length at most: both share
+    place(fleet, request, 2.9)  # the replica has not begun this one
+    assert predicted_ttft(fleet, query("other", 5000), 2.9) == pytest.approx(2 * own + 0.1)
+
+
+def test_prompt_on_fixed_chunks_delays_streams_and_on_adaptive_ones_waits() -> None:
+    found = {}
+    for policy in ("adaptive", "fixed"):
+        fleet = fleet_of({"a": profile(4.0, chunk_policy=policy)})
+        fleet.hear("a", live(2, streams=(8, 0, 0), context_tokens=8000, remaining_tokens=800), 0.0)
+        found[policy] = fleet.choose(query("new", 4000, slo_class="standard"), 0.0)
+    assert found["fixed"].late > 0  # 512 tokens take 0.2 s here, four times the TPOT of interactive streams
+    assert found["adaptive"].late == 0
+    assert found["adaptive"].predicted_ttft > found["fixed"].predicted_ttft

@@ -1,0 +1,132 @@
+"""A replica without a model: a real scheduler, steps that take what a cost predicts, and a simulated clock."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from crossdock.workers.schedule.batch import Batch, SampledToken
+from crossdock.workers.schedule.config import SchedulerConfig
+from crossdock.workers.schedule.cost import StepCost, StepWork
+from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.request import Leg, Request, SamplingParams, TokenDelta
+from crossdock.workers.schedule.scheduler import Scheduler
+from crossdock.workers.schedule.slo import SloClass
+
+EOS = 0
+COST = StepCost(base=1e-3, per_prefill_token=1e-3, per_attended=1e-7, per_decode=5e-4, per_context=1e-6)
+CLASSES = (
+    SloClass(name="interactive", ttft_s=0.4, tpot_s=0.004, decode_share=0.25),
+    SloClass(name="standard", ttft_s=0.5, tpot_s=0.02),
+    SloClass(name="batch", ttft_s=5.0, tpot_s=0.5),
+)
+
+
+def next_token(token_ids: Sequence[int], vocabulary: int = 50) -> int:
+    """Return a token that depends on all before it, sometimes EOS: stands in for the model."""
+    return hashlib.blake2b(str(list(token_ids)).encode(), digest_size=4).digest()[0] % vocabulary
+
+
+def reference_output(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """Return the output of a request that is served alone by `next_token`."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < params.max_tokens and len(tokens) < max_model_len:
+        tokens.append(next_token(tokens))
+        if tokens[-1] == EOS and not params.ignore_eos:
+            break
+    return tokens[len(prompt) :]
+
+
+def new_scheduler(
+    num_pages: int = 64, max_model_len: int = 100, caching: bool = True, cost: StepCost | None = None, **config: Any
+) -> Scheduler:
+    """Return a small scheduler: pages of 4 tokens, 8 places, 32 tokens in a step, unless `config` differs."""
+    settings = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "page_size": 4} | config
+    pool = PagePool(num_pages, settings["page_size"], caching)
+    return Scheduler(SchedulerConfig(**settings), pool, max_model_len, {EOS}, cost)
+
+
+def new_request(name: str, prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -> Request:
+    """Return a request that makes exactly `max_tokens` tokens."""
+    return Request(name, list(prompt), SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling))
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """One step and what it added to outputs. Seconds on the simulated clock."""
+
+    batch: Batch
+    deltas: list[TokenDelta]
+    started: float
+    seconds: float
+
+
+@dataclass(slots=True)
+class ModelFreeReplica:
+    """Steps a scheduler on a simulated clock. Without `seconds`, steps take no time."""
+
+    scheduler: Scheduler
+    seconds: Callable[[StepWork], float] = lambda work: 0.0
+    sample: Callable[[Sequence[int]], int] = next_token  # the token after these
+    now: float = 0.0
+    batches: list[Batch] = field(default_factory=list)  # of all steps
+    token_times: dict[str, list[float]] = field(default_factory=dict)  # by request
+
+    def add(
+        self,
+        name: str,
+        prompt: int | Sequence[int],
+        slo_class: str = "standard",
+        max_tokens: int = 1,
+        leg: Leg = Leg.LOCAL,
+        **fields: Any,
+    ) -> Request:
+        """Queue a request that arrives now. `prompt`: its tokens, or how many; the latter share no prefix."""
+        if isinstance(prompt, int):
+            prompt, fields = [7] * prompt, {"cache_salt": name} | fields
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = Request(name, list(prompt), sampling, slo_class=slo_class, leg=leg, arrival_time=self.now, **fields)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> Stepped:
+        """Schedule, compute and update one step."""
+        started = self.now
+        batch = self.scheduler.schedule(started)
+        self.now += self.seconds(batch.work)
+        sampled = {
+            part.request.id: SampledToken(self.sample(part.request.token_ids))
+            for part in batch.scheduled
+            if part.samples
+        }
+        deltas = self.scheduler.update(batch, sampled, self.now)
+        for delta in deltas:
+            self.token_times.setdefault(delta.request_id, []).extend([self.now] * len(delta.token_ids))
+        self.batches.append(batch)
+        return Stepped(batch, deltas, started, self.now - started)
+
+    def run(self, max_steps: int = 10_000) -> list[Batch]:
+        """Step until no work is left, and return the batches."""
+        first = len(self.batches)
+        while self.scheduler.has_work:
+            self.step()
+            assert len(self.batches) - first < max_steps, "no end in sight"
+        return self.batches[first:]
+
+
+def new_timed_replica(cost: StepCost = COST, **config: Any) -> ModelFreeReplica:
+    """Return a replica of 16 places and 4,000 pages that queues all requests and whose steps take what `cost` says."""
+    defaults = {
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 16,
+        "num_pages": 4000,
+        "max_model_len": 4000,
+        "slo_classes": CLASSES,
+        "admission": "queue",
+    }
+    return ModelFreeReplica(new_scheduler(cost=cost, **(defaults | config)), cost.seconds)
+
+
+def chunk_sizes(batches: Sequence[Batch], name: str) -> list[int]:
+    """Return the number of tokens of each part of a request."""
+    return [part.num_tokens for batch in batches for part in batch.scheduled if part.request.id == name]

@@ -1,0 +1,72 @@
+"""Promises: predicted first tokens, refusals with the seconds to wait, places reserved for urgent classes."""
+
+import pytest
+
+from crossdock.workers.schedule.admission import reserved_slots
+from crossdock.workers.schedule.forecast import predicted_ttft
+from crossdock.workers.schedule.request import Overloaded
+from crossdock.workers.schedule.slo import DEFAULT_CLASSES
+from tests.workers.schedule.model_free_replica import CLASSES, new_timed_replica
+
+
+def test_request_that_would_be_late_is_refused_with_the_seconds_to_wait() -> None:
+    replica = new_timed_replica(admission="reject")
+    replica.add("first", 3000, "batch")
+    replica.add("second", 30, "interactive")  # goes before: not late
+    for number in range(2):
+        replica.add(f"third {number}", 150, "standard")
+    with pytest.raises(Overloaded, match=r"'standard' promises 0\.\d s") as refused:
+        replica.add("fourth", 200, "standard")
+    assert 0 < refused.value.retry_after < 1
+    replica.add("fourth", 200, "batch")
+    waited = replica.now + refused.value.retry_after
+    while replica.now < waited:
+        replica.step()
+    replica.add("fifth", 200, "standard")  # as promised: it is admitted now
+    replica.run()
+
+
+def test_unknown_class_is_refused_by_field() -> None:
+    with pytest.raises(ValueError, match="slo_class 'gold' is not served here; there are interactive, standard, batch"):
+        new_timed_replica().add("a", 3, "gold")
+
+
+def test_prompt_waits_for_more_urgent_ones_and_shares_with_its_class() -> None:
+    assert predicted_ttft(1.0, 1, [], 1.0) == 1.0
+    assert predicted_ttft(1.0, 1, [(0, 5.0)], 1.0) == 6.0
+    assert predicted_ttft(1.0, 1, [(1, 5.0), (1, 0.2)], 1.0) == pytest.approx(2.2)
+    assert predicted_ttft(1.0, 1, [(2, 5.0)], 1.0) == 1.0
+    assert predicted_ttft(1.0, 1, [], 0.5) == 2.0
+    assert predicted_ttft(1.0, 1, [], 0.0) < 100, "streams never stop prompts for good"
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "fixed"])
+@pytest.mark.parametrize("slo_class", [slo.name for slo in CLASSES])
+@pytest.mark.parametrize("num_streams", [1, 8, 16])
+def test_share_of_time_for_prompts_is_as_predicted(num_streams: int, slo_class: str, policy: str) -> None:
+    """Compared with the share in simulated steps, beside standard streams that leave much time or none."""
+    replica = new_timed_replica(chunk_policy=policy, max_num_seqs=32, min_chunk_tokens=4)
+    scheduler = replica.scheduler
+    for number in range(num_streams):
+        replica.add(f"s{number}", 100, "standard", max_tokens=200)
+    while any(not request.is_decoding for request in scheduler.requests()):
+        replica.step()
+    for _ in range(8):  # streams become early
+        replica.step()
+    priority = [slo.name for slo in CLASSES].index(slo_class)
+    predicted = scheduler.prefill_share(priority)
+    began, before = replica.now, scheduler.prefilled.seconds
+    replica.add("prompt", 3000, slo_class)
+    for _ in range(10):
+        replica.step()
+    actual = (scheduler.prefilled.seconds - before) / (replica.now - began)
+    assert predicted == pytest.approx(actual, abs=0.08)
+
+
+def test_places_are_reserved_for_urgent_classes() -> None:
+    reserved = int(DEFAULT_CLASSES[0].decode_share * 64)
+    assert reserved > 0
+    assert reserved_slots(DEFAULT_CLASSES, 64, [], 0) == 0
+    assert reserved_slots(DEFAULT_CLASSES, 64, [2] * 10, 2) == reserved
+    assert reserved_slots(DEFAULT_CLASSES, 64, [0] * 2, 1) == reserved - 2
+    assert reserved_slots(DEFAULT_CLASSES, 64, [0] * 60, 2) == 0

@@ -1,0 +1,355 @@
+"""Any history: requests arrive, step, move between replicas and end in any order, and the invariants hold."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from crossdock.workers.schedule.batch import Batch, SampledToken
+from crossdock.workers.schedule.request import Leg, Overloaded, Request, SamplingParams, Status
+from tests.workers.schedule.model_free_replica import (
+    CLASSES,
+    COST,
+    EOS,
+    new_scheduler,
+    next_token,
+    reference_output,
+)
+
+
+class Flight(NamedTuple):
+    """A step as a device gets it: after this, only its result comes back."""
+
+    batch: Batch
+    token_ids: list[list[int]]  # of each part; below 0: the result of the step before, in that row
+    pages: list[list[int]]  # of each part
+
+
+class AnyHistory(RuleBasedStateMachine):
+    """Add, step and abort in any order, with shared prefixes and salts, on a pool small enough to preempt.
+
+    The device knows only what is in its pages. It writes to them as late as it may: when its step ends.
+    """
+
+    most_flights = 1
+
+    @initialize(
+        pages=st.integers(10, 30),
+        budget=st.integers(12, 40),
+        seqs=st.integers(1, 8),
+        threshold=st.sampled_from([0, 4, 9]),
+        caching=st.booleans(),
+        chunked=st.booleans(),
+        mixed=st.booleans(),
+        policy=st.sampled_from(["adaptive", "fixed"]),
+        order=st.sampled_from(["response_ratio", "fcfs"]),
+        partial=st.sampled_from([(1, 1), (2, 1), (8, 2)]),
+        lane=st.sampled_from([0.0, 0.5, 0.9]),
+        admission=st.sampled_from(["queue", "reject"]),
+    )
+    def start(
+        self,
+        pages: int,
+        budget: int,
+        seqs: int,
+        threshold: int,
+        caching: bool,
+        chunked: bool,
+        mixed: bool,
+        policy: str,
+        order: str,
+        partial: tuple[int, int],
+        lane: float,
+        admission: str,
+    ) -> None:
+        self.scheduler = new_scheduler(
+            num_pages=pages,
+            max_model_len=40,
+            caching=caching,
+            cost=COST if policy == "adaptive" else None,
+            max_num_batched_tokens=budget if chunked else max(budget, 40),
+            max_num_seqs=min(seqs, budget - 4),
+            long_prefill_token_threshold=threshold,
+            enable_chunked_prefill=chunked,
+            mixed_chunks=mixed,
+            chunk_policy=policy,
+            prefill_order=order,
+            max_num_partial_prefills=partial[0],
+            max_long_partial_prefills=partial[1],
+            short_lane_share=lane,
+            admission=admission,
+            starvation_s=0.5,
+            slo_classes=CLASSES,
+        )
+        self.pages = self.scheduler.pages
+        self.now = 0.0
+        self.live: dict[str, Request] = {}
+        self.being_read: set[str] = set()  # owners whose pages are being sent
+        self.count = 0
+        self.memory: dict[tuple[int, int], int] = {}  # token by page and position in it
+        self.flights: list[Flight] = []
+        self.found: list[int] = []  # tokens sampled by the last step that ended
+        self.late_rows: set[int] = set()  # of the next step that ends: the step behind it begins with wrong tokens
+        self.late: set[str] = set()  # requests whose part of the step in flight began with a wrong token
+
+    @rule(
+        prefix=st.sampled_from([[], [1] * 8, [1] * 8 + [2] * 8, [3] * 20]),
+        tail=st.lists(st.integers(1, 49), min_size=1, max_size=19),
+        max_tokens=st.integers(0, 25),
+        salt=st.sampled_from(["", "tenant"]),
+        ignore_eos=st.booleans(),
+        slo_class=st.sampled_from(["interactive", "standard", "batch"]),
+        leg=st.sampled_from([Leg.LOCAL, Leg.LOCAL, Leg.SEND, Leg.RECEIVE]),
+    )
+    def add(
+        self,
+        prefix: list[int],
+        tail: list[int],
+        max_tokens: int,
+        salt: str,
+        ignore_eos: bool,
+        slo_class: str,
+        leg: Leg,
+    ) -> None:
+        params = SamplingParams(max_tokens=max(max_tokens, leg is not Leg.LOCAL), ignore_eos=ignore_eos)
+        name, prompt = f"r{self.count}", (prefix + tail)[:39]
+        epoch = int(leg is not Leg.LOCAL)
+        new = Request(name, prompt, params, salt, slo_class, leg=leg, epoch=epoch, arrival_time=self.now)
+        self.count += 1
+        with suppress(Overloaded):
+            self.scheduler.add(new)
+            self.live[new.id] = new
+        if new.id not in self.live:
+            assert self.scheduler.config.admission == "reject"
+            assert self.live, "an idle replica refuses no request"
+            assert self.scheduler.get(new.id) is None
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        self.land_with(name)
+        if name not in self.live:
+            return
+        request = self.live.pop(name)
+        assert self.scheduler.abort(name) is request
+        if request.leg is Leg.SEND:
+            self.being_read.add(request.owner)
+        else:
+            assert not self.pages.pages_of(request.owner)
+
+    @rule(data=st.data(), pages=st.integers(0, 10))
+    def deliver(self, data: st.DataObject, pages: int) -> None:
+        """A transfer of a request proceeds: more pages arrive, or all; or all have been read."""
+        if not self.scheduler.held:
+            return
+        request = data.draw(st.sampled_from(sorted(self.scheduler.held, key=lambda request: request.id)))
+        if request.leg is Leg.SEND:
+            self.scheduler.finish_sent(request.id)
+            self.being_read.add(request.owner)
+            del self.live[request.id]
+        elif (end := request.num_computed_tokens + pages * self.pages.page_size) < request.num_tokens:
+            start = request.num_computed_tokens
+            self.write(self.pages.pages_of(request.owner), start, request.token_ids[start:end])
+            self.scheduler.commit(request.id, end)
+        else:
+            start = request.num_computed_tokens
+            self.write(self.pages.pages_of(request.owner), start, request.token_ids[start:])
+            token = next_token(request.token_ids)
+            is_full = request.num_tokens + 1 >= self.scheduler.max_model_len
+            if token == EOS or request.sampling.max_tokens == 1 or is_full:  # the sender would have ended it
+                self.scheduler.abort(request.id)
+                del self.live[request.id]
+            else:
+                self.scheduler.start_decoding(request.id, token, self.now)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def lose_the_sender(self, data: st.DataObject) -> None:
+        arriving = sorted(
+            name for name, request in self.live.items() if request.leg is Leg.RECEIVE and request.num_output_tokens == 0
+        )
+        if arriving:
+            self.scheduler.take_over(data.draw(st.sampled_from(arriving)), self.now)
+
+    @rule()
+    def writers_and_readers_stop(self) -> None:
+        for owner in self.being_read:
+            self.pages.release(owner)
+        self.being_read.clear()
+        for number in range(self.count):
+            self.pages.end_quarantine(f"r{number}#1")
+
+    @rule(steps=st.integers(1, 6), late_rows=st.sets(st.integers(0, 5), max_size=2))
+    def run_steps(self, steps: int, late_rows: set[int]) -> None:
+        self.late_rows = late_rows
+        for _ in range(steps):
+            self.one_step()
+
+    def one_step(self) -> None:
+        while len(self.flights) < self.most_flights and self.begin():
+            pass
+        if self.flights:
+            self.land()
+        self.scheduler.grant(self.now)
+
+    def begin(self) -> bool:
+        if not self.flights:
+            batch = self.scheduler.schedule(self.now)
+            assert len(self.scheduler.running) <= self.scheduler.config.max_num_seqs
+            if batch or not (self.scheduler.held or self.being_read or self.pages.counts().quarantined):
+                assert bool(batch) == self.scheduler.has_work, "there is work, so a step must do some"
+            return self.launch(batch)
+        if self.scheduler.needs_preemption or self.late:
+            return False
+        before = self.flights[-1].batch
+        with self.scheduler.assume_ended(before, self.now + COST.seconds(before.work)):
+            return self.launch(self.scheduler.schedule(self.now))
+
+    def launch(self, batch: Batch) -> bool:
+        config, size = self.scheduler.config, self.pages.page_size
+        assert batch.num_tokens <= config.max_num_batched_tokens
+        assert len(batch.scheduled) <= config.max_num_seqs
+        names = [part.request.id for part in batch.scheduled]
+        assert len(names) == len(set(names))
+        for number, part in enumerate(batch.scheduled):
+            each, end = part.request, part.start + part.num_tokens
+            assert part.start == each.num_computed_tokens
+            assert part.samples == (end == each.num_tokens and each.sampling.max_tokens > 0)
+            assert len(part.pages) * size >= each.num_tokens
+            assert end == each.num_tokens or end % size == 0
+            if number < batch.num_decodes:  # a partially prefilled request is never decodable
+                assert each.num_output_tokens > 0
+                assert part.num_tokens == 1
+                assert part.samples
+                assert each.num_output_tokens < each.sampling.max_tokens, "it is known to have ended"
+                assert each.num_tokens < 40
+            assert part.reason
+            threshold = config.long_prefill_token_threshold
+            assert not threshold or not config.enable_chunked_prefill or part.num_tokens <= threshold
+        if not config.mixed_chunks:
+            assert batch.num_decodes in (0, len(batch.scheduled)), "chunks and decodes take turns"
+        if batch:
+            ids = [part.request.token_ids[part.start : part.start + part.num_tokens] for part in batch.scheduled]
+            self.flights.append(Flight(batch, ids, [list(part.pages) for part in batch.scheduled]))
+        return bool(batch)
+
+    def land(self) -> None:
+        """The oldest step in flight ends: it writes its pages, reads its contexts, and samples."""
+        batch, token_ids, pages = self.flights.pop(0)
+        self.now += COST.seconds(batch.work)
+        for part, ids, written in zip(batch.scheduled, token_ids, pages, strict=True):
+            self.write(written, part.start, [self.found[~token] if token < 0 else token for token in ids])
+        reads = [
+            self.read(owned, part.start + part.num_tokens) for part, owned in zip(batch.scheduled, pages, strict=True)
+        ]
+        sampling = [(part, read) for part, read in zip(batch.scheduled, reads, strict=True) if part.samples]
+        self.found = [next_token(read) for _, read in sampling]
+        names = [part.request.id for part, _ in sampling]
+        sampled = {
+            name: SampledToken(token) for name, token in zip(names, self.found, strict=True) if name not in self.late
+        }
+        self.found = [EOS if row in self.late_rows else token for row, token in enumerate(self.found)]
+        self.late = {name for row, name in enumerate(names) if self.flights and row in self.late_rows}
+        self.late_rows = set()
+        for delta in self.scheduler.update(batch, sampled, self.now):
+            if delta.finish_reason is not None:
+                done = self.live.pop(delta.request_id)
+                if done.leg is Leg.SEND:
+                    self.being_read.add(done.owner)
+                expected = reference_output(done.prompt_token_ids, done.sampling, 40)
+                assert done.token_ids[done.num_prompt_tokens :] == expected
+
+    def land_with(self, name: str) -> None:
+        """All steps end if one of them computes a request to which something is about to happen."""
+        if any(part.request.id == name for flight in self.flights for part in flight.batch.scheduled):
+            while self.flights:
+                self.land()
+
+    def write(self, pages: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
+        for at, token in enumerate(token_ids, start):
+            self.memory[pages[at // self.pages.page_size], at % self.pages.page_size] = token
+
+    def read(self, pages: Sequence[int], end: int) -> list[int]:
+        size = self.pages.page_size
+        return [self.memory[pages[at // size], at % size] for at in range(end)]
+
+    @invariant()
+    def pages_balance(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        counts = self.pages.counts()
+        assert counts.free + counts.owned + counts.cached + counts.quarantined == counts.total
+        owners = {each.owner for each in [*self.scheduler.running, *self.scheduler.held]} | self.being_read
+        owners |= {part.request.owner for flight in self.flights for part in flight.batch.scheduled}
+        held = {page for owner in owners for page in self.pages.pages_of(owner)}
+        assert counts.owned == len(held)
+        for each in self.scheduler.waiting:
+            assert not self.pages.pages_of(each.owner)
+        for each in self.live.values():
+            assert each.status in (Status.WAITING, Status.RUNNING, Status.HELD)
+        assert all(each.leg is not Leg.LOCAL for each in self.scheduler.held)
+
+    @invariant()
+    def every_request_is_listed_once_by_status(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        listed = {
+            Status.WAITING: self.scheduler.waiting,
+            Status.RUNNING: self.scheduler.running,
+            Status.HELD: self.scheduler.held,
+        }
+        assert all(each.status is status for status, requests in listed.items() for each in requests)
+        names = [each.id for requests in listed.values() for each in requests]
+        assert sorted(names) == sorted(self.live) == sorted(each.id for each in self.scheduler.requests())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        limit = 10_000
+        while self.live:
+            self.one_step()
+            self.writers_and_readers_stop()
+            for name, each in list(self.live.items()):
+                if each.status is Status.HELD and each.leg is Leg.SEND:
+                    self.scheduler.finish_sent(name)
+                    self.being_read.add(each.owner)
+                    del self.live[name]
+                elif each.leg is Leg.RECEIVE and each.num_output_tokens == 0:
+                    self.scheduler.take_over(name, self.now)
+            limit -= 1
+            assert limit, "not everything ends"
+        while self.flights:
+            self.land()
+        self.writers_and_readers_stop()
+        assert self.pages.counts().owned == self.pages.counts().quarantined == 0
+        assert not self.scheduler.has_work
+
+
+class AnyHistoryAhead(AnyHistory):
+    """The same with each step begun before the tokens of the previous one are known."""
+
+    most_flights = 2
+
+
+for machine in (AnyHistory, AnyHistoryAhead):
+    machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyHistory = AnyHistory.TestCase
+TestAnyHistoryAhead = AnyHistoryAhead.TestCase
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("machine", [AnyHistory, AnyHistoryAhead])
+def test_any_history_at_length(machine: type[AnyHistory]) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=5000, stateful_step_count=100, deadline=None))

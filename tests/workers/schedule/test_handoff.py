@@ -1,0 +1,158 @@
+"""Requests on two replicas: pages sent, received, granted, taken over."""
+
+from crossdock.workers.schedule.request import Leg, Request, SamplingParams, Status
+from crossdock.workers.schedule.scheduler import Scheduler
+from tests.workers.schedule.model_free_replica import (
+    CLASSES,
+    COST,
+    ModelFreeReplica,
+    chunk_sizes,
+    new_request,
+    new_scheduler,
+    new_timed_replica,
+    next_token,
+    reference_output,
+)
+
+
+def pair_request(name: str, num_tokens: int, leg: Leg) -> Request:
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    return Request(name, [ord(name[0])] * num_tokens, params, leg=leg, epoch=1)
+
+
+def granted(scheduler: Scheduler) -> list[str]:
+    return [request.id for request in scheduler.grant(0.0)]
+
+
+def test_sent_prompt_keeps_its_pages_until_they_are_read() -> None:
+    scheduler = new_scheduler()
+    scheduler.add(pair_request("a", 30, Leg.SEND))
+    (delta,) = ModelFreeReplica(scheduler).step().deltas
+    assert len(delta.token_ids) == 1
+    assert delta.finish_reason is None
+    assert scheduler.get("a").status is Status.HELD  # type: ignore[union-attr]
+    assert not scheduler.has_work
+    scheduler.finish_sent("a")
+    assert scheduler.get("a") is None
+    assert scheduler.pages.counts().owned == 8, "the last writes may still read them"
+    scheduler.pages.release("a#1")
+    assert scheduler.pages.counts().owned == 0
+
+
+def test_received_prompt_decodes_from_its_second_token() -> None:
+    scheduler = new_scheduler()
+    scheduler.add(pair_request("a", 30, Leg.RECEIVE))
+    assert not scheduler.has_work
+    (request,) = scheduler.grant(0.0)
+    assert request.num_computed_tokens == 0
+    assert len(scheduler.pages.pages_of("a#1")) == 8
+    scheduler.commit("a", 16)
+    assert not scheduler.schedule(0.0)
+    first = next_token([ord("a")] * 30)
+    scheduler.start_decoding("a", first, 0.0)
+    replica, deltas = ModelFreeReplica(scheduler), []
+    while scheduler.has_work:
+        deltas += replica.step().deltas
+    expected = reference_output([ord("a")] * 30, request.sampling, 100)
+    assert [first, *(token for delta in deltas for token in delta.token_ids)] == expected
+    assert [delta.first for delta in deltas] == [1, 2, 3, 4]
+    assert scheduler.pages.counts().owned == scheduler.pages.counts().quarantined == 0
+
+
+def test_committed_pages_are_shared_before_the_rest_arrives() -> None:
+    scheduler = new_scheduler()
+    scheduler.add(pair_request("a", 30, Leg.RECEIVE))
+    scheduler.grant(0.0)
+    scheduler.commit("a", 16)
+    scheduler.add(Request("b", [ord("a")] * 30, SamplingParams(max_tokens=1)))
+    (part,) = ModelFreeReplica(scheduler).step().batch.scheduled
+    assert (part.start, part.num_tokens) == (16, 14)
+
+
+def test_prompt_taken_over_is_computed_from_what_has_arrived() -> None:
+    scheduler = new_scheduler()
+    scheduler.add(pair_request("a", 30, Leg.RECEIVE))
+    scheduler.grant(0.0)
+    scheduler.commit("a", 16)
+    scheduler.take_over("a", 1.0)
+    assert scheduler.pages.counts().quarantined == 4
+    replica = ModelFreeReplica(scheduler)
+    (part,) = replica.step().batch.scheduled
+    assert (part.start, part.num_tokens) == (16, 14)
+    replica.run()
+    assert scheduler.pages.counts().quarantined == 4, "the lost writer is not known to have stopped"
+    scheduler.pages.end_quarantine("a#1")
+    assert scheduler.pages.counts().quarantined == 0
+
+
+def test_abort_of_a_receiving_request_quarantines_its_pages() -> None:
+    scheduler = new_scheduler()
+    scheduler.add(pair_request("a", 30, Leg.RECEIVE))
+    scheduler.grant(0.0)
+    scheduler.commit("a", 8)
+    scheduler.abort("a")
+    counts = scheduler.pages.counts()
+    assert (counts.quarantined, counts.owned, counts.cached) == (6, 0, 2)
+
+
+def test_grants_wait_for_pages() -> None:
+    scheduler = new_scheduler(num_pages=26, max_model_len=100)
+    scheduler.add(pair_request("a", 60, Leg.RECEIVE))
+    scheduler.add(pair_request("b", 60, Leg.RECEIVE))
+    assert granted(scheduler) == ["a"]
+    assert granted(scheduler) == []
+    scheduler.start_decoding("a", 1, 0.0)
+    ModelFreeReplica(scheduler).run()
+    assert granted(scheduler) == ["b"]
+
+
+def test_grants_leave_a_page_for_each_next_token() -> None:
+    """Prompts that fill their pages need one more page on arrival, and none may be preempted for that."""
+    scheduler = new_scheduler(num_pages=7, max_model_len=20)
+    for name in "abc":
+        scheduler.add(pair_request(name, 8, Leg.RECEIVE))
+    assert granted(scheduler) == ["a", "b"], "c's two pages would leave one for two arrivals"
+    for name in "ab":
+        scheduler.start_decoding(name, 5, 0.0)
+    ModelFreeReplica(scheduler).step()
+    assert scheduler.num_preemptions == 0
+
+
+def test_grants_wait_for_places() -> None:
+    scheduler = new_scheduler(max_num_seqs=1)
+    scheduler.add(pair_request("a", 6, Leg.RECEIVE))
+    scheduler.add(pair_request("b", 6, Leg.RECEIVE))
+    assert granted(scheduler) == ["a"]
+    scheduler.add(new_request("local", [1, 2, 3]))
+    assert not scheduler.schedule(0.0)
+
+
+def test_request_with_output_of_a_lost_replica_continues_it() -> None:
+    prompt = [9] * 30
+    expected = reference_output(prompt, SamplingParams(max_tokens=10, ignore_eos=True), 100)
+    replica, deltas = ModelFreeReplica(new_scheduler()), []
+    replica.add("a", prompt, max_tokens=10, output_token_ids=expected[:4])
+    while replica.scheduler.has_work:
+        deltas += replica.step().deltas
+    assert [token for delta in deltas for token in delta.token_ids] == expected[4:]
+    assert deltas[0].first == 4
+
+
+def test_step_ends_when_a_stream_from_another_replica_may_arrive() -> None:
+    """Another replica computes the prompt of the stream; meanwhile this one computes a prompt of its own."""
+    replica = new_timed_replica()
+    scheduler = replica.scheduler
+    replica.add("long", 3000, "batch")
+    idle = replica.step().seconds
+    arriving = pair_request("a", 60, Leg.RECEIVE)
+    scheduler.add(arriving)
+    for committed in (0, 32, 56):
+        if committed:
+            scheduler.commit("a", committed)
+        left = COST.prefill_seconds(committed, 60, 256) + CLASSES[1].tpot_s
+        scheduler.grant(replica.now)
+        step = replica.step()
+        assert arriving.num_computed_tokens == committed
+        assert left / 2 < step.seconds <= left < idle
+        assert "slack" in step.batch.limit
+    assert sum(chunk_sizes(replica.batches, "long")) > 0

@@ -1,0 +1,40 @@
+"""When pages run short: the least urgent requests lose theirs, and their output stays the same."""
+
+from crossdock.workers.schedule.request import Status
+from tests.workers.schedule.model_free_replica import (
+    ModelFreeReplica,
+    new_request,
+    new_scheduler,
+    new_timed_replica,
+    reference_output,
+)
+
+
+def test_preempted_request_is_computed_again_with_the_same_output() -> None:
+    scheduler = new_scheduler(num_pages=12, max_model_len=40)
+    requests = [new_request(name, [ord(name)] * 9, max_tokens=20) for name in "abcd"]
+    for request in requests:
+        scheduler.add(request)
+    ModelFreeReplica(scheduler).run()
+    assert scheduler.num_preemptions > 0
+    for request in requests:
+        assert request.token_ids[9:] == reference_output(request.prompt_token_ids, request.sampling, 40)
+
+
+def test_least_urgent_class_loses_its_pages_first() -> None:
+    """Batch requests lose their pages, then standard ones; interactive ones are never preempted."""
+    replica = new_timed_replica(num_pages=64, max_model_len=200, max_num_seqs=8, starvation_s=1000.0)
+    requests = {}
+    for name in ("batch", "standard", "interactive"):
+        requests[name] = replica.add(name, 40, name, max_tokens=100)
+        for _ in range(3):
+            replica.step()
+    assert all(request.status is Status.RUNNING for request in requests.values())
+    late = replica.add("interactive 2", 120, "interactive", max_tokens=4)  # needs 30 of the 64 pages at once
+    replica.step()
+    assert late.status is Status.RUNNING
+    assert requests["batch"].status is Status.WAITING
+    replica.run()
+    assert requests["batch"].num_preemptions >= 1
+    assert requests["batch"].num_preemptions >= requests["standard"].num_preemptions
+    assert requests["interactive"].num_preemptions == late.num_preemptions == 0

@@ -1,0 +1,131 @@
+"""Which requests slow down when time runs short: classes are tiers, short prompts have a lane, none starves."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tests.workers.schedule.model_free_replica import CLASSES, COST, ModelFreeReplica, new_timed_replica
+
+SLOW_ATTENTION = COST.model_copy(update={"per_attended": 1e-6})
+
+
+def order_of_first_tokens(replica: ModelFreeReplica) -> list[str]:
+    return sorted(replica.token_times, key=lambda name: (replica.token_times[name][0], name))
+
+
+def test_classes_are_strict_tiers() -> None:
+    replica = new_timed_replica(max_num_batched_tokens=64, short_lane_share=0.0)
+    for name in ("batch", "standard", "interactive"):
+        for number in range(3):
+            replica.add(f"{name} {number}", 60, name)
+    replica.run()
+    order = [name.split()[0] for name in order_of_first_tokens(replica)]
+    assert order == ["interactive"] * 3 + ["standard"] * 3 + ["batch"] * 3
+
+
+def test_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """Half of each step is the lane of short prompts; first come, first served computes the long one first."""
+
+    def steps(**config: Any) -> int:
+        replica = new_timed_replica(**config)
+        replica.add("long", 3000)
+        replica.step()
+        replica.add("short", 100)
+        count = 0
+        while "short" not in replica.token_times:
+            replica.step()
+            count += 1
+        return count
+
+    assert steps() <= 2
+    assert steps(prefill_order="fcfs", chunk_policy="fixed") == 12
+
+
+def test_long_prompts_of_less_urgent_classes_do_not_keep_an_urgent_one_out() -> None:
+    """The limit on partly computed long prompts counts those of a prompt's own class and of more urgent ones."""
+    replica = new_timed_replica(max_long_partial_prefills=1)
+    replica.add("batch", 3000, "batch")
+    replica.step()
+    replica.add("standard", 2000, "standard")
+    replica.step()
+    second = replica.add("second", 2000, "standard")
+    replica.add("urgent", 1000, "interactive")  # long too, and takes several steps
+    while "urgent" not in replica.token_times:
+        batch = replica.step().batch
+        assert [part.request.id for part in batch.scheduled][:1] == ["urgent"]
+        assert second.num_computed_tokens == 0, "the limit holds in its class"
+    replica.run()
+    assert order_of_first_tokens(replica) == ["urgent", "standard", "second", "batch"]
+
+
+def test_partial_prefills_are_bounded() -> None:
+    replica = new_timed_replica(max_num_batched_tokens=64, max_num_partial_prefills=3, max_long_partial_prefills=1)
+    for number in range(6):
+        replica.add(f"long {number}", 1000)
+        replica.add(f"short {number}", 100)
+    while replica.scheduler.has_work:
+        replica.step()
+        partial = [request for request in replica.scheduler.running if not request.is_decoding]
+        assert len(partial) <= 3
+        long = [each for each in partial if each.id.startswith("long") and each.num_uncached_tokens > 160]
+        assert len(long) <= 1
+
+
+def test_batch_streams_skip_steps_for_an_interactive_one() -> None:
+    """The interactive stream keeps its pace; no batch stream stops for good."""
+    replica = new_timed_replica(max_num_seqs=48)
+    for number in range(30):
+        replica.add(f"b{number}", 4, "batch", max_tokens=40)
+    for _ in range(3):
+        replica.step()
+    replica.add("i", 4, "interactive", max_tokens=60)
+    replica.run()
+    gaps = [after - before for before, after in pairwise(replica.token_times["i"])]
+    assert sorted(gaps)[len(gaps) // 2] <= 1.25 * CLASSES[0].tpot_s
+    assert any(batch.num_skipped for batch in replica.batches)
+    for number in range(30):
+        times = replica.token_times[f"b{number}"]
+        assert len(times) == 40
+        assert max(after - before for before, after in pairwise(times)) <= CLASSES[2].tpot_s
+
+
+def test_batch_prompt_makes_no_interactive_stream_late() -> None:
+    """Deep in its context even a page takes longer than an interactive token may.
+
+    So the prompt waits for a gap between streams, and gets its floor once it starves.
+    """
+    replica = new_timed_replica(cost=COST, starvation_s=8.0)
+    replica.scheduler.learn(SLOW_ATTENTION, 1.0)
+    long = replica.add("long", 3000, "batch")
+    while long.num_computed_tokens < 2000:
+        replica.step()
+    replica.add("i", 4, "interactive", max_tokens=100)
+    while len(replica.token_times.get("i", ())) < 20:
+        batch = replica.step().batch
+        if batch.num_decodes:
+            assert not any(part.request.id == "long" for part in batch.scheduled)
+    replica.run()
+    assert "long" in replica.token_times
+
+
+@pytest.mark.parametrize("length", [100, 2000])
+def test_batch_prompt_under_endless_urgent_load_does_not_starve(length: int) -> None:
+    """With more interactive work than the replica can do, a batch prompt still gets its first token.
+
+    It comes within `starvation_s` or its own promise, whichever is later, plus its own time, plus that of prompts that
+    starved before it; here there are none.
+    """
+    replica = new_timed_replica(starvation_s=2.0, max_num_seqs=64)
+    victim = replica.add("victim", length, "batch")
+    alone = COST.prefill_seconds(0, length, 256)
+    arrivals = 0
+    while "victim" not in replica.token_times:
+        while arrivals * 0.05 <= replica.now:  # 100 tokens each 50 ms: twice what a millisecond a token allows
+            replica.add(f"i{arrivals}", 100, "interactive")
+            arrivals += 1
+        replica.step()
+        assert replica.now < 60
+    assert victim.arrival_time == 0.0
+    bound = max(2.0, replica.scheduler.config.slo_classes[2].ttft_deadline(alone))
+    assert bound <= replica.token_times["victim"][0] <= bound + 2 * alone + 0.5

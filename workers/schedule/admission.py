@@ -1,0 +1,66 @@
+"""Which requests may queue, and which of those may start: promises, places, and limits on partly computed prompts."""
+
+from collections.abc import Sequence
+
+from crossdock.workers.schedule.forecast import Forecast
+from crossdock.workers.schedule.request import Leg, Overloaded, Request
+from crossdock.workers.schedule.slo import SloClass
+from crossdock.workers.schedule.table import RequestTable
+
+
+def promise(table: RequestTable, forecast: Forecast, request: Request) -> None:
+    """Note when the first token of a new request will come and when it is due.
+
+    Raises:
+        Overloaded: the first token would come too late, and `admission` is `reject`. An idle replica refuses none.
+    """
+    if forecast.cost is None:
+        return
+    request.predicted_ttft, alone = forecast.ttft(request)
+    slo = table.config.slo_classes[request.priority]
+    request.ttft_deadline = deadline = slo.ttft_deadline(alone)
+    late = request.predicted_ttft - deadline
+    if late > 0 and table.config.admission == "reject" and table.has_work:
+        raise Overloaded(
+            f"the first token would come in {request.predicted_ttft:.1f} s; class {slo.name!r} promises "
+            f"{deadline:.1f} s. Retry in {late:.1f} s, or ask for a less urgent class",
+            retry_after=late,
+        )
+
+
+def num_places(table: RequestTable, priority: int) -> int:
+    """Return how many more requests of a class may hold pages now, without the places reserved for urgent classes.
+
+    A request whose pages are sent takes no place: it decodes elsewhere.
+    """
+    config = table.config
+    taken = [other.priority for other in table.running]
+    taken += [other.priority for other in table.held if other.leg is Leg.RECEIVE]
+    return config.max_num_seqs - len(taken) - reserved_slots(config.slo_classes, config.max_num_seqs, taken, priority)
+
+
+def reserved_slots(classes: Sequence[SloClass], max_num_seqs: int, taken: Sequence[int], priority: int) -> int:
+    """Return how many free places are reserved for classes more urgent than `priority`.
+
+    `taken`: the priority of each request that has a place.
+    """
+    reserved = 0
+    for urgent, slo in enumerate(classes[:priority]):
+        if slo.decode_share:
+            reserved += max(int(slo.decode_share * max_num_seqs) - taken.count(urgent), 0)
+    return reserved
+
+
+def may_be_partial(table: RequestTable, request: Request) -> bool:
+    """Return whether one more prompt of its class may be partly computed. Less urgent prompts do not count."""
+    config = table.config
+    partial = [other for other in table.running if not other.is_decoding and other.priority <= request.priority]
+    num_long = sum(is_long(table, other) for other in partial)
+    if is_long(table, request) and num_long >= config.max_long_partial_prefills:
+        return False
+    return len(partial) < config.max_num_partial_prefills
+
+
+def is_long(table: RequestTable, request: Request) -> bool:
+    """Return whether so much of a prompt is left to compute that it is long."""
+    return request.num_uncached_tokens > table.config.long_prompt_tokens(table.max_model_len)

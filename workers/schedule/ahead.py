@@ -1,0 +1,55 @@
+"""Look ahead: schedule the next step before the tokens of the step in flight are known."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.pace import next_due
+from crossdock.workers.schedule.request import Leg, Status
+from crossdock.workers.schedule.table import RequestTable
+
+
+@contextmanager
+def assume_ended(table: RequestTable, batch: Batch, ended: float) -> Iterator[None]:
+    """Treat `batch`, the only step in flight, as ended at time `ended` within the context.
+
+    An unknown token is `~row`, with its row among those that `batch` samples. Requests that end with any token are
+    gone; a request that turns out to have ended was scheduled in vain. No request is preempted on an assumption: see
+    `RequestTable.needs_preemption`.
+    """
+    running, ids = table.running, {request.id for request in table.running}
+    assumed = []
+    row = 0
+    for part in batch.scheduled:
+        request = part.request
+        if request.status is Status.RUNNING:
+            assumed.append((part, request.due))
+            request.num_in_flight_tokens -= part.num_tokens
+            request.num_computed_tokens += part.num_tokens
+            if part.samples:
+                request.token_ids.append(~row)
+                request.due = next_due(request.due, ended, table.tpot_s(request))
+        row += part.samples
+    table.assumed_ended = {part.request.id for part, _ in assumed}
+    gone = {part.request.id for part, _ in assumed if _is_over(table, part)}
+    table.running = [request for request in running if request.id not in gone]
+    try:
+        yield
+    finally:
+        started = [request for request in table.running if request.id not in ids]
+        table.running = [request for request in running if request.status is Status.RUNNING] + started
+        table.assumed_ended = ()
+        for part, due in assumed:
+            request, request.due = part.request, due
+            request.num_in_flight_tokens += part.num_tokens
+            request.num_computed_tokens -= part.num_tokens
+            if part.samples:
+                request.token_ids.pop()
+
+
+def _is_over(table: RequestTable, part: Scheduled) -> bool:
+    """Return whether the request of a part ends with it, whatever token was sampled."""
+    request = part.request
+    if part.samples:
+        return request.leg is Leg.SEND or table.is_full(request)
+    return request.num_computed_tokens == request.num_tokens  # max_tokens is 0: only the prompt was asked for

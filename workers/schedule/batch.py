@@ -1,0 +1,58 @@
+"""One step as data: what it computes, and what it found."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from crossdock.workers.schedule.cost import StepWork
+from crossdock.workers.schedule.request import Request, TokenLogprobs
+
+
+class Scheduled(NamedTuple):
+    """One request's part of a step: compute its tokens `[start, start + num_tokens)`.
+
+    A tuple, because every stream needs a new one for each token.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    pages: Sequence[int]  # page i holds tokens [i * page_size, (i + 1) * page_size) of the request
+    samples: bool  # the part ends with the newest token, whose logits give the next one
+    reason: str = "decode"  # why the request is in this step
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step: decodes first, then chunks."""
+
+    scheduled: Sequence[Scheduled]
+    num_decodes: int
+    limit: str = ""  # what bounded the chunks
+    num_skipped: int = 0  # streams left out in favour of more urgent ones
+
+    @property
+    def num_tokens(self) -> int:
+        """Return how many tokens the step computes."""
+        return sum(part.num_tokens for part in self.scheduled)
+
+    @property
+    def work(self) -> StepWork:
+        """Return what the step computes, in the terms of `StepCost`."""
+        return StepWork.of(
+            [(part.start, part.num_tokens) for part in self.scheduled[self.num_decodes :]],
+            [part.start for part in self.scheduled[: self.num_decodes]],
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.scheduled)
+
+
+@dataclass(slots=True)
+class SampledToken:
+    """The token that a step sampled for one request."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    ends: bool = False  # the grammar is complete: no token may follow
+    error: str | None = None  # the grammar cannot continue: this request fails, others go on

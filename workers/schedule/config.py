@@ -1,0 +1,114 @@
+"""The scheduler's settings: how much one step computes, and whose work goes first."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass
+
+_LONG_PROMPT_PART = 25  # a prompt above a 25th of max_model_len, 4 %, is long: vLLM's default for its own threshold
+
+
+class SchedulerConfig(BaseModel):
+    """Settings of the scheduler. Names and meanings are vLLM's where vLLM has the same setting."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_num_batched_tokens: int = Field(
+        2048, ge=1, description="Tokens one step may compute, decodes and chunks together; the adaptive ceiling."
+    )
+    max_num_seqs: int = Field(64, ge=1, description="Requests that may hold pages at once.")
+    chunk_policy: Literal["adaptive", "fixed"] = Field(
+        "adaptive", description="adaptive: chunks fit the tightest stream's slack; fixed: vLLM's token budget."
+    )
+    min_chunk_tokens: int = Field(
+        0, ge=0, description="Adaptive: prompt tokens a step computes however tight the slack is; 0 is one page."
+    )
+    enable_chunked_prefill: bool = Field(True, description="Off: a prompt is computed in one step or not at all.")
+    mixed_chunks: bool = Field(
+        True, description="Off: steps with chunks and steps with decodes alternate, as in SGLang."
+    )
+    max_prefill_tokens: int = Field(0, ge=0, description="Prompt tokens per step; 0 is all that the budget leaves.")
+    long_prefill_token_threshold: int = Field(
+        0, ge=0, description="Longest chunk of one prompt, and where 'long' begins; 0: no limit, 4 % of max_model_len."
+    )
+    max_num_partial_prefills: int = Field(
+        8, ge=1, description="Prompts that may be partly computed at once; less urgent classes do not count."
+    )
+    max_long_partial_prefills: int = Field(2, ge=1, description="How many of these may be long.")
+    short_lane_share: float = Field(
+        0.5, ge=0, lt=1, description="Share of each step's chunks that is reserved for short prompts."
+    )
+    prefill_order: Literal["response_ratio", "fcfs"] = Field(
+        "response_ratio", description="response_ratio: by class, then 1 + waited work / uncached tokens; fcfs: arrival."
+    )
+    starvation_s: float = Field(
+        60.0, gt=0, description="A request that has waited this long, and longer than its promise, goes first."
+    )
+    slo_classes: tuple[SloClass, ...] = Field(DEFAULT_CLASSES, description="The SLO classes, most urgent first.")
+    default_slo_class: str = Field(DEFAULT_CLASS, description="The class of requests that name none.")
+    admission: Literal["reject", "queue"] = Field(
+        "reject", description="reject: 429 when the class's ttft_s cannot be met; queue: wait anyway."
+    )
+    page_size: int = Field(16, ge=1, description="Tokens a KV page holds (vLLM's block size).")
+
+    @property
+    def chunk_floor(self) -> int:
+        """Return the prompt tokens that a step computes however tight the slack is."""
+        return self.min_chunk_tokens or self.page_size
+
+    def long_prompt_tokens(self, max_model_len: int) -> int:
+        """Return the number of uncached tokens above which a prompt is long."""
+        threshold = self.long_prefill_token_threshold or max_model_len // _LONG_PROMPT_PART
+        return max(threshold, self.page_size)
+
+    def check_capacity(self, pages: PagePool, max_model_len: int) -> None:
+        """Check that one request of `max_model_len` tokens can be served.
+
+        Raises:
+            ValueError: the pool or a step is too small for it; the message names the field.
+        """
+        capacity = pages.num_pages * pages.page_size
+        if capacity < max_model_len:
+            raise ValueError(
+                f"the KV pool holds {capacity} tokens ({pages.num_pages} pages of {pages.page_size}), less "
+                f"than one request of max_model_len ({max_model_len}): give it more memory or lower max_model_len"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_model_len "
+                f"({max_model_len}) when enable_chunked_prefill is off: a prompt is computed in one step"
+            )
+
+    @model_validator(mode="after")
+    def _every_step_can_progress(self) -> "SchedulerConfig":
+        if self.max_num_batched_tokens < self.max_num_seqs + self.page_size:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}) + page_size ({self.page_size}): a step in which every stream decodes must "
+                f"still have room for one page of a prompt"
+            )
+        for name in ("long_prefill_token_threshold", "max_prefill_tokens", "min_chunk_tokens"):
+            if 0 < getattr(self, name) < self.page_size:
+                raise ValueError(
+                    f"{name} ({getattr(self, name)}) must be 0 (the default) or at least page_size ({self.page_size}): "
+                    f"chunks end on page boundaries"
+                )
+        if self.max_long_partial_prefills > self.max_num_partial_prefills:
+            raise ValueError(
+                f"max_long_partial_prefills ({self.max_long_partial_prefills}) must be at most "
+                f"max_num_partial_prefills ({self.max_num_partial_prefills})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _classes_differ(self) -> "SchedulerConfig":
+        names = [slo.name for slo in self.slo_classes]
+        if len(set(names)) != len(names) or not names:
+            raise ValueError(f"slo_classes must have different names, one at least; they are {', '.join(names)}")
+        if self.default_slo_class not in names:
+            raise ValueError(f"default_slo_class {self.default_slo_class!r} is none of {', '.join(names)}")
+        if sum(int(slo.decode_share * self.max_num_seqs) for slo in self.slo_classes) >= self.max_num_seqs:
+            raise ValueError("slo_classes: the decode_share of all classes together must be less than 1")
+        return self

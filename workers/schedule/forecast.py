@@ -1,0 +1,77 @@
+"""Predict seconds: of a prompt's rest, of the share of time that prompts get beside streams, of the first token."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from crossdock.workers.schedule.chunking import LEAST_SHARE, share_of_prompts
+from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.table import RequestTable
+
+
+def predicted_ttft(
+    own_seconds: float, priority: int, backlog: Iterable[tuple[int, float]], prefill_share: float
+) -> float:
+    """Return the seconds until the first token of a prompt that takes `own_seconds` alone.
+
+    All prompts of more urgent classes go before it. Those of its own class share with it, so each delays it by at most
+    its own length, as under processor sharing.
+
+    Args:
+        backlog: (priority, seconds) of every unfinished prompt.
+        prefill_share: share of the time that running streams leave for prompts.
+    """
+    ahead = sum(
+        seconds if other < priority else min(seconds, own_seconds) for other, seconds in backlog if other <= priority
+    )
+    return (ahead + own_seconds) / max(prefill_share, LEAST_SHARE)
+
+
+@dataclass(slots=True)
+class Forecast:
+    """Predictions for the requests of one replica, from what its steps cost."""
+
+    table: RequestTable
+    cost: StepCost | None = None  # without a cost nothing is predicted: chunks are fixed and no request is refused
+    overrun: float = 1.0  # factor by which some steps take longer than predicted, see `StepCostFit.overrun`
+
+    def ttft(self, request: Request) -> tuple[float, float]:
+        """Return the seconds until a new request's first token, now and on an idle replica; (0, 0) without a cost."""
+        alone = self.prefill_seconds(request)
+        backlog = [(other.priority, self.prefill_seconds(other)) for other in self.table.prefills()]
+        return predicted_ttft(alone, request.priority, backlog, self.prefill_share(request.priority)), alone
+
+    def prefill_seconds(self, request: Request) -> float:
+        """Return the seconds that the rest of a request's prompt takes on an idle replica; 0 without a cost."""
+        if self.cost is None:
+            return 0.0
+        end, chunk = request.num_tokens, self.table.config.max_num_batched_tokens
+        return self.cost.prefill_seconds(end - request.num_uncached_tokens, end, chunk)
+
+    def prefill_share(self, priority: int) -> float:
+        """Return the share of the time that goes into prompts of a class, beside the streams that run or arrive."""
+        streams, arriving = [each for each in self.table.running if each.is_decoding], self.table.arriving()
+        cost, config = self.cost, self.table.config
+        if cost is None or not (streams or arriving):
+            return 1.0
+        num_streams = len(streams) + len(arriving)
+        seconds = cost.base + cost.decode_seconds(num_streams, sum(stream.num_tokens for stream in streams))
+        if config.chunk_policy == "fixed":
+            left = config.max_num_batched_tokens - num_streams
+            return 1 - seconds / (seconds + cost.chunk_seconds(0, left))
+        priorities = [each.priority for each in (*streams, *arriving)]
+        return share_of_prompts(
+            seconds,
+            min(config.slo_classes[each].tpot_s for each in priorities),
+            self.overrun,
+            cost.per_prefill_token * config.chunk_floor if priority <= min(priorities) else 0.0,
+            cost.per_prefill_token * self.table.pages.page_size,
+        )
+
+    def second_token_due(self, request: Request, now: float) -> float:
+        """Return when the second token is due of a request whose prompt another replica computes.
+
+        The other replica is assumed to compute the rest alone and as fast as this one. A step that ends by then does
+        not delay the request.
+        """
+        return now + self.prefill_seconds(request) + self.table.tpot_s(request)

@@ -1,0 +1,137 @@
+"""The chunks of one step: a budget of tokens and seconds, filled prompt by prompt."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from crossdock.workers.schedule import kv
+from crossdock.workers.schedule.admission import is_long, may_be_partial, num_places
+from crossdock.workers.schedule.batch import Scheduled
+from crossdock.workers.schedule.chunking import IDLE_SHARE, ChunkBudget, adaptive_chunk_budget, fixed_chunk_budget
+from crossdock.workers.schedule.forecast import Forecast
+from crossdock.workers.schedule.order import order_prefills, prefill_reason
+from crossdock.workers.schedule.request import Request, Status
+from crossdock.workers.schedule.table import RequestTable
+
+
+@dataclass(slots=True)
+class PrefillScheduler:
+    """Chooses the chunks of each step, and starts the requests that get their first."""
+
+    table: RequestTable
+    forecast: Forecast
+
+    def candidates(self) -> list[Request]:
+        """Return the requests with prompt tokens to compute here, in the order in which they get chunks."""
+        table, prefills = self.table, self.table.prefills()
+        if table.config.prefill_order == "response_ratio":
+            return order_prefills(prefills, table.now, table.prefilled.tokens, table.config.starvation_s)
+        return sorted(prefills, key=lambda request: request.status is Status.WAITING)  # stable: started ones first
+
+    def schedule(
+        self, decodes: Sequence[Scheduled], skipped: Collection[str], prefills: Sequence[Request]
+    ) -> tuple[list[Scheduled], str]:
+        """Return chunks of `prefills` for the step of `decodes`, and what bounded them.
+
+        Starting a request may preempt others, also those that already are in the step. `skipped`: streams that are
+        left out of the step.
+        """
+        config = self.table.config
+        budget = self._budget(decodes, skipped)
+        limit = budget.reason
+        if config.prefill_order == "response_ratio" and config.enable_chunked_prefill:
+            short = sum(request.num_uncached_tokens for request in prefills if not is_long(self.table, request))
+            budget.reserve_lane(config.short_lane_share, short)
+        chunks = self._fill(budget, prefills)
+        if budget.lane_tokens:  # short prompts did not need the whole lane, or lacked pages or places
+            budget.release_lane()
+            served = {part.request.id for part in chunks}
+            chunks += self._fill(budget, [request for request in prefills if request.id not in served])
+        return chunks, limit
+
+    def _budget(self, decodes: Sequence[Scheduled], skipped: Collection[str]) -> ChunkBudget:
+        table, config, cost = self.table, self.table.config, self.forecast.cost
+        if cost is None or config.chunk_policy == "fixed" or not config.enable_chunked_prefill:
+            budget = fixed_chunk_budget(config.max_num_batched_tokens, len(decodes))
+        else:
+            streams = [each for each in table.running if each.is_decoding and each.id not in skipped]
+            arriving = [self.forecast.second_token_due(each, table.now) for each in table.arriving()]
+            budget = adaptive_chunk_budget(
+                config.max_num_batched_tokens,
+                config.chunk_floor,
+                [part.start for part in decodes],
+                min([stream.due for stream in streams] + arriving, default=inf) - table.now,
+                IDLE_SHARE * min(slo.ttft_s for slo in config.slo_classes),
+                cost,
+                min([stream.priority for stream in streams], default=len(config.slo_classes)),
+                self.forecast.overrun,
+            )
+        if config.max_prefill_tokens and config.max_prefill_tokens < budget.tokens:
+            budget.tokens, budget.reason = config.max_prefill_tokens, "max_prefill_tokens"
+        return budget
+
+    def _fill(self, budget: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
+        config = self.table.config
+        chunks: list[Scheduled] = []
+        startable = len(config.slo_classes)  # no request of a greater priority may start: one before it lacks pages
+        for request in prefills:
+            if request.status is Status.WAITING:
+                if request.priority > startable:
+                    continue
+                started = self._start(request, budget)
+                if not started:
+                    if config.prefill_order == "fcfs":
+                        startable = -1
+                    elif started is None:
+                        startable = -1 if self.table.is_starving(request) else min(startable, request.priority)
+                    continue
+            start, is_outside_lane = request.num_scheduled_tokens, self._is_outside_lane(request)
+            if num_tokens := self._chunk(request, start, budget):
+                chunks.append(self._part(request, start, num_tokens))
+                budget.take(start, num_tokens, is_outside_lane)
+                self._count(request, start, num_tokens)
+        return chunks
+
+    def _start(self, request: Request, budget: ChunkBudget) -> bool | None:
+        """Start a waiting request if it would get a chunk now. None: only pages are missing."""
+        table = self.table
+        if num_places(table, request.priority) <= 0:
+            return False
+        hits = kv.match_prefix(table, request)
+        request.expected_cached_tokens = start = len(hits) * table.pages.page_size
+        num_tokens = self._chunk(request, start, budget)
+        if not num_tokens:
+            return False
+        if start + num_tokens < request.num_tokens and not may_be_partial(table, request):
+            return False
+        return kv.admit(table, request, hits) or None
+
+    def _chunk(self, request: Request, start: int, budget: ChunkBudget) -> int:
+        table, config, end = self.table, self.table.config, request.num_tokens
+        if not config.enable_chunked_prefill:
+            return end - start if end - start <= budget.tokens else 0
+        priority = -1 if table.is_starving(request) else request.priority
+        threshold = config.long_prefill_token_threshold
+        return budget.chunk(start, end, priority, self._is_outside_lane(request), threshold, table.pages.page_size)
+
+    def _is_outside_lane(self, request: Request) -> bool:
+        """Return whether a prompt may not use the budget that is reserved for short ones. Starving ones may."""
+        return is_long(self.table, request) and not self.table.is_starving(request)
+
+    def _part(self, request: Request, start: int, num_tokens: int) -> Scheduled:
+        samples = start + num_tokens == request.num_tokens and request.sampling.max_tokens > 0
+        pages = self.table.pages.pages_of(request.owner)
+        return Scheduled(request, start, num_tokens, pages, samples, self._reason(request))
+
+    def _reason(self, request: Request) -> str:
+        table = self.table
+        if table.config.prefill_order == "fcfs":
+            return "first come"
+        return prefill_reason(request, table.now, table.prefilled.tokens, table.config.starvation_s)
+
+    def _count(self, request: Request, start: int, num_tokens: int) -> None:
+        totals = self.table.prefilled
+        totals.tokens += num_tokens
+        totals.tokens_by_priority[request.priority] += num_tokens
+        if self.forecast.cost is not None:
+            totals.seconds += self.forecast.cost.chunk_seconds(start, num_tokens)

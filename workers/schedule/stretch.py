@@ -1,0 +1,57 @@
+"""Many equal decode steps at once, for a simulated clock that knows how long they take."""
+
+from collections.abc import Mapping, Sequence
+
+from crossdock.workers.schedule import kv
+from crossdock.workers.schedule.batch import Batch
+from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.pace import next_due, steps_without_skips
+from crossdock.workers.schedule.table import RequestTable
+
+
+def steady_steps(table: RequestTable, cost: StepCost | None, batch: Batch) -> int:
+    """Return how many steps, the scheduled `batch` the first of them, are the same decodes and nothing else.
+
+    This holds while no request arrives or leaves. The last of the steps may make a request's last token. 1 if more are
+    not certain.
+    """
+    parts, config = batch.scheduled, table.config
+    requests = [part.request for part in parts]
+    if table.waiting or not parts or not len(parts) == batch.num_decodes == len(table.running):
+        return 1
+    steps = min(
+        min(request.sampling.max_tokens - request.num_output_tokens, table.max_model_len - request.num_tokens)
+        for request in requests
+    )
+    steps = min(steps, table.pages.num_available // len(parts) * table.pages.page_size + 1)  # without preemptions
+    if cost is not None and config.chunk_policy == "adaptive" and len({request.priority for request in requests}) > 1:
+        tpot = min(table.tpot_s(request) for request in requests)
+        steps = min(steps, steps_without_skips([request.num_tokens for request in requests], tpot, cost))
+    return steps
+
+
+def advance(table: RequestTable, batch: Batch, tokens: Mapping[str, Sequence[int]], ends: Sequence[float]) -> Batch:
+    """Record fewer than `steady_steps` steps, `batch` the first of them, and return the batch of the next step.
+
+    The result is the same as that of `schedule` and `update` in turn. `tokens`: what each stream sampled in the steps,
+    none of which ends it. `ends`: when each step ended.
+    """
+    if not ends:
+        return batch
+    parts, size = [], table.pages.page_size
+    for part in batch.scheduled:
+        request, start = part.request, part.start
+        request.token_ids += tokens[request.id]
+        request.num_computed_tokens = request.num_tokens - 1
+        missing = -(-request.num_tokens // size) - len(part.pages)
+        if missing > 0:
+            table.pages.allocate(request.owner, missing)
+        if request.num_computed_tokens // size > start // size:
+            kv.index_full_pages(table, request, start)
+        due, tpot = request.due, table.tpot_s(request)
+        for end in ends:
+            due = next_due(due, end, tpot)
+        request.due = due
+        parts.append(part._replace(start=request.num_computed_tokens))
+    table.now = ends[-1]
+    return Batch(parts, len(parts))

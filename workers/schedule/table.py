@@ -1,0 +1,164 @@
+"""Every request that has not ended, by status, and its pages. Requests change status here and nowhere else."""
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from crossdock.workers.schedule.config import SchedulerConfig
+from crossdock.workers.schedule.order import is_starving
+from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.request import FinishReason, Leg, Request, Status
+
+
+@dataclass(slots=True)
+class PrefillTotals:
+    """Prompt work scheduled since the start."""
+
+    tokens: int = 0  # also the clock of response ratios, see order.py
+    seconds: float = 0.0  # predicted, without the fixed part of steps
+    tokens_by_priority: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class RequestTable:
+    """The scheduler's state: requests by status, their page pool, and the step that is being scheduled.
+
+    A request is in exactly one of `waiting`, `running` and `held`, by its status, until `end` removes it. Running and
+    held requests own pages for all their tokens; waiting ones own none.
+    """
+
+    config: SchedulerConfig
+    pages: PagePool
+    max_model_len: int  # tokens, prompt and output together
+    waiting: list[Request] = field(default_factory=list)  # in order of arrival, preempted ones first
+    running: list[Request] = field(default_factory=list)  # in order of admission
+    held: list[Request] = field(default_factory=list)  # their pages are being transferred, in or out
+    prefilled: PrefillTotals = field(default_factory=PrefillTotals)
+    num_preemptions: int = 0
+    now: float = 0.0  # time of the step that is being scheduled, in seconds
+    assumed_ended: Collection[str] = ()  # requests of a step in flight that is assumed to have ended, see ahead.py
+    needs_preemption: bool = False  # see Scheduler.needs_preemption
+    _by_id: dict[str, Request] = field(default_factory=dict)
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether a step would compute something. Requests that wait for a transfer do not count."""
+        return bool(self.running) or any(request.leg is not Leg.RECEIVE for request in self.waiting)
+
+    def get(self, request_id: str) -> Request | None:
+        """Return the request of that id, None if it has ended."""
+        return self._by_id.get(request_id)
+
+    def request(self, request_id: str) -> Request:
+        """Return the request of that id, which must not have ended."""
+        return self._by_id[request_id]
+
+    def requests(self) -> list[Request]:
+        """Return all requests that have not ended."""
+        return list(self._by_id.values())
+
+    def prefills(self) -> list[Request]:
+        """Return the requests with prompt tokens left to compute on this replica."""
+        waiting = [request for request in self.waiting if request.leg is not Leg.RECEIVE]
+        return [*waiting, *(request for request in self.running if not request.is_decoding)]
+
+    def arriving(self) -> list[Request]:
+        """Return the requests whose prompts another replica computes, and whose tokens will be made here."""
+        return [request for request in (*self.held, *self.waiting) if request.leg is Leg.RECEIVE]
+
+    def tpot_s(self, request: Request) -> float:
+        """Return the seconds per token that the request's class promises."""
+        return self.config.slo_classes[request.priority].tpot_s
+
+    def is_starving(self, request: Request) -> bool:
+        """Return whether the request has waited so long that it goes before all classes."""
+        return is_starving(request, self.now, self.config.starvation_s)
+
+    def is_full(self, request: Request) -> bool:
+        """Return whether the newest token of a request is the last that it may have."""
+        return request.num_output_tokens >= request.sampling.max_tokens or request.num_tokens >= self.max_model_len
+
+    def keeps_pages(self, request: Request) -> bool:
+        """Return whether a request must not be preempted: its pages are being sent, or a step in flight uses them."""
+        return request.leg is Leg.SEND or request.num_in_flight_tokens > 0 or request.id in self.assumed_ended
+
+    # -- changing ----------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Put a new request at the end of the queue."""
+        self._by_id[request.id] = request
+        self.waiting.append(request)
+
+    def start(self, request: Request) -> None:
+        """Move a waiting request, which now has its pages, to `running`; to `held` if another replica fills them."""
+        self.waiting.remove(request)
+        if request.leg is Leg.RECEIVE:
+            request.status = Status.HELD
+            self.held.append(request)
+        else:
+            request.status = Status.RUNNING
+            self.running.append(request)
+
+    def hold(self, request: Request) -> None:
+        """Stop computing a request, whose pages are sent to another replica."""
+        self.running.remove(request)
+        request.status = Status.HELD
+        self.held.append(request)
+
+    def resume(self, request: Request) -> None:
+        """Let a held request, all of whose pages have arrived, continue here."""
+        self.held.remove(request)
+        request.status, request.leg = Status.RUNNING, Leg.LOCAL
+        self.running.append(request)
+
+    def preempt(self, request: Request) -> None:
+        """Return a running request to the front of the queue; its tokens stay, its pages go.
+
+        The tokens are computed again later, less the prefix that is still cached. Counter-based sampling makes the
+        continuation the same.
+        """
+        self.running.remove(request)
+        self.pages.release(request.owner)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._requeue(request, 0, self.now)
+
+    def recall(self, request: Request, now: float) -> None:
+        """Return a held request, whose transfer in has failed, to the front of the queue.
+
+        The other replica may still write to the pages, so those without another owner are quarantined.
+        """
+        self.held.remove(request)
+        self._quarantine(request)
+        self._requeue(request, request.num_computed_tokens, now)
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """Remove a request in any status and free its pages, unless something still uses them.
+
+        Pages that another replica may write to are quarantined. Pages that a step in flight writes to are released by
+        the update of that step. Pages that are being sent are released by the engine, with `pages.release(owner)`.
+        """
+        match request.status:
+            case Status.RUNNING:
+                self.running.remove(request)
+            case Status.WAITING:
+                self.waiting.remove(request)
+            case Status.HELD:
+                self.held.remove(request)
+        if request.status is Status.HELD and request.leg is Leg.RECEIVE:
+            self._quarantine(request)
+        elif request.leg is not Leg.SEND and not request.num_in_flight_tokens:
+            self.pages.release(request.owner)
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+        del self._by_id[request.id]
+
+    def _requeue(self, request: Request, expected_cached_tokens: int, now: float) -> None:
+        request.status, request.queued_at = Status.WAITING, now
+        request.expected_cached_tokens, request.num_computed_tokens = expected_cached_tokens, 0
+        self.waiting.insert(0, request)
+
+    def _quarantine(self, request: Request) -> None:
+        self.pages.quarantine(request.owner, request.num_computed_tokens // self.pages.page_size)
