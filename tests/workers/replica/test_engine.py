@@ -121,7 +121,7 @@ def test_greedy_tokens_on_real_weights_equal_generate(model_dir: Path, smollm2: 
             tokens = tokens_of(deltas[f"{number}"])
             with torch.inference_mode():
                 logits = module(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
-            logits[:, list(smollm2.eos_token_ids)] = -torch.inf  # min_tokens
+                logits[:, list(smollm2.eos_token_ids)] = -torch.inf  # min_tokens
             assert logits.argmax(-1).tolist() == tokens
 
 
