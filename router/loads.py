@@ -303,16 +303,15 @@ class _Work:
     ) -> tuple[list[float], list[float], list[float]]:
         """Return, by priority: free pages, free places, and tokens of the longest prompt that need not wait for either.
         A booking takes room from every class."""
-        pages, places = live.free_pages, live.places
+        pages: Sequence[float] = live.free_pages
+        places: Sequence[float] = live.places
         if len(pages) != num_classes or len(places) != num_classes:
-            pages, places = (
-                _padded(pages, profile.num_pages, num_classes),
-                _padded(places, profile.max_num_seqs, num_classes),
-            )
+            pages = _padded(pages, profile.num_pages, num_classes)
+            places = _padded(places, profile.max_num_seqs, num_classes)
         free_pages = [free - self.booked_pages for free in pages]
         free_places = [free - self.booked_places for free in places]
         size = profile.page_size
-        longest = [
+        longest: list[float] = [
             (free - 1) * size if place >= 1 else -1.0 for free, place in zip(free_pages, free_places, strict=True)
         ]
         return free_pages, free_places, longest

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from crossdock.workers.model.model import PagedModel, load_model
+from crossdock.workers.model.load import load_model
+from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.model_spec import ModelSpec
 
 from .ranks import Ranks

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+DIVISIONS = [(2, 1), (1, 2), (2, 2)]  # tensor ranks, stages
+
 
 class Ranks:
     """Processes that call the functions they are sent."""

@@ -17,7 +17,7 @@ class MemoryBudget:
     max_num_seqs: int = 64
 
     def known(self, device: str) -> int | None:
-        """Return the bytes of KV pages on a device of this type; None where they follow from a measurement."""
+        """Return the bytes of KV pages on a device of this type; None if they must be measured."""
         if self.kv_cache_memory is not None:
             return self.kv_cache_memory
         return ON_CPUS if device == "cpu" else None

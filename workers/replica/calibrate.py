@@ -36,8 +36,8 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         min_chunk_tokens=config.min_chunk_tokens or config.page_size,
         admission=config.admission,
         page_bytes=model.layout(config.page_size).page_bytes,
-        tensor_parallel_size=model.part.place.tensor_size,
-        pipeline_parallel_size=model.part.place.num_stages,
+        tensor_parallel_size=model.part.position.tensor_size,
+        pipeline_parallel_size=model.part.position.num_stages,
         cost=fit.cost,
         overrun=fit.overrun,
     )

@@ -10,8 +10,9 @@ import torch
 from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.graphs import decode_graphs
-from crossdock.workers.model.kv_memory import room_for_pages
-from crossdock.workers.model.model import PagedModel, load_model
+from crossdock.workers.model.kv_memory import count_pages_that_fit
+from crossdock.workers.model.load import load_model
+from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.gang import Gang
@@ -56,7 +57,7 @@ class Engine:
         num_pages = self._num_pages()
         model.allocate_pool(num_pages, config.page_size)
         self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching)
-        depth = model.part.place.num_stages
+        depth = model.part.position.num_stages
         self.scheduler = Scheduler(config, self.pages, model.max_model_len, model.eos_token_ids, depth=depth)
         self._sampler = StepSampler(model.vocab_size, tuple(model.eos_token_ids), self.tokenizer_dir)
         broadcast = self.gang.run_step if self.gang is not None else None
@@ -74,7 +75,7 @@ class Engine:
         Raises:
             ValueError: `async_scheduling` is on, and several ranks share the model.
         """
-        wanted, is_whole = self.config.async_scheduling, self.model.part.place.size == 1
+        wanted, is_whole = self.config.async_scheduling, self.model.part.position.size == 1
         if wanted and not is_whole:
             raise ValueError("async_scheduling must be false or null where several ranks share the model")
         return wanted if wanted is not None else is_whole and self.model.device.type == "cuda"
@@ -82,7 +83,7 @@ class Engine:
     def _num_pages(self) -> int:
         """Return how many KV pages every rank can hold. ValueError: fewer than one request needs."""
         budget, page_size = self.config.budget, self.config.page_size
-        room = self.gang.page_budget if self.gang is not None else room_for_pages(self.model, budget, page_size)
+        room = self.gang.page_budget if self.gang is not None else count_pages_that_fit(self.model, budget, page_size)
         budget.check_one_request_fits(
             room.num_pages, room.page_bytes, page_size, self.model.max_model_len, self.model.device.type
         )
@@ -91,7 +92,7 @@ class Engine:
     def pool_spec(self, name: str) -> PoolSpec:
         """Return the KV pool as other replicas must know it; `name` names the weights."""
         held = self.gang.held_by_rank if self.gang is not None else [held_layers(self.model)]
-        rank = self.model.part.place.rank
+        rank = self.model.part.position.rank
         return pool_spec(held, rank, self.model, name, self.config.page_size, self.pages.num_pages)
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.runner import Runner
-from crossdock.workers.model.sampler import Drawn
+from crossdock.workers.model.sampling.sampler import PendingTokens
 from crossdock.workers.replica.step_sampler import StepSampler
 from crossdock.workers.schedule.batch import Batch, SampledToken
 
@@ -57,7 +57,7 @@ class Pipeline:
     @property
     def depth(self) -> int:
         """How many steps may be in flight."""
-        return 2 if self.is_ahead else self.runner.model.part.place.num_stages
+        return 2 if self.is_ahead else self.runner.model.part.position.num_stages
 
     @property
     def is_empty(self) -> bool:
@@ -118,9 +118,9 @@ class Pipeline:
         drawn = self.sampler.draw(batch, logits)
         if drawn is None:
             return StepInFlight(batch, now, partial(self._sample, batch, logits, rows))
-        return StepInFlight(batch, now, partial(self._read, batch, drawn), device_tokens=drawn.there)
+        return StepInFlight(batch, now, partial(self._read, batch, drawn), device_tokens=drawn.on_device)
 
-    def _read(self, batch: Batch, drawn: Drawn) -> dict[str, SampledToken]:
+    def _read(self, batch: Batch, drawn: PendingTokens) -> dict[str, SampledToken]:
         """Wait for the tokens of a launched step. The step behind it began without the tokens that only the host finds:
         its parts for those requests are void."""
         ids = [part.request.id for part in batch.scheduled if part.samples]

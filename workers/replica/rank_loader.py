@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from crossdock.workers.model.kv_memory import PageBudget, room_for_pages
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.kv_memory import PageBudget, count_pages_that_fit
+from crossdock.workers.model.load import load_model
 from crossdock.workers.model.memory_fit import used
-from crossdock.workers.model.model import PagedModel, load_model
-from crossdock.workers.model.parallel import Links, RankPosition
+from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import ReplicaSpec
 
 
@@ -49,7 +51,7 @@ def load_rank(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     timeout = timedelta(seconds=spec.start_timeout_s)
     dist.init_process_group("gloo", store=store, rank=position.rank, world_size=position.size, timeout=timeout)
-    links = Links(position, spec.rank_timeout_s, "nccl" if device == "cuda" else "gloo")
+    links = Collectives(position, spec.rank_timeout_s, "nccl" if device == "cuda" else "gloo")
     phases.done("joined the others")
 
     def loaded() -> None:
@@ -59,7 +61,7 @@ def load_rank(
     budget = spec.engine.budget
     model = load_model(spec.model, device, links, budget.known(device) or 0, loaded)
     phases.done("logits checked")
-    room = room_for_pages(model, budget, spec.engine.page_size)
+    room = count_pages_that_fit(model, budget, spec.engine.page_size)
     if budget.known(device) is None:
         phases.done("memory measured")
     return model, room

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from crossdock.workers.model.grammar import GrammarCompiler, GrammarState
-from crossdock.workers.model.sampler import Drawn, SampleRow, logprobs_of, sample
+from crossdock.workers.model.sampling.logprobs import logprobs_of
+from crossdock.workers.model.sampling.row import SampleRow
+from crossdock.workers.model.sampling.sampler import PendingTokens, sample
 from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.request import Grammar, Request, Status, TokenLogprobs
 
@@ -60,7 +62,7 @@ class StepSampler:
         """Return and drop the prompt logprobs of a request; None where it wants none or had them already."""
         return self._prompt_logprobs.pop(request_id, None)
 
-    def draw(self, batch: Batch, logits: Tensor) -> Drawn | None:
+    def draw(self, batch: Batch, logits: Tensor) -> PendingTokens | None:
         """Begin to draw the tokens of `batch` on the device, without waiting for them.
 
         `logits`: [N, vocab]. Returns None where the host has to sample: for logprobs, and for penalties and grammars,
@@ -69,7 +71,7 @@ class StepSampler:
         rows = [self._rows[part.request.id] for part in batch.scheduled]
         if not all(row.is_plain for row in rows):
             return None
-        return Drawn(logits, [row for part, row in zip(batch.scheduled, rows, strict=True) if part.samples])
+        return PendingTokens(logits, [row for part, row in zip(batch.scheduled, rows, strict=True) if part.samples])
 
     def sample(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, SampledToken]:
         """Return the sampled token of each request, by id, and collect the logprobs of prompts.

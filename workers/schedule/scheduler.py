@@ -23,7 +23,8 @@ class Scheduler:
     """Decides what every step computes, and owns the state of requests and their pages.
 
     Every `schedule` is followed by the `update` of its batch, in the same order. Up to `depth` steps may be in flight
-    between the two. `add` may be called at any time, every other method only while no step is in flight.
+    between the two. `add` may be called at any time. `abort` and the methods of handoff.py may be called between steps,
+    for requests that no step in flight computes.
 
     With several steps in flight, each takes its share of the streams, and a prompt's next chunk may follow before the
     previous one has ended. A request that samples in a step in flight waits for it, except in `assume_ended`. A

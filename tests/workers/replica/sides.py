@@ -14,7 +14,7 @@ import torch
 from pydantic import ByteSize
 
 from crossdock.kvtransfer.events import Figures
-from crossdock.workers.model.model import wrap_module
+from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig, TransferConfig
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.engine_thread import EngineThread

@@ -2,7 +2,7 @@
 
 import pytest
 
-from crossdock.workers.model.model import wrap_module
+from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.calibrate import measure_step, warm_up
 from crossdock.workers.schedule.cost import StepWork
 from crossdock.workers.schedule.request import Submission

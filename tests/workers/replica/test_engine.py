@@ -10,7 +10,8 @@ import torch
 from pydantic import ByteSize
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from crossdock.workers.model.model import PagedModel, wrap_module
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.metrics import EngineMetrics

@@ -11,7 +11,8 @@ from pydantic import ByteSize
 from torch import Tensor
 
 from crossdock.workers.model.kv_memory import PageBudget
-from crossdock.workers.model.model import PagedModel, load_model
+from crossdock.workers.model.load import load_model
+from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import EngineConfig
@@ -22,8 +23,7 @@ from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from tests.workers.architectures import SERVED, build
 from tests.workers.gangs import SETTINGS, ganged
-from tests.workers.model.test_parallel import DIVISIONS
-from tests.workers.ranks import Ranks, saved
+from tests.workers.ranks import DIVISIONS, Ranks, saved
 
 from .engines import run, tokens_of
 

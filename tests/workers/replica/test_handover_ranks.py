@@ -7,8 +7,7 @@ import pytest
 
 from tests.workers.architectures import build
 from tests.workers.gangs import ganged
-from tests.workers.model.test_parallel import DIVISIONS
-from tests.workers.ranks import Ranks, saved
+from tests.workers.ranks import DIVISIONS, Ranks, saved
 
 from .sides import TRANSPORTS, Side, closing, local, prompts, ship, start, submission
 

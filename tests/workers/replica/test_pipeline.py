@@ -10,11 +10,12 @@ import torch
 from pydantic import ByteSize
 from torch import Tensor
 
-from crossdock.workers.model import sampler
-from crossdock.workers.model.model import wrap_module
-from crossdock.workers.model.parallel import RankPosition
+from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.runner import Runner
-from crossdock.workers.model.sampler import Drawn, SampleRow, sample
+from crossdock.workers.model.sampling import sampler
+from crossdock.workers.model.sampling.row import SampleRow
+from crossdock.workers.model.sampling.sampler import PendingTokens, sample
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.schedule.request import SamplingParams, Submission, TokenDelta
@@ -97,7 +98,7 @@ def test_steps_ahead_give_the_deltas_of_steps_in_turn(
 ) -> None:
     """Also where the device does not find a token itself, since its sorted head of the logits is too short."""
     in_turn = served_in_turn(has_all_kinds, memory)
-    monkeypatch.setattr(sampler, "_HEADS", heads)
+    monkeypatch.setattr(sampler, "HEAD_WIDTHS", heads)
     works = submissions(KINDS + NOT_PLAIN * has_all_kinds)
     running_ahead = engine(async_scheduling=True, kv_cache_memory=ByteSize(memory))
     ahead, _ = served(running_ahead, works)
@@ -119,18 +120,18 @@ def test_steps_ahead_give_the_deltas_of_steps_in_turn(
 def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record the actions of an engine, in one letter each: b, it begins a step; r, it reads tokens."""
     actions: list[str] = []
-    finish, read = Runner.finish, Drawn.read
+    finish, read = Runner.finish, PendingTokens.read
 
     def begins(runner: Runner, *args: Any) -> Any:
         actions.append("b")
         return finish(runner, *args)
 
-    def reads(drawn: Drawn) -> Any:
+    def reads(drawn: PendingTokens) -> Any:
         actions.append("r")
         return read(drawn)
 
     monkeypatch.setattr(Runner, "finish", begins)
-    monkeypatch.setattr(Drawn, "read", reads)
+    monkeypatch.setattr(PendingTokens, "read", reads)
     return actions
 
 
@@ -200,12 +201,12 @@ def test_step_in_flight_that_fails_during_an_abort_ends_its_requests_and_not_the
         for number in range(2):
             await driven.run(f"short {number}", 5)
 
-        def fail(_: Drawn) -> None:
+        def fail(_: PendingTokens) -> None:
             raise RuntimeError("broken on purpose")
 
         gate = await driven.hold()
         with monkeypatch.context() as patch:
-            patch.setattr(Drawn, "read", fail)
+            patch.setattr(PendingTokens, "read", fail)
             assert driven.engine.is_in_flight("leaves")
             await driven.thread.abort(["leaves"])
             gate.set()
@@ -221,13 +222,13 @@ def test_step_in_flight_that_fails_during_an_abort_ends_its_requests_and_not_the
 
 def test_async_scheduling_with_several_ranks_is_refused() -> None:
     model = wrap_module(build("llama", {}))
-    model.part = replace(model.part, place=RankPosition(tensor_size=2))
+    model.part = replace(model.part, position=RankPosition(tensor_size=2))
     with pytest.raises(ValueError, match="async_scheduling must be false or null"):
         Engine(model, EngineConfig(async_scheduling=True, kv_cache_memory=ByteSize(8 << 20)))
 
 
 def test_tokens_drawn_and_read_equal_those_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "_HEADS", (8, 16))
+    monkeypatch.setattr(sampler, "HEAD_WIDTHS", (8, 16))
     logits = torch.randn(21, 300, generator=torch.Generator().manual_seed(0))
 
     def rows() -> list[SampleRow]:
@@ -236,10 +237,10 @@ def test_tokens_drawn_and_read_equal_those_sampled(monkeypatch: pytest.MonkeyPat
 
     expected = [token.token_id for token in sample(logits, rows())]
     given: Tensor = logits.clone()
-    drawn = Drawn(given, rows())
+    drawn = PendingTokens(given, rows())
     given.fill_(0)
     token_ids, late = drawn.read()
     assert token_ids == expected
-    assert late == [i for i, token_id in enumerate(drawn.there.tolist()) if token_id < 0]
+    assert late == [i for i, token_id in enumerate(drawn.on_device.tolist()) if token_id < 0]
     assert 0 < len(late) < len(expected)
-    assert Drawn(logits[:0], []).read() == ([], [])
+    assert PendingTokens(logits[:0], []).read() == ([], [])
