@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PROCESSES = multiprocessing.get_context("forkserver")  # imports torch once for all of them: seconds each
+PROCESSES.set_forkserver_preload(["crossdock.workers.replica.follower"])
 DIVISIONS = [(2, 1), (1, 2), (2, 2)]  # tensor ranks, stages
 
 
@@ -20,14 +22,13 @@ class Ranks:
     """Processes that call the functions they are sent."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._num_worlds = 0
         self.pipes: list[Connection] = []
         self.processes = []
         for _ in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(theirs,), daemon=True)
+            ours, theirs = PROCESSES.Pipe()
+            process = PROCESSES.Process(target=_rank, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)

@@ -1,7 +1,7 @@
 """The metrics of one replica, for Prometheus. No ray: the ingress fetches the text and merges it."""
 
 from collections import Counter as Tally
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -32,6 +32,14 @@ class EngineMetrics:
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
         self._token_bytes = engine.model.layout(engine.config.page_size).token_bytes
+        self._define_step_metrics()
+        self._define_chunk_metrics()
+        self._define_latency_metrics([slo.name for slo in engine.config.slo_classes])
+        self._define_request_metrics()
+        self._define_transfer_metrics()
+        self.registry.register(_Gauges(engine))
+
+    def _define_step_metrics(self) -> None:
         steps = self._counter("crossdock_steps", "Engine steps.", "kind")
         step_seconds = self._histogram("crossdock_step_seconds", "Duration of a step.", _STEP_SECONDS, "kind")
         predicted = self._histogram(
@@ -43,6 +51,8 @@ class EngineMetrics:
         self._skipped = self._counter(
             "crossdock_decodes_skipped", "Decodes left out of a step in favour of more urgent ones."
         )
+
+    def _define_chunk_metrics(self) -> None:
         self._chunks = self._histogram("crossdock_chunk_tokens", "Prompt tokens per chunk.", _CHUNK_TOKENS)
         self._chunk_wait = self._histogram(
             "crossdock_chunk_wait_seconds",
@@ -53,6 +63,8 @@ class EngineMetrics:
         self._iterations = self._histogram(
             "crossdock_prefill_iterations", "Chunks of a request up to its first token.", _ITERATIONS, "slo_class"
         )
+
+    def _define_latency_metrics(self, slo_classes: Sequence[str]) -> None:
         self._ttft = self._histogram(
             "crossdock_time_to_first_token_seconds",
             "From arrival at the replica to the first token.",
@@ -68,9 +80,7 @@ class EngineMetrics:
             "slo_class",
         )
         self._gap = {
-            (slo.name, is_shared): gap.labels(label, slo.name)
-            for slo in engine.config.slo_classes
-            for is_shared, label in _SHARED.items()
+            (name, is_shared): gap.labels(label, name) for name in slo_classes for is_shared, label in _SHARED.items()
         }
         self._tpot = self._histogram(
             "crossdock_time_per_output_token_seconds",
@@ -91,6 +101,8 @@ class EngineMetrics:
             "slo_class",
             "outcome",
         )
+
+    def _define_request_metrics(self) -> None:
         self._prompt_tokens = self._counter("crossdock_prompt_tokens", "Prompt tokens computed.")
         self._cached_tokens = self._counter("crossdock_cached_tokens", "Prompt tokens found in the prefix cache.")
         self._output_tokens = self._counter("crossdock_output_tokens", "Tokens generated.")
@@ -103,6 +115,8 @@ class EngineMetrics:
         self._cancelled_bytes = self._counter(
             "crossdock_cancelled_kv_bytes", "KV bytes computed for requests that were aborted."
         )
+
+    def _define_transfer_metrics(self) -> None:
         self._transfers = self._counter("crossdock_transfers", "Transfers of KV pages.", "direction", "outcome")
         self._transfer_bytes = self._counter("crossdock_transfer_bytes", "KV bytes moved.", "direction")
         self._transfer_seconds = self._histogram(
@@ -111,7 +125,6 @@ class EngineMetrics:
         self._hidden = self._counter(
             "crossdock_transfer_hidden_seconds", "Seconds of writing during which later chunks were computed."
         )
-        self.registry.register(_Gauges(engine))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
@@ -120,6 +133,7 @@ class EngineMetrics:
         return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
 
     def stepped(self, step: Step) -> None:
+        """Count a step that has ended."""
         batch = step.batch
         num_chunks = len(batch.scheduled) - batch.num_decodes
         kind = "mixed" if batch.num_decodes and num_chunks else "decodes" if batch.num_decodes else "chunks"
@@ -132,6 +146,7 @@ class EngineMetrics:
             self._skipped.inc(batch.num_skipped)
 
     def progressed(self, progress: Progress) -> None:
+        """Count the chunks, tokens and ends of requests that a step brought."""
         for timeline, chunk in progress.chunks:
             self._chunks.observe(chunk.num_tokens)
             self._prompt_tokens.inc(chunk.num_tokens)
@@ -149,6 +164,7 @@ class EngineMetrics:
             self._end(timeline)
 
     def aborted(self, timeline: Timeline) -> None:
+        """Count a request that was aborted, and the KV bytes that were computed for it."""
         self._end(timeline)
         counts = timeline.counts()
         self._cancelled_bytes.inc(max(counts.computed - counts.cached, 0) * self._token_bytes)
@@ -156,6 +172,7 @@ class EngineMetrics:
             self._slo_ttft.labels(timeline.slo.name, "missed").inc()  # late already when it was aborted
 
     def transferred(self, is_sent: bool, figures: Figures, outcome: str) -> None:
+        """Count a transfer that has ended."""
         direction = "sent" if is_sent else "received"
         self._transfers.labels(direction, outcome).inc()
         self._transfer_bytes.labels(direction).inc(figures.num_bytes)
@@ -177,6 +194,7 @@ class EngineMetrics:
         dropped.set_function(lambda: dock.counts().num_unknown + dock.counts().num_malformed)
 
     def refused(self, slo_class: str) -> None:
+        """Count a request that was refused for its time to first token."""
         self._refused.labels(slo_class).inc()
 
     def _first_token(self, timeline: Timeline) -> None:

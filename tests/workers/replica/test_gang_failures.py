@@ -1,6 +1,5 @@
 """The end of a rank is the end of its gang: killed, hung, refused or never started; and no process is left behind."""
 
-import multiprocessing
 import os
 import queue
 import signal
@@ -22,7 +21,7 @@ from crossdock.workers.replica.rank_messages import JoinGang, encode
 from crossdock.workers.replica.rank_socket import AuthenticationFailed, GangAddress, RankSocket
 from tests.workers.architectures import build
 from tests.workers.gangs import spec_of
-from tests.workers.ranks import saved
+from tests.workers.ranks import PROCESSES, saved
 
 from .test_gang import works
 
@@ -34,8 +33,7 @@ class Victim:
         self.spec = spec_of(path, 2, 1, **options)
         self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.gang = Gang(self.spec, "127.0.0.1", self.lost.put)
-        context = multiprocessing.get_context("spawn")
-        self.process = context.Process(target=follow, args=(self.spec, 1, self.gang.address), daemon=True)
+        self.process = PROCESSES.Process(target=follow, args=(self.spec, 1, self.gang.address), daemon=True)
         self.process.start()
 
     def engine(self) -> Engine:
@@ -103,8 +101,7 @@ def test_follower_that_waits_for_a_dead_driver_ends(path: Path) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = GangAddress("127.0.0.1", listener.getsockname()[1], store.port, b"c" * 32)
-        context = multiprocessing.get_context("spawn")
-        process = context.Process(target=follow, args=(spec_of(path, 2, 1), 1, address), daemon=True)
+        process = PROCESSES.Process(target=follow, args=(spec_of(path, 2, 1), 1, address), daemon=True)
         process.start()
         driver = RankSocket(listener.accept()[0], address.cookie, is_driver=True)
         assert driver.receive() == encode(JoinGang(1))
