@@ -22,11 +22,11 @@ Floats: TypeAlias = NDArray[np.float64]
 
 EXPECTED_OUTPUT_TOKENS = 128
 """Tokens that an output is assumed to have, unless the request allows fewer: `max_tokens` is a bound that few outputs
-reach. Weighs a replica's speed of decoding against its TTFT, and says when booked streams free their room. Commands in
+reach. Weighs a replica's speed of decoding against its TTFT, and sets when booked streams free their room. Commands in
 placement.py: with 16, good requests fall from 97.1 to 96.7 % in loaded and from 95.4 to 95.1 % in knee."""
 
 REPORTED, BOOKED = 0, 1  # where a waiting prompt is known from: the replica's live profile, or this router's booking
-NUM_GROUPS = len(LENGTHS) + 1  # prompt lengths that are told apart
+NUM_GROUPS = len(LENGTHS) + 1  # prompt lengths that are distinguished
 
 Group: TypeAlias = tuple[int, int, int, float, float]
 """Waiting prompts of one class and about one length: (REPORTED or BOOKED, priority, position, count, seconds)."""

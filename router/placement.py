@@ -4,8 +4,8 @@ Costs are seconds. Lateness counts `LATE_WEIGHT` times what a second of work doe
 are compared by time alone, the others by what they break, weighed by class. A cached prefix is fewer seconds and needs
 no rule of its own; nor does the choice between one replica and two. Pure functions over arrays of replica slots.
 
-What the constants below do was measured in simulation (`--seeds 2`), with the value given instead. The commands are
-called, in this order, knee, loaded and pools:
+The comments on constants give what another value does in simulation (2026-11-22, means of `--seeds 2`, whose intervals
+are wider than most of these effects). The commands are called, in this order, knee, loaded and pools:
 
     crossdock simulate benchmarks/fleet.yaml -w chat --prompt-tokens 2048 --output-tokens 64 \
         --service-tier interactive --request-rate 45 --duration 20

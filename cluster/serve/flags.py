@@ -114,8 +114,8 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("engine.enable_prefix_caching"),
     ),
     "HTTP": (
-        Flag("http.host", help="Address to listen on; 0.0.0.0 is every address of the machine."),
-        Flag("http.port", help="Port to listen on."),
+        Flag("http.host"),
+        Flag("http.port"),
         Flag(
             "http.api_keys",
             ("--api-key",),

@@ -87,10 +87,10 @@ def test_wait_extends_the_deadline(start: Start) -> None:
     transfer = Transfer(*source_and_target(start), deadline=0.4).begin()
     transfer.fill([0])
     transfer.targets[0].ask("wait", **transfer.names, seconds=5)
-    time.sleep(0.8)
+    time.sleep(0.5)
     transfer.grant([1])
     transfer.sources[0].ask("wait", **transfer.names, seconds=5)
-    time.sleep(0.8)
+    time.sleep(0.5)
     transfer.finish([0], PAGE)
     transfer.arrived()
 

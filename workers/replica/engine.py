@@ -22,7 +22,7 @@ from crossdock.workers.replica.step_sampler import StepSampler
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.cost import StepCostFit, StepWork
 from crossdock.workers.schedule.pages import PagePool
-from crossdock.workers.schedule.request import FinishReason, Request, Submission, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, InvalidField, Request, Submission, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
 
 
@@ -105,12 +105,14 @@ class Engine:
         """Queue a request that arrived at `arrived` on the engine's clock; None: now.
 
         Raises:
-            ValueError: the request can never be served; the message names the field.
+            InvalidField: the request can never be served.
             Overloaded: the time to first token that its class promises cannot be met now.
         """
         for token in submission.prompt_token_ids:
             if not 0 <= token < self.model.vocab_size:
-                raise ValueError(f"prompt has token id {token}; this model's are 0 to {self.model.vocab_size - 1}")
+                raise InvalidField(
+                    f"prompt has token id {token}; this model's are 0 to {self.model.vocab_size - 1}", "prompt"
+                )
         grammar = self._sampler.compile(submission.sampling.grammar)
         request = Request.from_submission(submission, self.clock() if arrived is None else arrived)
         self.scheduler.add(request)

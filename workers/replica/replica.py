@@ -28,7 +28,7 @@ from crossdock.workers.replica.handover import connect
 from crossdock.workers.replica.rank_loader import RankFailed, driver_of, position_of
 from crossdock.workers.replica.rank_socket import GangAddress
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.request import Overloaded, Submission
+from crossdock.workers.schedule.request import InvalidField, Overloaded, Submission
 
 logger = logging.getLogger("ray.serve")
 
@@ -74,7 +74,7 @@ class Replica:
         """
         try:
             return await self.engine_thread.submit(ingress, submission)
-        except Overloaded as refusal:
+        except (Overloaded, InvalidField) as refusal:
             return refusal
         except ValueError as refusal:
             return ValueError(str(refusal))  # plain: a library's own subclass may not survive the journey

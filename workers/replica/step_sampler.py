@@ -13,7 +13,7 @@ from crossdock.workers.model.sampling.logprobs import logprobs_of
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import PendingTokens, sample
 from crossdock.workers.schedule.batch import Batch, SampledToken
-from crossdock.workers.schedule.request import Grammar, Request, Status, TokenLogprobs
+from crossdock.workers.schedule.request import Grammar, InvalidField, Request, Status, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -29,12 +29,18 @@ class StepSampler:
     _prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
 
     def compile(self, grammar: Grammar | None) -> GrammarState | None:
-        """Return the initial state of `grammar`. ValueError: it is malformed, or there is no tokenizer."""
+        """Return the initial state of `grammar`.
+
+        Raises:
+            ValueError: the grammar is malformed. InvalidField: there is no tokenizer for it.
+        """
         if grammar is None:
             return None
         if self._compiler is None:
             if self.tokenizer_dir is None:
-                raise ValueError("structured output needs the model's tokenizer, which this engine was started without")
+                raise InvalidField(
+                    "structured output needs the model's tokenizer, which this engine was started without", "grammar"
+                )
             self._compiler = GrammarCompiler(self.tokenizer_dir, self.vocab_size, self.eos_token_ids)
         return self._compiler.compile(grammar)
 

@@ -308,6 +308,7 @@ class AnyHistory(RuleBasedStateMachine):
         assert counts.owned == len(held)
         for each in self.scheduler.waiting:
             assert not self.pages.pages_of(each.owner)
+            assert each.num_computed_tokens == 0
         for each in self.live.values():
             assert each.status in (Status.WAITING, Status.RUNNING, Status.HELD)
         assert all(each.leg is not Leg.LOCAL for each in self.scheduler.held)
