@@ -34,7 +34,7 @@ from crossdock.workers.schedule.request import (
     TokenDelta,
     TokenLogprobs,
 )
-from tests.router.replicas import profile, quiet
+from tests.router.replicas import live, profile
 
 LOSS = ReplicaLost("out of reach")
 BUSY = Overloaded("busy", 2.0)
@@ -78,7 +78,7 @@ def router(names: Sequence[str], **config: Any) -> CheckedFleet:
 def join(fleet: Fleet, name: str, now: float = 0.0) -> None:
     role: Any = {"p": "prefill", "d": "decode"}.get(name[0], "mixed")
     fleet.join(name, profile(role=role), now)
-    fleet.hear(name, quiet(), now)
+    fleet.hear(name, live(), now)
 
 
 def new_life(*names: str, max_tokens: int = 4) -> RequestLife:
