@@ -1,5 +1,5 @@
-"""The command line of `crossdock simulate`. fleet.py says what is simulated, simulation.py plays it, study.py compares,
-report.py shows."""
+"""The command line of `crossdock simulate`: fleet.py describes the cluster, simulation.py plays the load, study.py
+compares several runs, report.py shows the results."""
 
 import json
 import time
@@ -56,7 +56,7 @@ def simulate(
         float | None, typer.Option(help="1 is Poisson, less comes in bursts.", rich_help_panel=_LOAD)
     ] = None,
     num_requests: Annotated[
-        int | None, typer.Option("--num-requests", "-n", help="How many at most.", rich_help_panel=_LOAD)
+        int | None, typer.Option("--num-requests", "-n", help="Most requests to send.", rich_help_panel=_LOAD)
     ] = None,
     duration: Annotated[
         float | None, typer.Option(help="Seconds of arrivals.", show_default="60", rich_help_panel=_LOAD)
@@ -81,22 +81,25 @@ def simulate(
         list[str] | None,
         typer.Option(
             metavar="CLASS=LIMITS",
-            help="What counts as good, in ms, e.g. interactive=ttft:500,tpot:50. Default: what the class promises.",
+            help="Targets of goodput, in ms, e.g. interactive=ttft:500,tpot:50. Default: the promises of the class.",
             rich_help_panel=_LOAD,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Decides all that chance decides.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     seeds: Annotated[
-        int, typer.Option(min=1, help="So many, from --seed on: means with 95 % intervals.", rich_help_panel=_STUDY)
+        int,
+        typer.Option(
+            min=1, help="Number of seeds, from --seed on; shows means with 95 % intervals.", rich_help_panel=_STUDY
+        ),
     ] = 1,
     policy: Annotated[
         str | None,
-        typer.Option(help=f"How requests are placed; several are compared: {_POLICIES}.", rich_help_panel=_STUDY),
+        typer.Option(help=f"Policy of the router, or several to compare: {_POLICIES}.", rich_help_panel=_STUDY),
     ] = None,
     shipping: Annotated[
         str | None,
         typer.Option(
-            help=f"Whether prefill replicas compute prompts for others; several are compared: {_SHIPPING}.",
+            help=f"Whether prefill replicas compute prompts for others, or several answers to compare: {_SHIPPING}.",
             rich_help_panel=_STUDY,
         ),
     ] = None,
@@ -145,12 +148,14 @@ def simulate(
         fleets = list(routed(simulated, "policy", policy.split(","))) if policy is not None else [("", simulated)]
         if shipping is not None:
             fleets = [
-                (f"{name} {value}".strip(), it)
-                for name, one in fleets
-                for value, it in routed(one, "shipping", shipping.split(","))
+                (f"{name} {value}".strip(), variant)
+                for name, each in fleets
+                for value, variant in routed(each, "shipping", shipping.split(","))
             ]
         if sweep:
-            fleets = [(" ".join((name, ratio)).strip(), it) for name, one in fleets for ratio, it in ratios(one)]
+            fleets = [
+                (" ".join((name, ratio)).strip(), variant) for name, each in fleets for ratio, variant in ratios(each)
+            ]
         if len(fleets) > 1 or seeds > 1:
             _compare(fleets, range(seed, seed + seeds), jobs, targets, json_file, stderr)
         else:
@@ -164,44 +169,50 @@ def simulate(
 
 
 def _jobs(fleet: "SimulatedFleet", **given: Any) -> Callable[[int], Iterator[Job]]:
-    """The jobs of a seed, as `crossdock bench` would send them."""
+    """Return a function from a seed to the jobs that `crossdock bench` would send with it.
+
+    Raises:
+        ValueError: the options contradict each other; the message names the field.
+    """
     from crossdock.cluster.bench.run import BenchOptions, bench_jobs
 
     mix, workload, trace, long_share = (given.pop(name) for name in ("mix", "workload", "trace", "long_share"))
     rate, burstiness = given["request_rate"], given["burstiness"]
-    if sum(it is not None for it in (mix, workload, trace)) > 1:
+    if sum(load is not None for load in (mix, workload, trace)) > 1:
         raise ValueError("mix, workload, trace: give one of them")
     if trace is None and rate is None:
         raise ValueError("request_rate: how many arrive per second must be given, with --request-rate")
     name = "trace" if trace is not None else workload or "mix"
     if name in ("interference", "short-vs-long") or name not in (*SHAPES, "mix", "trace"):
-        known = ", ".join(it for it in SHAPES if it not in ("interference", "short-vs-long"))
+        known = ", ".join(shape for shape in SHAPES if shape not in ("interference", "short-vs-long"))
         raise ValueError(f"workload: {name!r} cannot be simulated; choose from {known}, or a --mix or --trace")
     options = {key: value for key, value in given.items() if value is not None}
     if name == "mix":
         if (mix or "chat-heavy") not in MIXES:
             raise ValueError(f"mix: there is no {mix!r}; choose from {', '.join(MIXES)}")
         changes = {"rate": rate, "burstiness": burstiness, "long_share": long_share}
-        chosen = replace(MIXES[mix or "chat-heavy"], **{key: it for key, it in changes.items() if it is not None})
+        chosen = replace(
+            MIXES[mix or "chat-heavy"], **{key: value for key, value in changes.items() if value is not None}
+        )
         options["mix"] = chosen.within(min(pool.profile.max_model_len for pool in fleet.pools))
         options = {key: value for key, value in options.items() if key not in ("request_rate", "burstiness")}
     if name != "trace" and given["duration"] is None and given["num_requests"] is None:
         options["duration"] = 60.0
 
     def jobs(seed: int) -> Iterator[Job]:
-        it = BenchOptions("", name, trace=trace, seed=seed, **options)
-        until = it.duration if it.duration is not None else float("inf")
-        return takewhile(lambda job: job.due is not None and job.due < until, bench_jobs(it))
+        bench = BenchOptions("", name, trace=trace, seed=seed, **options)
+        until = bench.duration if bench.duration is not None else float("inf")
+        return takewhile(lambda job: job.due is not None and job.due < until, bench_jobs(bench))
 
-    jobs(0)  # what is wrong is told before anything runs
+    jobs(0)  # raises for wrong options before anything runs
     return jobs
 
 
 def _targets(fleet: "SimulatedFleet", specs: list[str]) -> "Targets":
     from crossdock.cluster.bench.metrics import parse_targets
 
-    own = {slo.name: {"ttft": slo.ttft_s, "tpot": slo.tpot_s} for slo in fleet.classes}
-    return parse_targets(specs, own)
+    promised = {slo.name: {"ttft": slo.ttft_s, "tpot": slo.tpot_s} for slo in fleet.classes}
+    return parse_targets(specs, promised)
 
 
 def _parse_kill(text: str) -> dict[str, Any]:
@@ -256,5 +267,5 @@ def _compare(
     found = scores(fleets, seeds, jobs, targets, done)
     Console().print(report.comparison(found, len(seeds)))
     if json_file is not None:
-        data = {name: [asdict(score) for score in its] for name, its in found.items()}
+        data = {name: [asdict(score) for score in runs] for name, runs in found.items()}
         json_file.write_text(json.dumps({"seeds": list(seeds), "scores": data}, indent=1) + "\n")

@@ -70,7 +70,7 @@ class SimulatedTransfer:
         self._send(now)
 
     def cancel(self, now: float) -> None:
-        """Send no more pages. The receiver's pages are free again when the sender has heard of it."""
+        """Send no more pages. The receiver's pages are free again when the sender has been notified."""
         if not self.is_over:
             self.is_over = self.is_cancelled = True
             self.clock.at(now + 2 * self.latency_s, partial(self.receiver.post, self._end_quarantine))
