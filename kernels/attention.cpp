@@ -1,11 +1,11 @@
 // Attention over paged keys and values on a CPU, fp32 and bf16: flash-style tiles for chunks and decodes alike.
 //
 // A tile is up to TILE_ROWS rows of queries (all heads that share a kv head, of consecutive tokens) against blocks of
-// KEYS keys. Softmax state starts anew every SPAN keys and the spans are merged in order, whether one thread walks
-// them all or several take a span each: a row's result never depends on what else is in the batch, nor on the threads.
+// KEYS keys. The softmax state is reset every SPAN keys, and the spans are merged in order, whether one thread computes
+// all spans or several threads one span each. So a row's result never depends on other rows, nor on the threads.
 //
-// Vectors are the compilers' own (vector_size), so the same code serves AVX-512, AVX2 and NEON; intrinsics stand only
-// where they have no equal.
+// Vectors are the compilers' own (vector_size), so that the same code serves AVX-512, AVX2 and NEON. Intrinsics are
+// used only where the compilers have no equivalent.
 
 #include <omp.h>
 
@@ -69,7 +69,7 @@ inline float largest(vec v) {
     return v[0];
 }
 
-// 2^x for x <= 127, relative error below 3e-7; everything under 2^-126 comes out as 2^-126
+// 2^x for x <= 127, relative error below 3e-7; results under 2^-126 become 2^-126
 inline vec exp2(vec x) {
     x = max(x, splat(-126.0f));
 #if defined(__AVX512F__)
@@ -113,7 +113,7 @@ inline void from_float(float x, bf16& out) {  // to nearest, ties to even; NaN s
     out = x != x ? bf16(0x7fc0) : bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// --- what a multiply-add takes: one 32-bit word per lane, a float or a pair of bf16 ----------------------------------
+// --- operands of a multiply-add: one 32-bit word per lane, a float or a pair of bf16 --------------------------------
 
 struct Floats {
     using element = float;
@@ -149,7 +149,7 @@ inline void product(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t l
             float word;
             std::memcpy(&word, a + m * lda + w, 4);
 #if defined(__AVX512F__)
-            const vec left = (vec)_mm512_set1_ps(word);  // a bit pattern, not to be computed with
+            const vec left = (vec)_mm512_set1_ps(word);  // only a bit pattern, not a number
 #else
             const vec left = splat(word);
 #endif
@@ -160,7 +160,7 @@ inline void product(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t l
         for (int n = 0; n < NB; ++n) store(out + m * ldo + n * LANES, acc[m][n]);
 }
 
-// the same for 1 <= R <= MB rows and `vectors` vectors of lanes
+// `product` for 1 <= R <= MB rows and `vectors` vectors of lanes
 template <class C, int MB = MAX_MB>
 inline void matmul(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int W, float* out, int64_t ldo, bool add, int R,
                    int vectors) {
@@ -206,7 +206,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 extern "C" {
 
-struct Attention {  // strides in elements; elements of a token, and tokens of a page, follow each other
+struct AttentionArguments {  // strides in elements; elements of a token, and tokens of a page, are adjacent
     int64_t S, table_stride, Hq, Hkv, Dk, Dv, page_size;
     int64_t q_token, q_head, k_page, k_head, v_page, v_head;
     int64_t window;  // 0: none
@@ -224,12 +224,12 @@ namespace {
 struct Tile {
     int64_t sequence, head, first, end;  // query rows [first, end) of the flat batch
     int64_t from_span, num_spans;        // the spans its rows see
-    int64_t partial = -1;                // where its spans' states go in `partials`, if it is split
-    int64_t counter = -1;                // which counter tells how many of its spans are done
+    int64_t partial = -1;                // offset of the spans' states in `partials`; -1: the tile is not split
+    int64_t counter = -1;                // index of the counter of the tile's finished spans
 };
 
 struct Item {
-    int64_t tile, span;  // span -1: all of them
+    int64_t tile, span;  // span -1: all spans
     int64_t cost;
 };
 
@@ -239,7 +239,7 @@ struct Plan {
     int64_t partial_floats = 0, num_counters = 0, cost = 0;
 };
 
-Plan make_plan(const Attention& a, int64_t state_floats, int num_threads) {
+Plan make_plan(const AttentionArguments& a, int64_t state_floats, int num_threads) {
     Plan plan;
     const int64_t group = a.Hq / a.Hkv, per_tile = std::max<int64_t>(1, TILE_ROWS / group);
     for (int64_t s = 0; s < a.S; ++s) {
@@ -257,7 +257,7 @@ Plan make_plan(const Attention& a, int64_t state_floats, int num_threads) {
         const int64_t R = (tile.end - tile.first) * group;
         const int64_t past = a.kv_len[tile.sequence] - a.query_start[tile.sequence + 1];
         const int64_t low = a.window ? std::max<int64_t>(0, past + tile.first - a.window + 1) : 0;
-        const int64_t per_key = 16 + R;  // fetching and packing a key costs about as much as 16 rows
+        const int64_t per_key = 16 + R;  // fetching and packing a key takes about as long as 16 rows
         if (num_threads > 1 && tile.num_spans > 1 && (few || R <= 16)) {
             tile.partial = plan.partial_floats;
             tile.counter = plan.num_counters++;
@@ -276,7 +276,7 @@ Plan make_plan(const Attention& a, int64_t state_floats, int num_threads) {
     return plan;
 }
 
-// One thread's working memory, kept from call to call.
+// One thread's working memory, reused by later calls.
 class Memory {
    public:
     ~Memory() { std::free(bytes_); }
@@ -307,7 +307,7 @@ class Worker {
     using element = typename C::element;
     static constexpr int PER_WORD = C::PER_WORD;
 
-    Worker(const Attention& a, const Plan& plan, float* partials, std::atomic<int>* done)
+    Worker(const AttentionArguments& a, const Plan& plan, float* partials, std::atomic<int>* done)
         : a_(a), plan_(plan), partials_(partials), done_(done), group_(int(a.Hq / a.Hkv)),
           words_(int(ceil_div(a.Dk, PER_WORD))), width_(int(ceil_div(a.Dv, LANES) * LANES)) {
         static thread_local Memory memory;
@@ -334,7 +334,7 @@ class Worker {
         all_.sum = all_.max + max_rows;
     }
 
-    static int64_t state_floats(const Attention& a) { return ceil_div(a.Dv, LANES) * LANES + 2; }
+    static int64_t state_floats(const AttentionArguments& a) { return ceil_div(a.Dv, LANES) * LANES + 2; }
 
     void run(const Item& item) {
         const Tile& tile = plan_.tiles[item.tile];
@@ -350,12 +350,12 @@ class Worker {
             return;
         }
         attend(tile, R, tile.from_span + item.span);
-        const State kept = partial(tile, item.span, R);
-        std::memcpy(kept.out, now_.out, sizeof(float) * R * width_);
-        std::memcpy(kept.max, now_.max, sizeof(float) * R);
-        std::memcpy(kept.sum, now_.sum, sizeof(float) * R);
+        const State saved = partial(tile, item.span, R);
+        std::memcpy(saved.out, now_.out, sizeof(float) * R * width_);
+        std::memcpy(saved.max, now_.max, sizeof(float) * R);
+        std::memcpy(saved.sum, now_.sum, sizeof(float) * R);
         if (done_[tile.counter].fetch_add(1, std::memory_order_acq_rel) + 1 < tile.num_spans) return;
-        reset(all_, R);  // the last to come merges, in the spans' own order
+        reset(all_, R);  // the last thread merges, in the order of the spans
         for (int64_t i = 0; i < tile.num_spans; ++i) merge(partial(tile, i, R), R);
         finish(tile, R);
     }
@@ -405,9 +405,9 @@ class Worker {
         if (PER_WORD == 2 && a_.Dk % 2) to[a_.Dk] = 0;
     }
 
-    // Keys [low, high) of the block that starts at `from`; the rest become zeros, whatever the pages hold there.
+    // Packs keys [low, high) of the block that starts at `from`; the others become zeros, whatever the pages hold.
     void pack(const Tile& tile, int64_t from, int64_t low, int64_t high) {
-        alignas(64) static const In zeros[1024] = {};  // head_dim is at most that
+        alignas(64) static const In zeros[1024] = {};  // head_dim is at most 1024
         const int32_t* table = a_.page_table + tile.sequence * a_.table_stride;
         const In *k[KEYS], *v[KEYS];
         const int64_t first = std::max(from, low), end = std::min(from + KEYS, high);
@@ -479,7 +479,7 @@ class Worker {
         }
     }
 
-    // Softmax state of the tile's rows over one span, into now_.
+    // Computes the softmax state of the tile's rows over one span, into now_.
     void attend(const Tile& tile, int R, int64_t span) {
         reset(now_, R);
         std::memset(sums_, 0, sizeof(vec) * R);
@@ -488,11 +488,11 @@ class Worker {
         const int64_t high = std::min(past + tile.end, (span + 1) * SPAN);
         for (int64_t from = std::max(low / KEYS * KEYS, span * SPAN); from < high; from += KEYS) {
             pack(tile, from, low, high);
-            for (int r = 0; r < R; r += MAX_MB) {  // few rows at a time: keys and values stay in the first-level cache
+            for (int r = 0; r < R; r += MAX_MB) {  // few rows at a time, so that keys and values stay in the first-level cache
                 const int rows = std::min(MAX_MB, R - r);
                 const int64_t position = past + tile.first;
                 const int count = int(std::min<int64_t>(KEYS, position + (r + rows - 1) / group_ + 1 - from));
-                if (count <= 0) continue;  // all of them come before this block
+                if (count <= 0) continue;  // all these rows come before this block
                 matmul<C>(queries_ + r * words_, words_, keys_, KEYS, words_, scores_, KEYS, false, rows, KEYS / LANES);
                 for (int i = 0; i < rows; ++i) softmax(r + i, scores_ + i * KEYS, weights_ + i * KEYS, position + (r + i) / group_, from);
                 matmul<C>(reinterpret_cast<const uint32_t*>(weights_), KEYS / PER_WORD, values_, width_,
@@ -502,7 +502,7 @@ class Worker {
         for (int r = 0; r < R; ++r) now_.sum[r] = sum(load(sums_ + r * LANES));
     }
 
-    // Scores of the row at `position` with the keys from `from` on, to weights; takes them into the row's state.
+    // Turns the scores of the row at `position` with the keys from `from` on into weights, and updates the row's state.
     inline void softmax(int r, const float* scores, element* weights, int64_t position, int64_t from) {
         const int64_t low = a_.window ? std::clamp<int64_t>(position - a_.window + 1 - from, 0, KEYS) : 0;
         const int64_t high = std::clamp<int64_t>(position + 1 - from, 0, KEYS);
@@ -559,22 +559,22 @@ class Worker {
         }
     }
 
-    const Attention& a_;
+    const AttentionArguments& a_;
     const Plan& plan_;
     float* partials_;
     std::atomic<int>* done_;
     const int group_, words_, width_;
     uint32_t *keys_, *values_, *queries_;
-    float *scores_, *sums_;  // sums_: of each row's weights, lane by lane
+    float *scores_, *sums_;  // sums_: the sum of each row's weights, lane by lane
     element* weights_;
     State now_, all_;
 };
 
-// Waking a sleeping thread takes some 50 us; below this many multiply-adds one thread is done sooner.
+// Waking a sleeping thread takes some 50 us; with fewer multiply-adds than this, one thread is faster.
 constexpr int64_t WORTH_A_THREAD = 1 << 20;
 
 template <class In, class C>
-void run(const Attention& a, int num_threads) {
+void run(const AttentionArguments& a, int num_threads) {
     const Plan plan = make_plan(a, Worker<In, C>::state_floats(a), num_threads);
     std::unique_ptr<float[]> partials(new float[plan.partial_floats]);
     std::unique_ptr<std::atomic<int>[]> done(new std::atomic<int>[plan.num_counters]());
@@ -596,14 +596,14 @@ void run(const Attention& a, int num_threads) {
 
 extern "C" {
 
-void crossdock_paged_attention(const Attention* a, int is_bf16, int num_threads) {
+void crossdock_paged_attention(const AttentionArguments* a, int is_bf16, int num_threads) {
     if (is_bf16)
         run<bf16, ForBf16>(*a, num_threads);
     else
         run<float, Floats>(*a, num_threads);
 }
 
-// One of k and v: rows x[T, H, D] to their slots, those with a negative one to none. Strides and D in bytes.
+// Stores the rows x[T, H, D] of k or v to their slots; a negative slot stores nothing. Strides and D in bytes.
 void crossdock_store(const char* x, int64_t x_token, int64_t x_head, char* pages, int64_t page_stride, int64_t head_stride,
                      int64_t page_size, const int64_t* slots, int64_t T, int64_t H, int64_t D) {
     for (int64_t t = 0; t < T; ++t) {

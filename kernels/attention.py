@@ -1,10 +1,10 @@
 """Attention over the paged KV pool: one call for a ragged batch in which chunks of prompts and decodes are mixed.
 
-The `reference_` functions in torch are the specification and run anywhere; on a CPU attention.cpp does it faster.
+The `reference_` functions in torch are the specification and run anywhere. On a CPU attention.cpp is faster.
 
-Pages are of the model's dtype or, not for attention.cpp, of float8_e4m3fn: these have a scale for each head's keys and
-one for its values, `k_scale` and `v_scale`, [Hkv] float32. An element x is stored as x / scale, rounded to the nearest
-e4m3 and no further from zero than `E4M3_MAX`, and read as that times scale.
+Pages have the model's dtype or float8_e4m3fn, which attention.cpp does not take. Pages of e4m3 have a scale for each
+head's keys and one for its values, `k_scale` and `v_scale`, [Hkv] float32. An element x is stored as x / scale, rounded
+to the nearest e4m3 and clamped to `E4M3_MAX`; it is read as that number times scale.
 """
 
 import ctypes
@@ -22,30 +22,32 @@ logger = logging.getLogger(__name__)
 
 _MAX_HEAD_DIM = 1024  # of attention.cpp
 E4M3_MAX = 448.0
-"""The largest float8_e4m3fn; beyond it there is only NaN."""
+"""The largest finite float8_e4m3fn."""
 # Query rows per explicit score matrix: bounds the reference's memory to 256 x context x heads floats.
 _REFERENCE_ROWS = 256
 
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """Where the rows of one step lie, built once and read by every layer. S sequences, T rows in all.
+    """Where the rows of one step are, built once and read by every layer. S sequences, T rows in all.
 
     Row i of sequence s is row `query_start[s] + i` of the flat batch; its position in the sequence is
     `kv_len[s] - query_len[s] + i`.
     """
 
     query_start: Tensor  # [S+1] int32; sequence s owns rows query_start[s]:query_start[s+1]
-    kv_len: Tensor  # [S] int32; tokens of s in its pages, this step's rows among them
+    kv_len: Tensor  # [S] int32; tokens of s in its pages, this step's rows included
     page_table: Tensor  # [S, P] int32; entries past kv_len are arbitrary
-    slots: Tensor  # [T] int64; page * page_size + offset, where the row's key and value go; negative: nowhere
+    slots: Tensor  # [T] int64; page * page_size + offset, where the row's key and value are stored; negative: nowhere
     max_query_len: int
     max_kv_len: int
 
 
 def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """Write keys [T, Hkv, Dk] and values [T, Hkv, Dv] to their slots of [pages, Hkv, page, Dk] and [..., Dv]; rows
-    whose slot is negative are left out."""
+    """Write keys [T, Hkv, Dk] and values [T, Hkv, Dv] to their slots of [pages, Hkv, page, Dk] and [..., Dv].
+
+    Rows whose slot is negative are left out.
+    """
     library = _library_for(k, v, k_pages, v_pages)
     if library is None:
         reference_store_kv(k, v, k_pages, v_pages, slots)
@@ -71,12 +73,12 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of q [T, Hq, Dk] over the pages of each row's sequence; returns [T, Hq, Dv], contiguous.
+    """Compute causal attention of q [T, Hq, Dk] over each row's sequence; return [T, Hq, Dv], contiguous.
 
     `k_pages` [pages, Hkv, page, Dk] and `v_pages` [pages, Hkv, page, Dv] are views of one layer of the pool: tokens
     and elements adjacent, pages and heads at any stride. The row at position p sees keys j <= p and, with a window,
     only p - j < window. `softcap` c replaces a score s by c * tanh(s / c). `sinks` [Hq] is one more logit per head
-    that takes its share of the softmax and has no value. Head h reads kv head h // (Hq // Hkv).
+    that has a share of the softmax and no value. Head h reads kv head h // (Hq // Hkv).
     """
     library = _library_for(q, None, k_pages, v_pages)
     if library is None:
@@ -85,24 +87,24 @@ def paged_attention(
         )
     (_, Hq, Dk), (_, Hkv, page_size, Dv) = q.shape, v_pages.shape
     out = q.new_empty(len(q), Hq, Dv)
-    # These outlive the call, which the pointers below do not ensure.
+    # Variables keep these tensors alive during the call, which the pointers below do not.
     query_start, kv_len = batch.query_start.contiguous(), batch.kv_len.contiguous()
     sinks = sinks.float().contiguous() if sinks is not None else None
     assert query_start.dtype == kv_len.dtype == batch.page_table.dtype == torch.int32
     assert batch.page_table.stride(1) == 1 or batch.page_table.shape[1] == 1
-    call = _Call(
+    arguments = _AttentionArguments(
         *(len(kv_len), batch.page_table.stride(0), Hq, Hkv, Dk, Dv, page_size),
         *(q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1)),
         *(window or 0, scale, softcap or 0.0, q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr()),
         *(query_start.data_ptr(), kv_len.data_ptr(), batch.page_table.data_ptr()),
         *(sinks.data_ptr() if sinks is not None else None, out.data_ptr()),
     )
-    library.crossdock_paged_attention(ctypes.byref(call), q.dtype == torch.bfloat16, torch.get_num_threads())
+    library.crossdock_paged_attention(ctypes.byref(arguments), q.dtype == torch.bfloat16, torch.get_num_threads())
     return out
 
 
-class _Call(ctypes.Structure):
-    """`struct Attention` of attention.cpp."""
+class _AttentionArguments(ctypes.Structure):
+    """`struct AttentionArguments` of attention.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("S", "table_stride", "Hq", "Hkv", "Dk", "Dv", "page_size")),
@@ -113,8 +115,8 @@ class _Call(ctypes.Structure):
 
 
 @lru_cache
-def _library() -> ctypes.CDLL | None:
-    """The compiled attention.cpp; None, said once, where it cannot be had."""
+def cpp_library() -> ctypes.CDLL | None:
+    """Return the compiled attention.cpp; None, with one warning, if this machine cannot compile or run it."""
     flags = cpu_flags()
     if "sse2" in flags and "avx2" not in flags:
         logger.warning("paged attention runs in plain torch, several times slower: this CPU has no AVX2")
@@ -133,7 +135,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _library_for(x: Tensor, y: Tensor | None, k_pages: Tensor, v_pages: Tensor) -> ctypes.CDLL | None:
-    """The library if it can take these tensors; None sends the call to torch."""
+    """Return the library if it takes these tensors; None sends the call to torch."""
     if not x.device.type == k_pages.device.type == "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return None
     if not x.dtype == k_pages.dtype == v_pages.dtype or (y is not None and y.dtype != x.dtype):
@@ -144,7 +146,7 @@ def _library_for(x: Tensor, y: Tensor | None, k_pages: Tensor, v_pages: Tensor) 
         D = pages.shape[3]
         if D > _MAX_HEAD_DIM or pages.stride(3) != 1 or (pages.stride(2) != D and pages.shape[2] > 1):
             return None
-    return _library()
+    return cpp_library()
 
 
 def reference_store_kv(
@@ -157,14 +159,14 @@ def reference_store_kv(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """`store_kv` in torch, and to e4m3 pages where there are scales."""
-    page_size, kept = k_pages.shape[2], slots >= 0
-    at, offsets = slots[kept] // page_size, slots[kept] % page_size
+    """`store_kv` in torch; pages are e4m3 if there are scales."""
+    page_size, stored = k_pages.shape[2], slots >= 0
+    at, offsets = slots[stored] // page_size, slots[stored] % page_size
     for x, pages, scale in ((k, k_pages, k_scale), (v, v_pages, v_scale)):
         if scale is None:
-            pages[at, :, offsets] = x[kept]
+            pages[at, :, offsets] = x[stored]
         else:
-            codes = (x[kept].float() / scale[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(pages.dtype)
+            codes = (x[stored].float() / scale[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(pages.dtype)
             pages.view(torch.uint8)[at, :, offsets] = codes.view(torch.uint8)  # torch does not index float8 everywhere
 
 
@@ -181,8 +183,10 @@ def reference_paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """`paged_attention` in torch: gather each sequence's visible tokens, then scaled_dot_product_attention. The scales
-    are those of `reference_store_kv`."""
+    """`paged_attention` in torch: gather each sequence's visible tokens, then scaled_dot_product_attention.
+
+    The scales are those of `reference_store_kv`.
+    """
     out = q.new_empty(q.shape[0], q.shape[1], v_pages.shape[3])
     page_size = k_pages.shape[2]
     starts: list[int] = batch.query_start.tolist()
@@ -204,7 +208,7 @@ def reference_paged_attention(
 
 
 def _read(pages: Tensor, numbers: Tensor, length: int, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The first `length` tokens [Hkv, length, D] of the pages of these numbers."""
+    """Return the first `length` tokens [Hkv, length, D] of the pages with these numbers."""
     if scale is None:
         return pages[numbers].transpose(0, 1).flatten(1, 2)[:, :length]
     codes = pages.view(torch.uint8)[numbers].transpose(0, 1).flatten(1, 2)[:, :length]
@@ -214,12 +218,15 @@ def _read(pages: Tensor, numbers: Tensor, length: int, scale: Tensor | None, dty
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention of q [Hq, R, Dk] over k [Hkv, L, Dk] and v [Hkv, L, Dv] where `visible` [R, L]; [Hq, R, Dv]."""
+    """Compute attention of q [Hq, R, Dk] over k [Hkv, L, Dk] and v [Hkv, L, Dv], masked by `visible` [R, L].
+
+    Returns [Hq, R, Dv].
+    """
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(
             q[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=q.shape[0] != k.shape[0]
         )[0]
-    # SDPA knows neither softcap nor sinks: the same in fp32, spelled out.
+    # SDPA has neither softcap nor sinks: the same in fp32, written out.
     group = q.shape[0] // k.shape[0]
     scores = q.float() @ k.float().repeat_interleave(group, 0).transpose(1, 2) * scale  # [Hq, R, L]
     if softcap is not None:

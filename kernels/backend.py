@@ -1,4 +1,4 @@
-"""Which implementation of paged attention serves a device: chosen in one place, once, and said with the reason."""
+"""Choose the implementation of paged attention for a device, once, and log the reason."""
 
 import importlib.util
 import logging
@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """`store_kv` and `paged_attention` as kernels/attention.py describes them, of one implementation."""
+    """One implementation of `store_kv` and `paged_attention`, which kernels/attention.py describes."""
 
     name: str
     store_kv: Callable[..., None]
     paged_attention: Callable[..., Tensor]
-    page_multiple: int = 1  # tokens; it reads pages of such sizes only
+    page_multiple: int = 1  # tokens; page sizes must be a multiple
     takes_fp8: bool = True  # pages of e4m3, with `k_scale` and `v_scale`
 
 
@@ -32,19 +32,19 @@ TORCH = Attention("torch", attention.reference_store_kv, attention.reference_pag
 def choose_attention(
     backend: AttentionBackend, device: torch.device, kv_cache_dtype: KVCacheDtype = "auto"
 ) -> Attention:
-    """What `backend` means on `device` over pages of `kv_cache_dtype`.
+    """Return the implementation that `backend` names for `device`, over pages of `kv_cache_dtype`.
 
     Raises:
-        ValueError: it cannot run there, or not with such pages; the message says why.
+        ValueError: the backend cannot run on the device, or does not take such pages; the message gives the reason.
     """
     if backend != "auto":
-        chosen, reason = _NAMED[backend](device), "it was asked for"
+        chosen, reason = _NAMED[backend](device), "attention_backend names it"
     elif device.type == "cpu" and kv_cache_dtype == "fp8":
         logger.warning("attention runs in plain torch, several times slower: our C++ takes no fp8 pages")
         return TORCH
     elif device.type == "cpu":
         chosen, reason = CPP, "the device is a CPU"
-    elif not _has("triton"):
+    elif not has_package("triton"):
         logger.warning("attention runs in plain torch, many times slower: triton is not installed")
         return TORCH
     else:
@@ -66,7 +66,7 @@ def _flash_attn(device: torch.device) -> Attention:
     _require("flash_attn", device)
     from crossdock.kernels.flash_attention import PAGE_MULTIPLE, paged_attention
 
-    store_kv = _triton(device).store_kv if _has("triton") else attention.reference_store_kv
+    store_kv = _triton(device).store_kv if has_package("triton") else attention.reference_store_kv
     return Attention("flash_attn", store_kv, paged_attention, PAGE_MULTIPLE, takes_fp8=False)
 
 
@@ -78,9 +78,9 @@ _NAMED: dict[str, Callable[[torch.device], Attention]] = {
 
 
 def _require(package: str, device: torch.device) -> None:
-    if not _has(package):
-        raise ValueError(f"attention_backend {package}: the package is not installed; auto chooses what is")
-    if device.type == "cpu" and not _interprets():
+    if not has_package(package):
+        raise ValueError(f"attention_backend {package}: the package is not installed; auto chooses an installed one")
+    if device.type == "cpu" and not triton_is_interpreted():
         raise ValueError(
             f"attention_backend {package} needs a GPU, and the model is on a CPU; auto and torch run there"
         )
@@ -96,13 +96,13 @@ def _require_fp8(chosen: Attention, device: torch.device) -> None:
         )
 
 
-def _has(package: str) -> bool:
+def has_package(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _interprets() -> bool:
-    """Whether Triton runs kernels on numpy, for tests."""
-    if not _has("triton"):
+def triton_is_interpreted() -> bool:
+    """Return whether Triton interprets kernels on numpy, for tests."""
+    if not has_package("triton"):
         return False
     import triton
 

@@ -1,8 +1,8 @@
 // A stack of Llama-shaped decoder layers over paged KV, bf16, one parallel region per forward pass.
 //
-// Between layers and operations the threads meet at a spinning barrier of our own: waking OpenMP's passive threads
-// once per operation costs more than a decode step's arithmetic (45 us a region on the machine this was written on).
-// Every row is computed in the same order whatever rows come with it, so results do not depend on the batch.
+// Between layers and operations the threads wait at a spinning barrier of our own. Waking OpenMP's passive threads for
+// each operation takes longer than a decode step's arithmetic (45 us a region on the machine this was written on).
+// Every row is computed in the same order whatever the other rows are, so results do not depend on the batch.
 
 #include <immintrin.h>
 #include <linux/futex.h>
@@ -30,7 +30,7 @@ inline __m512 load16(const bf16* p) {
 inline void store16(bf16* p, __m512 x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
 }
-inline __m512 round16(__m512 x) {  // to bf16 and back: where transformers' own code rounds
+inline __m512 round16(__m512 x) {  // to bf16 and back, where transformers' own code rounds
     return _mm512_castsi512_ps(_mm512_slli_epi32(
         _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x))), 16));
 }
@@ -51,8 +51,8 @@ inline __m512 exp16(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
-// Where all of the machine's cores are ours, each thread of a pass keeps to one of them. Left alone, the scheduler wakes
-// a thread on the core of the one that woke it, and for milliseconds both share that core while the other idles.
+// Pins each thread of a pass to one core, if all of the machine's cores are ours. Otherwise Linux wakes a thread on the
+// core of the thread that woke it, and for milliseconds both share that core while the other core is idle.
 class OwnCore {
    public:
     OwnCore(int tid, int nt) : is_master_(tid == 0) {
@@ -64,7 +64,7 @@ class OwnCore {
         CPU_SET(cpu, &one);
         is_set_ = sched_setaffinity(0, sizeof one, &one) == 0;
     }
-    ~OwnCore() {  // the calling thread is not ours to keep: what it starts would inherit its one core
+    ~OwnCore() {  // unpins the caller's thread: threads that it starts would inherit the one core
         if (is_set_ && is_master_) sched_setaffinity(0, sizeof(cpu_set_t), &allowed());
     }
 
@@ -81,8 +81,8 @@ class OwnCore {
     bool is_master_, is_set_ = false;
 };
 
-// Threads that wait spin for some microseconds, then sleep: a spinning thread holds a core on which the one it waits
-// for, pushed off its own by another process, could go on at once.
+// Waiting threads spin for some microseconds, then sleep. A thread that spins on would occupy a core that the awaited
+// thread could use at once when another process has taken its core.
 struct Barrier {
     std::atomic<int> waiting{0}, phase{0}, sleeping{0};
     int size = 1;
@@ -113,7 +113,7 @@ struct Barrier {
     }
 };
 
-// --- matrix products: out[t, n] = sum_k x[t, k] * w[n, k] ------------------------------------------------------------
+// --- matrix products: out[t, n] = sum_k x[t, k] * w[n, k] -----------------------------------------------------------
 // Weights are packed in panels of 16 outputs, [N/16][K/2][16][2], so that one load feeds 16 lanes with two k each.
 
 template <int MB, int NB>
@@ -150,7 +150,7 @@ void block(const bf16* x, int64_t ldx, const bf16* w, int64_t panel, int K, int6
 }
 
 // This thread's share of x[T, K] times panels: consecutive groups of NB panels, each over blocks of rows.
-// `write(t, first panel, acc[NB])` puts NB times 16 outputs of row t where they belong.
+// `write(t, first panel, acc[NB])` stores NB times 16 outputs of row t.
 template <int NB, class Write>
 void matmul(const bf16* x, int64_t ldx, int64_t T, const bf16* w, int64_t num_panels, int K, int tid, int nt, Write write) {
     constexpr int64_t ROWS = 96;
@@ -160,11 +160,11 @@ void matmul(const bf16* x, int64_t ldx, int64_t T, const bf16* w, int64_t num_pa
         int64_t n = task / blocks * NB, t = task % blocks * ROWS;
         block<NB>(x, ldx, w + n * panel, panel, K, t, std::min(T, t + ROWS), n, write);
     }
-    for (int64_t n = groups * NB + tid; n < num_panels; n += nt)  // what does not fill a group
+    for (int64_t n = groups * NB + tid; n < num_panels; n += nt)  // panels that do not fill a group
         block<1>(x, ldx, w + n * panel, panel, K, 0, T, n, write);
 }
 
-// --- what stands between them ----------------------------------------------------------------------------------------
+// --- norms and rotary embeddings ------------------------------------------------------------------------------------
 
 void rms_norm(const bf16* x, const bf16* weight, float eps, int E, bf16* out) {
     __m512 sum = _mm512_setzero_ps();
@@ -195,17 +195,17 @@ extern "C" {
 struct Layer {
     const bf16 *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *post_norm, *gate_up, *down;
     bf16 *keys, *values;  // of page 0, head 0, token 0
-    int64_t window;       // 0: attends to all
+    int64_t window;       // 0: no window
 };
 
 struct Stack {
     int64_t num_layers, E, Hq, Hkv, D, I;
     double eps, qk_eps, scale;
-    int64_t page_size, page_stride, head_stride;  // strides in elements; tokens of a head follow each other
+    int64_t page_size, page_stride, head_stride;  // strides in elements; tokens of a head are adjacent
     const Layer* layers;
 };
 
-struct Batch {
+struct DecoderBatch {
     int64_t T, S, P;
     const int32_t *query_start, *kv_len, *page_table;
     const int64_t* slots;
@@ -216,7 +216,7 @@ struct Batch {
 
 namespace {
 
-// --- attention: key blocks of 64 against tiles of query rows, online softmax ---------------------------------------
+// --- attention: key blocks of 64 against tiles of query rows, online softmax ----------------------------------------
 
 constexpr int KEYS = 64, MAX_ROWS = 96, MAX_DIM = 256;
 
@@ -288,10 +288,10 @@ inline void value_rows(const bf16* p, const bf16* values, int D, int num_keys, i
             if (d0 + n * 16 < D) _mm512_store_ps(out + m * D + d0 + n * 16, acc[m][n]);
 }
 
-// One thread's part of attention, the same in every layer of a pass.
+// One thread's share of attention, the same in every layer of a pass.
 class Attention {
    public:
-    Attention(const Stack& s, const Batch& b, int tid, int nt) : s_(s), b_(b) {
+    Attention(const Stack& s, const DecoderBatch& b, int tid, int nt) : s_(s), b_(b) {
         const int64_t group = s.Hq / s.Hkv, per_tile = std::max<int64_t>(1, MAX_ROWS / group);
         std::vector<Item> items;
         for (int64_t i = 0; i < b.S; ++i)
@@ -363,7 +363,7 @@ class Attention {
             sum_[r] = 0;
         }
         const int64_t past = b_.kv_len[item.sequence] - b_.query_start[item.sequence + 1];  // position = past + row
-        const int64_t last = past + item.end;  // keys before this one are seen by the tile's last row
+        const int64_t last = past + item.end;  // the tile's last row sees the keys before this one
         int64_t from = 0;
         if (layer.window) from = std::max<int64_t>(0, past + item.first - layer.window + 1) / KEYS * KEYS;
         for (; from < last; from += KEYS) {
@@ -418,7 +418,7 @@ class Attention {
     }
 
     const Stack& s_;
-    const Batch& b_;
+    const DecoderBatch& b_;
     std::vector<Item> mine_;
     alignas(64) bf16 keys_[MAX_DIM * KEYS];    // [D/2][KEYS][2]
     alignas(64) bf16 values_[KEYS * MAX_DIM];  // [KEYS/2][D][2]
@@ -433,10 +433,10 @@ class Attention {
 
 extern "C" {
 
-// hidden [T, E] in place. scratch: T * (E + (Hq + 2 Hkv) D + Hq D + I) elements.
-void crossdock_decode_stack(const Stack* stack, const Batch* batch, bf16* hidden, bf16* scratch, int num_threads) {
+// Computes all layers over hidden [T, E], in place. scratch: T * (E + (Hq + 2 Hkv) D + Hq D + I) elements.
+void crossdock_decode_stack(const Stack* stack, const DecoderBatch* batch, bf16* hidden, bf16* scratch, int num_threads) {
     const Stack& s = *stack;
-    const Batch& b = *batch;
+    const DecoderBatch& b = *batch;
     const int64_t T = b.T, E = s.E, QKV = (s.Hq + 2 * s.Hkv) * s.D, A = s.Hq * s.D, I = s.I;
     bf16* normed = scratch;
     bf16* qkv = normed + T * E;
@@ -518,7 +518,7 @@ void crossdock_decode_stack(const Stack* stack, const Batch* batch, bf16* hidden
     }
 }
 
-// out [T, N] = x [T, K] times a packed weight
+// Computes out [T, N] = x [T, K] times a packed weight.
 void crossdock_linear(const bf16* x, int64_t T, int64_t K, const bf16* w, int64_t N, bf16* out, int num_threads) {
 #pragma omp parallel num_threads(num_threads)
     {

@@ -1,6 +1,6 @@
-"""A stack of Llama-shaped decoder layers as one call: what Python and operator dispatch cost between layers, saved.
+"""A stack of Llama-shaped decoder layers as one call, which saves Python and operator dispatch between layers.
 
-Needs a CPU with AVX512-BF16. Rows come out the same whatever rows come with them: results do not depend on the batch.
+Needs a CPU with AVX512-BF16. A row's result does not depend on the other rows of the batch.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ _HUGE_PAGE = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Weights of one layer as transformers keeps them, [out, in]; all bfloat16.
+    """The weights of one layer in transformers' layout, [out, in]; all bfloat16.
 
     h = x + out(attention(rotate(q_norm(q(norm(x)))), …)); y = h + down(silu(gate(norm(h))) * up(norm(h)))
     """
@@ -42,7 +42,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """What all layers of a stack share."""
+    """The sizes and constants that all layers of a stack share."""
 
     hidden: int
     num_heads: int
@@ -54,7 +54,7 @@ class DecoderShape:
     scale: float
 
     def why_not(self) -> str | None:
-        """Why the kernel cannot run these sizes on this machine; None if it can."""
+        """Return why the kernel cannot run these sizes on this machine; None if it can."""
         if "avx512_bf16" not in cpu_flags():
             return "this CPU has no AVX512-BF16"
         if self.head_dim % 32 or self.head_dim > 256:
@@ -85,7 +85,7 @@ class _Stack(ctypes.Structure):
     ]
 
 
-class _Batch(ctypes.Structure):
+class _DecoderBatch(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("T", "S", "P")),
         *((name, ctypes.c_void_p) for name in ("query_start", "kv_len", "page_table", "slots", "cos", "sin")),
@@ -93,15 +93,17 @@ class _Batch(ctypes.Structure):
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[N, K] to panels [N/16, K/2, 16, 2], whose loads each feed 16 outputs with two inputs."""
+    """Pack [N, K] into panels [N/16, K/2, 16, 2], so that each load feeds 16 outputs with two inputs."""
     N, K = weight.shape
     panels = weight.view(N // _PANEL, _PANEL, K // 2, 2).transpose(1, 2)
     return _on_huge_pages(panels.numel()).view(panels.shape).copy_(panels)
 
 
 def _on_huge_pages(num_elements: int) -> Tensor:
-    """Uninitialised bfloat16 memory for which the kernel is asked for 2 MiB pages: a step streams through all weights,
-    and with 4 KiB pages the translation of addresses becomes part of what it waits for."""
+    """Return uninitialised bfloat16 memory on 2 MiB pages, if Linux grants them.
+
+    A step streams through all weights. With 4 KiB pages it would also wait for the translation of addresses.
+    """
     size = -(-2 * num_elements // _HUGE_PAGE) * _HUGE_PAGE
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -110,7 +112,7 @@ def _on_huge_pages(num_elements: int) -> Tensor:
 
 
 def _interleave(gate: Tensor, up: Tensor) -> Tensor:
-    """Packed panels of both, taking turns."""
+    """Return the packed panels of both, alternating."""
     both = _on_huge_pages(2 * gate.numel()).view(len(gate), 2, *gate.shape[1:])
     both[:, 0], both[:, 1] = gate, up
     return both
@@ -122,7 +124,7 @@ class DecoderStack:
     def __init__(self, shape: DecoderShape, layers: Sequence[DecoderLayer]) -> None:
         self._shape = shape
         self._library = cpu_library("decoder")
-        self._tensors = [self._pack(layer) for layer in layers]  # keeps alive what the structures point at
+        self._tensors = [self._pack(layer) for layer in layers]  # the structures point into these tensors
         self._layers = (_Layer * len(layers))()
         for structure, tensors, layer in zip(self._layers, self._tensors, layers, strict=True):
             for name, tensor in tensors.items():
@@ -166,7 +168,7 @@ class DecoderStack:
         pages: Sequence[tuple[Tensor, Tensor]],
         batch: AttentionBatch,
     ) -> Tensor:
-        """All layers over a flat batch; returns [T, E]. Keys and values go to `pages`."""
+        """Compute all layers over a flat batch; return [T, E]. Keys and values are stored to `pages`."""
         if pages is not self._pages:
             self._bind(pages)
         shape, T = self._shape, len(hidden)
@@ -175,7 +177,7 @@ class DecoderStack:
         width = shape.hidden + shape.intermediate + (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         scratch = torch.empty(T * width, dtype=torch.bfloat16)
         table = batch.page_table.contiguous()
-        arguments = _Batch(
+        arguments = _DecoderBatch(
             *(T, len(batch.kv_len), table.shape[1]),
             *(t.data_ptr() for t in (batch.query_start, batch.kv_len, table, batch.slots, cos, sin)),
         )
@@ -190,7 +192,7 @@ class DecoderStack:
 
 
 class PackedLinear:
-    """x [T, K] to [T, N] through a packed bfloat16 weight, without bias."""
+    """A linear layer with a packed bfloat16 weight and no bias: x [T, K] to [T, N]."""
 
     def __init__(self, weight: Tensor) -> None:
         self._library = cpu_library("decoder")

@@ -1,4 +1,4 @@
-"""Paged attention by the flash-attn package (2.8), which reads our pages where they lie if they are large enough."""
+"""Paged attention by the flash-attn package (2.8), which reads our pages in place if they are large enough."""
 
 import torch
 from flash_attn import flash_attn_varlen_func
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
 
-PAGE_MULTIPLE = 256  # tokens: a tile of its kernels must not cross from page to page
+PAGE_MULTIPLE = 256  # tokens: a tile of its kernels must not cross pages
 
 
 def paged_attention(
@@ -23,7 +23,7 @@ def paged_attention(
     """`crossdock.kernels.attention.paged_attention` for 16-bit tensors on one GPU.
 
     Raises:
-        ValueError: the layer has attention sinks, keys and values of unlike size, or heads wider than 256.
+        ValueError: the layer has attention sinks, keys and values of different sizes, or heads wider than 256.
     """
     key_dim, value_dim = k_pages.shape[3], v_pages.shape[3]
     if sinks is not None or key_dim != value_dim or key_dim > 256:

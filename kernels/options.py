@@ -1,4 +1,4 @@
-"""Names of the attention backends and KV dtypes that a configuration may ask for. No torch."""
+"""Names of the attention backends and KV dtypes for configurations. No torch."""
 
 from typing import Literal, TypeAlias
 

@@ -4,8 +4,8 @@ The query heads that share a KV head are rows of one tile, as in FlashInfer and 
 few rows takes a small tile and is split along its context, as in Flash-Decoding; a second pass joins the parts. The
 softmax is online, in base 2 and float32 (FlashAttention-2).
 
-Tiles of e4m3 pages become what the queries are. The scale of a head's keys goes into that of its scores, the scale of
-its values into its output, so that no element is multiplied.
+Tiles of e4m3 pages are converted to the dtype of the queries. The scale of a head's keys is multiplied into that of its
+scores, the scale of its values into its output, so that no single element is scaled.
 """
 
 from functools import lru_cache
@@ -19,15 +19,15 @@ from torch import Tensor
 from crossdock.kernels.attention import AttentionBatch
 
 _LOG2_E = 1.4426950408889634
-_SMALL_ROWS = 16  # least that tl.dot multiplies
+_SMALL_ROWS = 16  # the fewest rows that tl.dot multiplies
 _MAX_SPLITS = 64
-_SPLIT_TOKENS = 256  # a part of a context is no shorter: reading it must outweigh storing its result
-_FULL_SPLIT_TOKENS = 4096  # likewise where the batch fills the device without splits, which then are for stragglers
-_WAVES = 2  # programs per multiprocessor that keep its memory busy
+SPLIT_TOKENS = 256  # the shortest part of a context: reading a part must outweigh storing its result
+FULL_SPLIT_TOKENS = 4096  # likewise if the batch fills the device without splits; then they are for stragglers
+_WAVES = 2  # programs per multiprocessor that saturate memory bandwidth
 
 
 class Tiles(NamedTuple):
-    """What one program holds at a time."""
+    """The sizes of the tiles that one program holds at a time."""
 
     rows: int  # query tokens times the heads of a group
     tokens: int  # of context
@@ -36,8 +36,11 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(key_dim: int, value_dim: int, itemsize: int, has_chunks: bool) -> Tiles:
-    """The largest that leave registers unspilled on sm_90. The pipeline has a step more for the page numbers that the
-    loads of keys and values wait for, so five stages keep two tiles in flight and three one."""
+    """Return the largest tiles that do not spill registers on sm_90.
+
+    The pipeline has an additional step for the page numbers, for which the loads of keys and values wait. So five
+    stages have two tiles in flight, and three stages one.
+    """
     width = _power_of_2(max(key_dim, value_dim)) * itemsize  # bytes of a row
     tokens = min(64, max(16, 16384 // width))
     if not has_chunks:
@@ -57,7 +60,7 @@ def store_kv(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """`crossdock.kernels.attention.reference_store_kv` with every tensor on one GPU."""
+    """`reference_store_kv` of kernels/attention.py with every tensor on one GPU."""
     (T, H, Dk), Dv = k.shape, v.shape[2]
     _check(k_pages, v_pages, k_scale is not None, k, v)
     k, v = _adjacent(k), _adjacent(v)
@@ -67,7 +70,7 @@ def store_kv(
         *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         *(k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1)),
         PAGE=k_pages.shape[2],
-        **_widths(Dk, Dv),
+        **block_widths(Dk, Dv),
         BLOCK_T=block,
         HAS_SCALES=k_scale is not None,
     )
@@ -86,8 +89,7 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """`crossdock.kernels.attention.reference_paged_attention` with every tensor on one GPU. Rows of no sequence are
-    undefined."""
+    """`reference_paged_attention` with every tensor on one GPU. Rows that belong to no sequence are undefined."""
     (T, Hq, Dk), (_, Hkv, page_size, Dv) = q.shape, v_pages.shape
     _check(k_pages, v_pages, k_scale is not None, q)
     q = _adjacent(q)
@@ -105,7 +107,7 @@ def paged_attention(
     part = q.new_empty(S, Hkv, splits, small_rows, Dv, dtype=torch.float32) if splits > 1 else out
     part_lse = part.new_empty(part.shape[:-1]) if splits > 1 else out  # log2 of the sum of exp2
     rows = (out, part, part_lse, batch.query_start, batch.kv_len, sinks)
-    widths = _widths(Dk, Dv)
+    widths = block_widths(Dk, Dv)
     shape = {
         "GROUP": group,
         "SMALL": small_rows,
@@ -115,7 +117,7 @@ def paged_attention(
         "WINDOW": window or 0,
         "HAS_SINKS": sinks is not None,
     }
-    _attention_kernel[num_blocks, Hkv, splits](
+    attention_kernel[num_blocks, Hkv, splits](
         *(*rows, q, k_pages, v_pages, k_scale, v_scale, batch.page_table),
         *(S, scale * _LOG2_E if softcap is None else scale * 2 * _LOG2_E / softcap),
         *(q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1)),
@@ -140,19 +142,19 @@ def paged_attention(
 def _check(k_pages: Tensor, v_pages: Tensor, has_scales: bool, *rows: Tensor) -> None:
     for x in rows:
         dtype = torch.float8_e4m3fn if has_scales else x.dtype
-        assert (x.device, dtype) == (k_pages.device, k_pages.dtype), "pages are of the rows' device, and dtype or e4m3"
+        assert (x.device, dtype) == (k_pages.device, k_pages.dtype), "pages have the rows' device, and dtype or e4m3"
     for pages in (k_pages, v_pages):
         adjacent = pages.stride(3) == 1 and (pages.stride(2) == pages.shape[3] or pages.shape[2] == 1)
         assert adjacent, "tokens of a page are adjacent"
 
 
 def _adjacent(x: Tensor) -> Tensor:
-    """With the elements of a head side by side, as nearly all models have them."""
+    """Return `x` with adjacent elements of a head, as nearly all models have them."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _widths(key_dim: int, value_dim: int) -> dict[str, int]:
-    """The head dimensions, and the powers of two that hold them."""
+def block_widths(key_dim: int, value_dim: int) -> dict[str, int]:
+    """Return the head dimensions, and the powers of two that hold them."""
     return {"K_DIM": key_dim, "V_DIM": value_dim, "BLOCK_K": _power_of_2(key_dim), "BLOCK_V": _power_of_2(value_dim)}
 
 
@@ -161,9 +163,9 @@ def _power_of_2(dim: int) -> int:
 
 
 def _splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> tuple[int, int]:
-    """Into how many parts a context is split at most, and the least tokens of a part."""
+    """Return into how many parts a context is split at most, and the fewest tokens of a part."""
     to_fill = -(-_WAVES * num_multiprocessors // num_programs)
-    tokens = _SPLIT_TOKENS if to_fill > 1 else _FULL_SPLIT_TOKENS
+    tokens = SPLIT_TOKENS if to_fill > 1 else FULL_SPLIT_TOKENS
     longest = -(-max_kv_len // tokens)
     return min(longest, _MAX_SPLITS if to_fill == 1 else min(to_fill, _MAX_SPLITS)), tokens
 
@@ -214,7 +216,7 @@ def _scan(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Goes on with the online softmax over the tiles of [begin, end); tokens before `first` are never read."""
+    """Continue the online softmax over the tiles of [begin, end); tokens before `first` are never read."""
     i, j = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
     for tile in tl.range(begin, end, BLOCK_N):
         token = tile + tl.arange(0, BLOCK_N)
@@ -254,20 +256,20 @@ def _attend(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, IS_CHUNK: tl.constexpr, IS_PART: tl.constexpr,
 ):  # fmt: skip
-    """A tile of query rows from `first_token` of its sequence on, over the context in [begin, end)."""
+    """Compute a tile of query rows, from `first_token` of its sequence on, over the context in [begin, end)."""
     QUERIES: tl.constexpr = ROWS // GROUP
     row = tl.arange(0, ROWS)
-    token, its_head = first_token + row // GROUP, head * GROUP + row % GROUP
+    token, row_head = first_token + row // GROUP, head * GROUP + row % GROUP
     live = (token < length) & (row < QUERIES * GROUP)
     position = kv_len - length + token
     i, j = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
-    q_at = q + ((start + token).to(tl.int64) * q_token + its_head * q_head)[:, None] + i
+    q_at = q + ((start + token).to(tl.int64) * q_token + row_head * q_head)[:, None] + i
     rows = tl.load(q_at, mask=live[:, None] & (i < K_DIM), other=0.0)
     acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], -1e30, tl.float32)  # finite, so that a row which sees nothing of a tile stays a number
+    top = tl.full([ROWS], -1e30, tl.float32)  # finite: a row that sees nothing of a tile must not become NaN
     if HAS_SINKS and not IS_PART:
-        top = tl.load(sinks + its_head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = tl.load(sinks + row_head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
         total += 1.0
     first = 0
     if WINDOW > 0:
@@ -293,14 +295,14 @@ def _attend(
         tl.store(part_lse + place, top + tl.log2(total), mask=live)
     else:
         heads = tl.num_programs(1) * GROUP
-        out_at = out + (((start + token).to(tl.int64) * heads + its_head) * V_DIM)[:, None] + j
+        out_at = out + (((start + token).to(tl.int64) * heads + row_head) * V_DIM)[:, None] + j
         tl.store(out_at, acc.to(out.dtype.element_ty), mask=live[:, None] & (j < V_DIM))
 
 
 @triton.jit
 def _parts_of(length, kv_len, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SPLIT_TILES: tl.constexpr,
               WINDOW: tl.constexpr):  # fmt: skip
-    """Of a sequence with few rows: where its context begins, and the tokens in a part of it."""
+    """Return where the context of a sequence with few rows begins, and the tokens in a part of the context."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(kv_len - length - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
@@ -308,7 +310,7 @@ def _parts_of(length, kv_len, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SPLIT
 
 
 @triton.jit(do_not_specialize=["S", "table_row"])
-def _attention_kernel(
+def attention_kernel(
     out, part, part_lse, query_start, kv_lens, sinks, q, k_pages, v_pages, k_scale, v_scale, page_table,
     S, scale, q_token, q_head, k_page, k_head, v_page, v_head, table_row,
     GROUP: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
@@ -316,7 +318,7 @@ def _attention_kernel(
     SMALL: tl.constexpr, LARGE: tl.constexpr, SPLITS: tl.constexpr, SPLIT_TILES: tl.constexpr,
     WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """One block of a sequence's query tokens and one KV head; where the tokens are few, one part of their context."""
+    """Compute one KV head for a block of a sequence's query tokens; if they are few, for one part of their context."""
     # Chunks come last in a batch, and the last block of a chunk sees most: the longest programs start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, split = tl.program_id(1), tl.program_id(2)
@@ -371,7 +373,7 @@ def _join_kernel(
     SMALL: tl.constexpr, SPLITS: tl.constexpr, SPLIT_TILES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One row of a sequence with few: its parts, weighted by what each sums up to."""
+    """Join the parts of one row of a sequence with few rows, each weighted by its sum."""
     sequence, token, q_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_start + sequence)
     length = tl.load(query_start + sequence + 1) - start

@@ -1,4 +1,4 @@
-"""What all tests of kernels draw on."""
+"""Fixtures for all tests of kernels."""
 
 import random
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Every tensor that torch hands out uninitialised is full of NaN."""
+    """Fill every uninitialised tensor of torch with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(3).isnan().all()
     yield
@@ -18,7 +18,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def seed() -> int:
-    """Another one every run; a failing test shows it."""
+    """Another seed in every run; a failing test shows it."""
     drawn = random.SystemRandom().randrange(2**31)
     print(f"seed {drawn}")  # noqa: T201, captured by pytest
     return drawn

@@ -1,4 +1,4 @@
-"""Paged attention and the KV store, every path against float64 written out longhand."""
+"""Paged attention and the KV store: every path against float64 written out longhand."""
 
 import random
 from collections.abc import Iterator
@@ -74,11 +74,11 @@ class Case:
             torch.randn(kv, self.kv_heads, self.v_dim, generator=rng).to(self.dtype) for _, kv in self.lengths
         ]
         self.scales: dict[str, Tensor] = {}
-        if self.fp8:  # keys and values as they come back from such pages
+        if self.fp8:  # keys and values as they are read from such pages
             self.scales = {name: torch.rand(self.kv_heads, generator=rng) + 0.01 for name in ("k_scale", "v_scale")}
             self.keys = [rounded(keys, self.scales["k_scale"]) for keys in self.keys]
             self.values = [rounded(values, self.scales["v_scale"]) for values in self.values]
-        # One fused buffer, so that q is a strided view as it is in the models.
+        # One fused buffer, so that q is a strided view, as in the models.
         fused = torch.randn(T, self.q_heads * self.k_dim + 7, generator=rng).to(self.dtype)
         self.q = fused[:, : self.q_heads * self.k_dim].view(T, self.q_heads, self.k_dim)
         self.sink_logits = torch.randn(self.q_heads, generator=rng).to(self.dtype) if self.sinks else None
@@ -112,7 +112,7 @@ class Case:
         }
 
     def expected(self) -> Tensor:
-        """Attention row by row in float64, from the keys and values as they were before any page."""
+        """Return attention row by row in float64, from the keys and values before they were stored to any page."""
         out = []
         starts = self.batch.query_start.tolist()
         group = self.q_heads // self.kv_heads
@@ -137,7 +137,7 @@ class Case:
 
 
 def rounded(x: Tensor, scale: Tensor) -> Tensor:
-    """What is left of x [T, H, D] in e4m3 with a scale per head: the nearest of all numbers that e4m3 has."""
+    """Return x [T, H, D] rounded to e4m3 with a scale per head: the nearest of all numbers that e4m3 has."""
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     numbers = numbers[numbers.isfinite()]
     nearest = (x.double()[..., None] / scale.double()[:, None, None] - numbers).abs().argmin(-1)
@@ -189,12 +189,14 @@ def test_attention_over_e4m3_pages_matches_longhand(dtype: torch.dtype, shape: d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [{}, {"window": 600}, {"window": 3}, {"sinks": True}], ids=str)
-def test_contexts_longer_than_a_span(dtype: torch.dtype, shape: dict[str, Any], seed: int, threads: int) -> None:
+def test_attention_over_contexts_longer_than_a_span_matches_longhand(
+    dtype: torch.dtype, shape: dict[str, Any], seed: int, threads: int
+) -> None:
     check(Case(LONG, q_heads=3, kv_heads=1, dtype=dtype, seed=seed, **shape), paged_attention)
     check(Case([(1, 1300)], q_heads=3, kv_heads=1, dtype=dtype, seed=seed, **shape), paged_attention)
 
 
-def test_random_batches(seed: int) -> None:
+def test_attention_of_random_batches_matches_longhand(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(25):
         lengths = []
@@ -219,7 +221,7 @@ def test_random_batches(seed: int) -> None:
 
 
 @pytest.mark.parametrize("attention", [reference_paged_attention, paged_attention])
-def test_pages_out_of_the_window_are_never_read(attention: Any, seed: int) -> None:
+def test_pages_outside_the_window_are_never_read(attention: Any, seed: int) -> None:
     case = Case([(1, 200), (9, 130)], window=20, seed=seed)
     case.fill()
     pages = case.batch.page_table
@@ -233,7 +235,7 @@ def test_pages_out_of_the_window_are_never_read(attention: Any, seed: int) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 70])
-def test_a_row_is_the_same_bits_alone_in_chunks_and_in_company(
+def test_row_alone_or_in_chunks_gives_same_bits_as_in_batch(
     dtype: torch.dtype, window: int | None, seed: int, threads: int
 ) -> None:
     n = 1200
@@ -260,16 +262,16 @@ def test_scores_far_apart_do_not_overflow() -> None:
     arguments = (case.q, case.k_pages, case.v_pages, case.batch)
     out, theirs = (f(*arguments, **case.arguments()).double() for f in (paged_attention, reference_paged_attention))
     exact = case.expected()
-    # scores in the thousands carry fp32's rounding into the weights: no less exact than torch is all one can ask
+    # scores in the thousands multiply fp32's rounding in the weights: the kernel must be as exact as torch, not more
     assert (out - exact).abs().max() <= 3 * (theirs - exact).abs().max() + 1e-6
 
 
-def test_what_the_kernel_does_not_take_goes_to_torch() -> None:
+def test_tensors_the_kernel_does_not_take_go_to_torch() -> None:
     case = Case([(5, 20), (1, 9)], dtype=torch.float64)
     check(case, paged_attention)
     case = Case([(5, 20), (1, 9)])
     case.fill()
-    strided = case.q.transpose(1, 2).contiguous().transpose(1, 2)  # elements of a head lie apart
+    strided = case.q.transpose(1, 2).contiguous().transpose(1, 2)  # elements of a head are not adjacent
     out = paged_attention(strided, case.k_pages, case.v_pages, case.batch, **case.arguments())
     torch.testing.assert_close(out.double(), case.expected(), atol=2e-5, rtol=2e-5)
 
@@ -277,7 +279,7 @@ def test_what_the_kernel_does_not_take_goes_to_torch() -> None:
 @pytest.mark.parametrize("store", [reference_store_kv, store_kv])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [1, 8, 16])
-def test_store_writes_its_slots_and_nothing_else(store: Any, dtype: torch.dtype, page_size: int) -> None:
+def test_store_writes_only_its_slots(store: Any, dtype: torch.dtype, page_size: int) -> None:
     case = Case([(5, 20), (1, 17), (30, 30)], k_dim=24, v_dim=40, dtype=dtype, page_size=page_size)
     fused = torch.randn(36, 2 * (24 + 40)).to(dtype)
     k = fused[:, :48].view(36, 2, 24)
@@ -285,16 +287,16 @@ def test_store_writes_its_slots_and_nothing_else(store: Any, dtype: torch.dtype,
     slots = case.batch.slots
     slots[[0, 7, 35]] = -1
     store(k, v, case.k_pages, case.v_pages, slots)
-    kept = slots >= 0
-    pages, offsets = slots[kept] // page_size, slots[kept] % page_size
-    assert torch.equal(case.k_pages[pages, :, offsets], k[kept])
-    assert torch.equal(case.v_pages[pages, :, offsets], v[kept])
-    assert int((~case.pool.isnan()).sum()) == fused[kept].numel()
+    is_stored = slots >= 0
+    pages, offsets = slots[is_stored] // page_size, slots[is_stored] % page_size
+    assert torch.equal(case.k_pages[pages, :, offsets], k[is_stored])
+    assert torch.equal(case.v_pages[pages, :, offsets], v[is_stored])
+    assert int((~case.pool.isnan()).sum()) == fused[is_stored].numel()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_store_rounds_to_the_nearest_e4m3_and_cuts_off(dtype: torch.dtype, seed: int) -> None:
-    """Within half a step of the exact quotient, over all its magnitudes; beyond the largest the largest, never NaN."""
+def test_store_to_e4m3_rounds_to_nearest_and_clamps(dtype: torch.dtype, seed: int) -> None:
+    """Within half a step of the exact quotient, at every magnitude; never beyond the largest number, never NaN."""
     case = Case([(30, 30)], k_dim=24, v_dim=40, fp8=True, seed=seed)
     rng = torch.Generator().manual_seed(seed)
     k, v = ((torch.randn(30, 2, dim, generator=rng) * torch.logspace(-3, 3.5, dim)).to(dtype) for dim in (24, 40))
@@ -304,9 +306,9 @@ def test_store_rounds_to_the_nearest_e4m3_and_cuts_off(dtype: torch.dtype, seed:
     for x, pages, scale in ((k, case.k_pages, case.scales["k_scale"]), (v, case.v_pages, case.scales["v_scale"])):
         stored = pages.float()[at, :, offsets].double()
         exact = x.double() / scale.double()[:, None]
-        kept = exact.clamp(-448, 448)
-        half_step = torch.exp2(kept.abs().clamp_min(2**-6).log2().floor() - 4)
-        assert ((stored - kept).abs() <= half_step * 1.0001).all()
+        clamped = exact.clamp(-448, 448)
+        half_step = torch.exp2(clamped.abs().clamp_min(2**-6).log2().floor() - 4)
+        assert ((stored - clamped).abs() <= half_step * 1.0001).all()
         assert (stored.abs() <= 448).all()
         assert (exact.abs() > 448).any()
     assert int((~case.pool.float().isnan()).sum()) == k.numel() + v.numel()

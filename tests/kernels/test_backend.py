@@ -1,4 +1,4 @@
-"""Which attention is chosen where, and why it says so."""
+"""Which attention is chosen for which device, and which reason is logged."""
 
 import importlib.util
 import logging
@@ -21,8 +21,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
 @pytest.fixture
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """A stand-in that holds us to what the package's csrc/flash_attn/flash_api.cpp demands of its arguments, and
-    computes with them; its calls."""
+    """Replace the package by one that checks arguments like its csrc/flash_attn/flash_api.cpp, and computes attention.
+
+    Gives the options of every call.
+    """
     calls: list[dict[str, Any]] = []
 
     def flash_attn_varlen_func(
@@ -60,31 +62,31 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]
     module: Any = ModuleType("flash_attn")
     module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    has = backend._has
-    monkeypatch.setattr(backend, "_has", lambda package: package == "flash_attn" or has(package))
+    has_package = backend.has_package
+    monkeypatch.setattr(backend, "has_package", lambda package: package == "flash_attn" or has_package(package))
     yield calls
     sys.modules.pop("crossdock.kernels.flash_attention", None)
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
-    monkeypatch.setattr(backend, "_has", lambda package: package not in packages)
+    monkeypatch.setattr(backend, "has_package", lambda package: package not in packages)
 
 
-def test_auto_on_a_cpu_is_the_cpp_kernel_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_on_cpu_is_cpp_kernel_and_logs_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, backend.__name__):
         assert choose_attention("auto", CPU) is CPP
     assert caplog.messages == ["attention runs in cpp: the device is a CPU"]
     assert choose_attention("torch", CPU) is TORCH
 
 
-def test_auto_on_a_gpu_is_triton(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_on_gpu_is_triton(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     with caplog.at_level(logging.INFO, backend.__name__):
         assert choose_attention("auto", CUDA).name == "triton"
     assert caplog.messages == ["attention runs in triton: the device is cuda:0"]
 
 
-def test_auto_on_a_gpu_without_triton_is_torch_with_a_warning(
+def test_auto_on_gpu_without_triton_is_torch_with_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     without(monkeypatch, "triton", "flash_attn")
@@ -92,23 +94,25 @@ def test_auto_on_a_gpu_without_triton_is_torch_with_a_warning(
     assert caplog.messages == ["attention runs in plain torch, many times slower: triton is not installed"]
 
 
-def test_what_cannot_run_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_that_cannot_run_is_refused_with_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "triton", "flash_attn")
     with pytest.raises(ValueError, match="attention_backend triton: the package is not installed"):
         choose_attention("triton", CUDA)
     with pytest.raises(ValueError, match="attention_backend flash_attn: the package is not installed"):
         choose_attention("flash_attn", CUDA)
     without(monkeypatch)
-    monkeypatch.setattr(backend, "_interprets", lambda: False)
+    monkeypatch.setattr(backend, "triton_is_interpreted", lambda: False)
     with pytest.raises(ValueError, match="attention_backend triton needs a GPU, and the model is on a CPU"):
         choose_attention("triton", CPU)
 
 
 @pytest.mark.parametrize("shape", [{}, {"window": 24}, {"softcap": 3.0}, {"q_heads": 9, "kv_heads": 3}], ids=str)
-def test_flash_attn_gets_what_it_wants(flash_attn: list[dict[str, Any]], shape: dict[str, Any], seed: int) -> None:
+def test_flash_attn_gets_valid_arguments_and_matches_longhand(
+    flash_attn: list[dict[str, Any]], shape: dict[str, Any], seed: int
+) -> None:
     chosen = choose_attention("flash_attn", CUDA)
     case = Case(MIXED, page_size=chosen.page_multiple, seed=seed, **shape)
-    case.pool.zero_()  # the stand-in multiplies what it masks
+    case.pool.zero_()  # the replacement multiplies masked elements too
     case.fill()
     out = chosen.paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
     torch.testing.assert_close(out.double(), case.expected(), atol=2e-5, rtol=2e-5)
@@ -116,7 +120,7 @@ def test_flash_attn_gets_what_it_wants(flash_attn: list[dict[str, Any]], shape: 
 
 
 @pytest.mark.parametrize("shape", [{"sinks": True}, {"k_dim": 48}, {"k_dim": 512, "v_dim": 512}], ids=str)
-def test_flash_attn_refuses_what_it_cannot_do(flash_attn: list[dict[str, Any]], shape: dict[str, Any]) -> None:
+def test_flash_attn_with_unsupported_heads_is_refused(flash_attn: list[dict[str, Any]], shape: dict[str, Any]) -> None:
     case = Case([(1, 9)], page_size=256, **shape)
     chosen = choose_attention("flash_attn", CUDA)
     with pytest.raises(ValueError, match="attention_backend flash_attn takes no attention sinks"):
@@ -124,7 +128,7 @@ def test_flash_attn_refuses_what_it_cannot_do(flash_attn: list[dict[str, Any]], 
     assert not flash_attn
 
 
-def test_fp8_pages_are_read_by_torch_and_triton(
+def test_fp8_pages_are_read_only_by_torch_and_triton(
     flash_attn: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, backend.__name__):

@@ -1,4 +1,4 @@
-"""Compiling kernels: killed, concurrent, on older CPUs, and not at all."""
+"""Compile kernels: killed, concurrent, for older CPUs, and without a compiler."""
 
 import logging
 import os
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from crossdock.kernels import attention, build
+from crossdock.kernels.cache import cache_dir
 
 from .test_attention import MIXED, Case, check
 
@@ -22,15 +23,15 @@ BUILD = "from crossdock.kernels.build import cpu_library; print(cpu_library('att
 
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache of one's own, in this process and in its children."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    """An empty cache directory, for this process and its children."""
+    monkeypatch.setenv("CROSSDOCK_CACHE", str(tmp_path))
     _forget()
-    yield build.cache_dir()
+    yield cache_dir() / "kernels"
     _forget()
 
 
 def _forget() -> None:
-    attention._library.cache_clear()
+    attention.cpp_library.cache_clear()
     build.cpu_library.cache_clear()
 
 
@@ -42,7 +43,7 @@ needs_compiler = pytest.mark.skipif(not build.shutil.which("g++"), reason="there
 
 
 @needs_compiler
-def test_a_killed_build_leaves_the_next_one_unharmed(empty_cache: Path) -> None:
+def test_killed_build_does_not_break_next_build(empty_cache: Path) -> None:
     process = _start_build()
     deadline = time.monotonic() + 60
     while not list(empty_cache.glob("build-*/*")):  # until the compiler has begun to write
@@ -53,11 +54,11 @@ def test_a_killed_build_leaves_the_next_one_unharmed(empty_cache: Path) -> None:
     process.communicate()
     assert not list(empty_cache.glob("*.so"))
     check(Case(MIXED), attention.paged_attention)
-    assert attention._library() is not None
+    assert attention.cpp_library() is not None
 
 
 @needs_compiler
-def test_builds_at_the_same_time_all_succeed(empty_cache: Path) -> None:
+def test_concurrent_builds_all_succeed(empty_cache: Path) -> None:
     processes = [_start_build() for _ in range(3)]
     for process in processes:
         output, _ = process.communicate(timeout=120)
@@ -67,7 +68,7 @@ def test_builds_at_the_same_time_all_succeed(empty_cache: Path) -> None:
     assert not list(empty_cache.glob("build-*"))
 
 
-def test_no_compiler_is_said_once(
+def test_missing_compiler_is_logged_once(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", str(empty_cache))
@@ -81,10 +82,10 @@ def test_no_compiler_is_said_once(
 
 
 @needs_compiler
-def test_a_compiler_that_refuses_is_said_once(
+def test_failing_compiler_is_logged_once(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(build, "_FLAGS", ("-march=no-such-cpu",))
+    monkeypatch.setattr(build, "FLAGS", ("-march=no-such-cpu",))
     with caplog.at_level(logging.WARNING):
         check(Case(MIXED), attention.paged_attention)
         check(Case(MIXED), attention.paged_attention)
@@ -92,7 +93,7 @@ def test_a_compiler_that_refuses_is_said_once(
     assert "could not build attention.cpp" in record.getMessage()
 
 
-def test_a_cpu_without_avx2_is_said_once(
+def test_cpu_without_avx2_is_logged_once(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(attention, "cpu_flags", lambda: frozenset({"sse2"}))
@@ -106,12 +107,12 @@ def test_a_cpu_without_avx2_is_said_once(
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 CPUs")
 @pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64"])  # AVX2; and vectors of 16 bytes, as on ARM
-def test_the_portable_code_gives_the_same(empty_cache: Path, monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
-    flags = [f"-march={cpu}" if flag == "-march=native" else flag for flag in build._FLAGS]
-    monkeypatch.setattr(build, "_FLAGS", tuple(flags))
+def test_portable_code_matches_longhand(empty_cache: Path, monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
+    flags = [f"-march={cpu}" if flag == "-march=native" else flag for flag in build.FLAGS]
+    monkeypatch.setattr(build, "FLAGS", tuple(flags))
     for dtype in (torch.float32, torch.bfloat16):
         for lengths in (MIXED, [(1, 1100), (3, 600)]):
             check(Case(lengths, q_heads=6, k_dim=40, v_dim=24, dtype=dtype), attention.paged_attention)
             check(Case(lengths, dtype=dtype, window=30, softcap=4.0, sinks=True), attention.paged_attention)
-    assert attention._library() is not None
+    assert attention.cpp_library() is not None
     assert len(list(empty_cache.glob("*.so"))) == 1

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="the ke
 
 
 @pytest.mark.parametrize(("N", "K"), [(16, 2), (48, 64), (80, 576), (960, 30), (1616, 128)])
-def test_product_is_exact_to_rounding_and_rows_are_their_own(N: int, K: int) -> None:
+def test_product_is_exact_to_rounding_and_rows_are_independent(N: int, K: int) -> None:
     weight = torch.randn(N, K).bfloat16()
     linear = PackedLinear(weight)
     x = torch.randn(211, K).bfloat16()

@@ -52,7 +52,7 @@ SHAPES: list[dict[str, Any]] = [
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where the kernels run: on a CPU interpreted, on a GPU compiled."""
+    """The device that the kernels run on: interpreted on a CPU, compiled on a GPU."""
     if (request.param == "cpu") != ("TRITON_INTERPRET" in os.environ):
         pytest.skip("Triton interprets where there is no GPU, and compiles where there is one")
     return str(request.param)
@@ -62,12 +62,12 @@ def device(request: pytest.FixtureRequest) -> str:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles and parts so small that short contexts have several."""
     monkeypatch.setattr(triton_attention, "tiles_for", lambda *_: Tiles(32, 16, 4, 2))
-    monkeypatch.setattr(triton_attention, "_SPLIT_TOKENS", 32)
-    monkeypatch.setattr(triton_attention, "_FULL_SPLIT_TOKENS", 64)
+    monkeypatch.setattr(triton_attention, "SPLIT_TOKENS", 32)
+    monkeypatch.setattr(triton_attention, "FULL_SPLIT_TOKENS", 64)
 
 
 def run(case: Case, device: str) -> Tensor:
-    """The kernel's output for the case, on the CPU again."""
+    """Return the kernel's output for the case, on the CPU."""
     pool, batch = case.pool.to(device), case.batch
     k_pages, v_pages = (
         pool.as_strided(pages.shape, pages.stride(), pages.storage_offset()) for pages in (case.k_pages, case.v_pages)
@@ -79,7 +79,7 @@ def run(case: Case, device: str) -> Tensor:
         arguments["sinks"] = case.sink_logits.to(device)
     arguments |= {name: scale.to(device) for name, scale in case.scales.items()}
     flat = case.q.as_strided((case.q.untyped_storage().nbytes() // case.q.itemsize,), (1,), 0)
-    q = flat.to(device).as_strided(case.q.shape, case.q.stride())  # as strided as it was
+    q = flat.to(device).as_strided(case.q.shape, case.q.stride())  # with the same strides
     return paged_attention(q, k_pages, v_pages, batch, **arguments).cpu()
 
 
@@ -100,7 +100,7 @@ def test_attention_matches_longhand(shape: dict[str, Any], device: str, seed: in
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[5], SHAPES[8], SHAPES[10], *SHAPES[-4:]], ids=str)
-def test_batches_without_chunks(shape: dict[str, Any], device: str, seed: int) -> None:
+def test_attention_of_batches_without_chunks_matches_longhand(shape: dict[str, Any], device: str, seed: int) -> None:
     check(Case(FEW_ROWS, seed=seed, **shape), device)
 
 
@@ -112,7 +112,7 @@ def test_batches_without_chunks(shape: dict[str, Any], device: str, seed: int) -
     # Triton's interpreter multiplies bfloat16 by its bits.
     [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)],
 )
-def test_the_tiles_that_are_used(
+def test_attention_with_real_tiles_matches_longhand(
     dtype: torch.dtype, dim: int, lengths: list[tuple[int, int]], fp8: bool, device: str, seed: int
 ) -> None:
     if dtype is torch.bfloat16 and device == "cpu":
@@ -121,7 +121,7 @@ def test_the_tiles_that_are_used(
 
 
 @pytest.mark.usefixtures("small")
-def test_random_batches(device: str, seed: int) -> None:
+def test_attention_of_random_batches_matches_longhand(device: str, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(4 if device == "cpu" else 60):
         lengths = []
@@ -146,7 +146,7 @@ def test_random_batches(device: str, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_pages_out_of_the_window_are_never_read(device: str, seed: int) -> None:
+def test_pages_outside_the_window_are_never_read(device: str, seed: int) -> None:
     case = Case([(1, 200), (9, 130), (40, 120)], window=20, seed=seed)
     case.fill()
     pages = case.batch.page_table
@@ -158,7 +158,7 @@ def test_pages_out_of_the_window_are_never_read(device: str, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_sequences_without_rows_change_nothing(device: str, seed: int) -> None:
+def test_sequences_without_rows_change_no_output(device: str, seed: int) -> None:
     """A decode batch is padded to a size for which there is a graph."""
     case = Case(DECODES, seed=seed)
     case.fill()
@@ -169,7 +169,7 @@ def test_sequences_without_rows_change_nothing(device: str, seed: int) -> None:
     torch.testing.assert_close(run(case, device).double(), case.expected(), atol=2e-5, rtol=2e-5)
 
 
-def test_elements_that_lie_apart_are_brought_together(device: str) -> None:
+def test_queries_with_strided_elements_match_longhand(device: str) -> None:
     case = Case([(5, 20), (1, 9)])
     case.q = case.q.transpose(1, 2).contiguous().transpose(1, 2)
     check(case, device)
@@ -184,7 +184,7 @@ def test_scores_far_apart_do_not_overflow(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [1, 16, 24])
-def test_store_writes_its_slots_and_nothing_else(dtype: torch.dtype, page_size: int, device: str) -> None:
+def test_store_writes_only_its_slots(dtype: torch.dtype, page_size: int, device: str) -> None:
     case = Case([(5, 20), (1, 17), (30, 30)], k_dim=24, v_dim=40, dtype=dtype, page_size=page_size)
     fused = torch.randn(36, 2 * (24 + 40)).to(dtype)
     slots = case.batch.slots
@@ -194,22 +194,22 @@ def test_store_writes_its_slots_and_nothing_else(dtype: torch.dtype, page_size: 
         pool.as_strided(pages.shape, pages.stride(), pages.storage_offset()) for pages in (case.k_pages, case.v_pages)
     )
     store_kv(rows[:, :48].view(36, 2, 24), rows[:, 48:].view(36, 2, 40), k_pages, v_pages, slots.to(device))
-    kept = slots >= 0
-    pages, offsets = slots[kept] // page_size, slots[kept] % page_size
-    assert torch.equal(k_pages.cpu()[pages, :, offsets], fused[kept, :48].view(-1, 2, 24))
-    assert torch.equal(v_pages.cpu()[pages, :, offsets], fused[kept, 48:].view(-1, 2, 40))
-    assert int((~pool.isnan()).sum()) == fused[kept].numel()
+    is_stored = slots >= 0
+    pages, offsets = slots[is_stored] // page_size, slots[is_stored] % page_size
+    assert torch.equal(k_pages.cpu()[pages, :, offsets], fused[is_stored, :48].view(-1, 2, 24))
+    assert torch.equal(v_pages.cpu()[pages, :, offsets], fused[is_stored, 48:].view(-1, 2, 40))
+    assert int((~pool.isnan()).sum()) == fused[is_stored].numel()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
-def test_store_rounds_to_e4m3_and_cuts_off(dtype: torch.dtype, device: str, seed: int) -> None:
+def test_store_to_e4m3_rounds_and_clamps(dtype: torch.dtype, device: str, seed: int) -> None:
     if dtype is torch.bfloat16 and device == "cpu":
         pytest.skip("not in the interpreter")
     case = Case([(30, 30)], k_dim=24, v_dim=40, fp8=True, seed=seed)
     case.scales = {name: torch.tensor([0.5, 0.125]) for name in case.scales}
     rng = torch.Generator().manual_seed(seed)
     rows = [torch.randn(30, 2, dim, generator=rng) * torch.logspace(-3, 3, dim) for dim in (24, 40)]
-    if device == "cpu":  # Triton's interpreter rounds wrongly where that carries: give it what e4m3 has
+    if device == "cpu":  # Triton's interpreter rounds wrongly where rounding carries: give it numbers of e4m3
         rows = [x.clamp(-400, 400).to(torch.float8_e4m3fn).float() for x in rows]
     k, v = (x.to(dtype) for x in rows)
     k[0, 0, :2] = torch.tensor([6e4, -6e4])
@@ -224,8 +224,8 @@ def test_store_rounds_to_e4m3_and_cuts_off(dtype: torch.dtype, device: str, seed
     assert (case.pool.float().abs() == 448).any()
 
 
-def test_they_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
-    """Compiling needs no GPU. The interpreter takes more than the compiler does."""
+def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
+    """Compiling needs no GPU. The interpreter accepts more than the compiler does."""
     script = """
         import pathlib
         import subprocess
@@ -245,14 +245,14 @@ def test_they_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
             constants = {
                 "GROUP": group, "PAGE": 16, "BLOCK_N": tiles.tokens, "SMALL": 16, "SPLITS": 8, "SPLIT_TILES": 4,
                 "WINDOW": 0, "SOFTCAP": 0.0, "HAS_SINKS": False, "LARGE": tiles.rows if has_chunks else 0,
-                "HAS_SCALES": False, **ours._widths(dim, dim), **features,
+                "HAS_SCALES": False, **ours.block_widths(dim, dim), **features,
             }
             kinds = {"scale": "fp32", "query_start": "*i32", "kv_lens": "*i32", "page_table": "*i32"}
             kinds |= dict.fromkeys(("out", "q", "k_pages", "v_pages", "sinks"), "*bf16")
             if constants["HAS_SCALES"]:
                 kinds |= {"k_pages": "*fp8e4nv", "v_pages": "*fp8e4nv", "k_scale": "*fp32", "v_scale": "*fp32"}
             kinds |= dict.fromkeys(("part", "part_lse"), "*fp32" if constants["SPLITS"] > 1 else "*bf16")
-            kernel = ours._attention_kernel
+            kernel = ours.attention_kernel
             names = kernel.arg_names
             if not constants["HAS_SCALES"]:
                 constants |= {"k_scale": None, "v_scale": None}

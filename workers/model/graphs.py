@@ -1,7 +1,7 @@
 """Steps in which every sequence decodes, recorded as CUDA graphs: one call launches what was a thousand.
 
-What is recorded has fixed shapes and addresses. So there is a graph for each of some batch sizes; a step takes the next
-larger one, with rows added that read one token and write nowhere, and its inputs are copied to where the graph reads.
+A graph has fixed shapes and addresses. So there is a graph for each of some batch sizes. A step takes the next larger
+one, with padding rows that read one token and write nowhere, and its inputs are copied to where the graph reads.
 """
 
 import logging
@@ -25,17 +25,22 @@ logger = logging.getLogger(__name__)
 
 _Integer = TypeVar("_Integer", np.int32, np.int64)
 Record: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
-"""Makes of a function of tensors that stay where they are one that does the same again."""
+"""Records a function over tensors at fixed addresses; returns a function that does the same again."""
 
 
 def batch_sizes(most: int) -> list[int]:
-    """For how many sequences there are graphs: few decodes are padded by less, and memory-bound steps hardly mind."""
+    """Return the numbers of sequences for which there are graphs, up to `most`.
+
+    Small batches are padded by few rows; memory-bound steps hardly take longer for padding.
+    """
     return sorted({size for size in (1, 2, 4, *range(8, 128, 8), *range(128, most, 32), most) if size <= most})
 
 
 def padded(inputs: StepInputs, num_rows: int) -> StepInputs:
-    """The same decodes and more rows, `num_rows` in all: each a sequence of one token, which it reads from page 0,
-    where there always is one, and writes to no slot."""
+    """Return the same decodes with padding rows, `num_rows` in all.
+
+    A padding row is a sequence of one token. It reads page 0, which always exists, and writes to no slot.
+    """
 
     def more(array: NDArray[_Integer], value: int = 0) -> NDArray[_Integer]:
         longer = np.full((num_rows, *array.shape[1:]), value, array.dtype)
@@ -54,10 +59,10 @@ def padded(inputs: StepInputs, num_rows: int) -> StepInputs:
 
 
 class DecodeGraphs:
-    """Decode steps of one model, which has its pool, recorded for up to `max_num_seqs` sequences."""
+    """Decode steps of one model, recorded for up to `max_num_seqs` sequences. The model's pool must be allocated."""
 
     def __init__(self, model: PagedModel, page_size: int, max_num_seqs: int, record: Record) -> None:
-        """Whatever `record` raises where it cannot."""
+        """Record a graph of every size. Raises whatever `record` raises."""
         width = -(-model.max_model_len // page_size)
         none, none32 = np.zeros(0, np.int64), np.zeros(0, np.int32)
         nothing = StepInputs(none, none, none, none, np.zeros(1, np.int32), none32, np.zeros((0, width), np.int32))
@@ -67,19 +72,19 @@ class DecodeGraphs:
         self._sizes = batch_sizes(max_num_seqs)
         self._graphs = {size: record(partial(self._compute, size)) for size in reversed(self._sizes)}
 
-    def fit(self, inputs: StepInputs) -> bool:
-        """Whether all that the step does is one token of each of so many sequences, whose logits are wanted."""
+    def covers(self, inputs: StepInputs) -> bool:
+        """Return whether the step is one decode of each of few enough sequences, all of whose logits are wanted."""
         return inputs.max_query_len == 1 and len(inputs.wanted) == len(inputs.token_ids) <= self._sizes[-1]
 
     @torch.inference_mode()
-    def run(self, inputs: StepInputs, found: Tensor | None = None) -> Tensor:
-        """Logits [N, vocab], until the next run overwrites them. `found`: see `StepInputs.on`."""
+    def run(self, inputs: StepInputs, previous_tokens: Tensor | None = None) -> Tensor:
+        """Return logits [N, vocab], which the next run overwrites. `previous_tokens`: see `StepInputs.on`."""
         num_rows, width = inputs.page_table.shape
         size = self._sizes[bisect_left(self._sizes, num_rows)]
-        given, mine = padded(inputs, size).on(self._model.device, found), self._inputs
+        given, recorded = padded(inputs, size).on(self._model.device, previous_tokens), self._inputs
         for name in ("token_ids", "positions", "slots", "kv_len"):  # the others are the same in every step
-            getattr(mine, name)[:size].copy_(getattr(given, name))
-        mine.page_table[:size, :width].copy_(given.page_table)  # what lies beyond is not read
+            getattr(recorded, name)[:size].copy_(getattr(given, name))
+        recorded.page_table[:size, :width].copy_(given.page_table)  # entries beyond `width` are not read
         self._graphs[size]()
         return self._logits[:num_rows]
 
@@ -94,9 +99,12 @@ class DecodeGraphs:
 
 
 def decode_graphs(model: PagedModel, page_size: int, max_num_seqs: int) -> DecodeGraphs | None:
-    """Of a whole model on a GPU, which has its pool. None where decode steps run kernel by kernel: on a CPU, on ranks
-    of a gang, and where the model cannot be recorded, which is said with the reason."""
-    if model.device.type != "cuda" or model.part.place.size > 1:
+    """Record the decode steps of a whole model on a GPU. The model's pool must be allocated.
+
+    Returns None where decode steps run kernel by kernel: on a CPU, on ranks of a gang, and for a model that cannot be
+    recorded, for which the reason is logged.
+    """
+    if model.device.type != "cuda" or model.part.position.size > 1:
         return None
     started = time.monotonic()
     try:
@@ -110,7 +118,7 @@ def decode_graphs(model: PagedModel, page_size: int, max_num_seqs: int) -> Decod
 
 @contextmanager
 def _refusing_to_wait() -> Iterator[None]:
-    """Raises where the host waits for the GPU. A capture would too, but leaves torch's allocator in disorder."""
+    """Raise where the host waits for the GPU. A capture would raise too, but leaves torch's allocator in disorder."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
         torch.cuda.set_sync_debug_mode("error")
@@ -121,16 +129,16 @@ def _refusing_to_wait() -> Iterator[None]:
 
 
 def _recorder() -> Record:
-    """By stream capture, into memory that all graphs share: only one runs at a time."""
+    """Return a `Record` by stream capture. All graphs share one memory pool, since only one runs at a time."""
     memory = torch.cuda.graph_pool_handle()
     stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # left again also where a capture fails, which `torch.cuda.graph` would not
+        with torch.cuda.stream(stream):  # left also where a capture fails, which `torch.cuda.graph` would not do
             with _refusing_to_wait():
-                run()  # compiles kernels, allocates what libraries keep
+                run()  # compiles kernels, allocates the libraries' workspaces
             with torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"):
                 run()
         torch.cuda.current_stream().wait_stream(stream)

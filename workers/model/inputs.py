@@ -15,23 +15,27 @@ from crossdock.kernels.attention import AttentionBatch
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.schedule.batch import Batch, Scheduled
 
+_ALIGNMENT = 16  # bytes: Triton compiles a kernel again for pointers that are less aligned
+
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """All that a rank must know to compute a step: integers, in one message."""
+    """All that a rank needs to compute a step: integers, sent in one message."""
 
-    token_ids: NDArray[np.int64]  # [T]; `~i`: what the step before finds in its row i
+    token_ids: NDArray[np.int64]  # [T]; `~i`: the token that the previous step draws in its row i
     positions: NDArray[np.int64]  # [T]
     slots: NDArray[np.int64]  # [T]
-    wanted: NDArray[np.int64]  # [N], which rows' logits
+    wanted: NDArray[np.int64]  # [N], the rows whose logits are wanted
     query_start: NDArray[np.int32]  # [S+1]
     kv_len: NDArray[np.int32]  # [S]
     page_table: NDArray[np.int32]  # [S, P]
 
     @classmethod
     def of(cls, batch: Batch, page_size: int) -> "tuple[StepInputs, list[range]]":
-        """The step, and for each part of the batch which of the N rows of logits are its own: the last token's where
-        it samples, every token's where prompt logprobs are wanted, else none."""
+        """Return the step, and for each part of the batch its rows of the N rows of logits.
+
+        A part that samples has its last token's row. A part whose request wants prompt logprobs has every token's.
+        """
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -72,34 +76,34 @@ class StepInputs:
     def max_query_len(self) -> int:
         return int(np.diff(self.query_start).max())
 
-    def on(self, device: torch.device, found: Tensor | None = None) -> "StepTensors":
-        """The same there. To a GPU it is one copy, which the host does not wait for. `found`: the tokens [N] of the
-        step before, on `device`, where this one begins with some of them; what is below 0 there counts as 0."""
+    def on(self, device: torch.device, previous_tokens: Tensor | None = None) -> "StepTensors":
+        """Copy the step to `device`. To a GPU it is one copy, for which the host does not wait.
+
+        `previous_tokens` [N], on `device`, are those that the previous step has drawn, if this step begins with some of
+        them. A token below 0 counts as 0.
+        """
         arrays = [getattr(self, name) for name in self.__slots__]
         starts = [0, *accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
         staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-        places = [slice(start, start + array.nbytes) for start, array in zip(starts, arrays, strict=False)]
-        for place, array in zip(places, arrays, strict=True):
-            staged.numpy()[place] = array.reshape(-1).view(np.uint8)
-        there = staged.to(device, non_blocking=True)
+        spans = [slice(start, start + array.nbytes) for start, array in zip(starts, arrays, strict=False)]
+        for span, array in zip(spans, arrays, strict=True):
+            staged.numpy()[span] = array.reshape(-1).view(np.uint8)
+        copied = staged.to(device, non_blocking=True)
         tensors = StepTensors(
             *(
-                there[place].view(getattr(torch, array.dtype.name)).view(array.shape)
-                for place, array in zip(places, arrays, strict=True)
+                copied[span].view(getattr(torch, array.dtype.name)).view(array.shape)
+                for span, array in zip(spans, arrays, strict=True)
             )
         )
-        if found is None or self.token_ids.min() >= 0:
+        if previous_tokens is None or self.token_ids.min() >= 0:
             return tensors
         ids = tensors.token_ids
-        known = torch.where(ids < 0, found[(~ids).clamp(min=0)].clamp(min=0), ids)
+        known = torch.where(ids < 0, previous_tokens[(~ids).clamp(min=0)].clamp(min=0), ids)
         return tensors._replace(token_ids=known)
 
-    def run(self, model: PagedModel, found: Tensor | None = None) -> Tensor:
-        """This rank's part of the step: logits [N, vocab] on the last stage. `found`: see `on`."""
-        return self.on(model.device, found).run(model, self.max_query_len, int(self.kv_len.max()))
-
-
-_ALIGNMENT = 16  # bytes: Triton compiles a kernel anew for pointers that are less aligned
+    def run(self, model: PagedModel, previous_tokens: Tensor | None = None) -> Tensor:
+        """Compute this rank's part of the step; return logits [N, vocab] on the last stage. See `on`."""
+        return self.on(model.device, previous_tokens).run(model, self.max_query_len, int(self.kv_len.max()))
 
 
 class StepTensors(NamedTuple):
@@ -126,7 +130,7 @@ def _slots(part: Scheduled, page_size: int) -> list[int]:
 
 
 def _page_table(parts: Sequence[Scheduled], page_size: int) -> NDArray[np.int32]:
-    """[S, P], with as many pages as this step's tokens reach, short rows filled with page 0."""
+    """Return the pages of every part, [S, P]: as many as this step's tokens reach, short rows filled with page 0."""
     reach = [-(-(part.start + part.num_tokens) // page_size) for part in parts]
     table = np.zeros((len(parts), max(reach)), np.int32)
     for row, part, num_pages in zip(table, parts, reach, strict=True):
@@ -135,7 +139,7 @@ def _page_table(parts: Sequence[Scheduled], page_size: int) -> NDArray[np.int32]
 
 
 def _num_rows(part: Scheduled) -> int:
-    """A prompt's logprobs need the logits of every token; sampling needs the last one's."""
+    """Return how many rows of logits a part needs: all for a prompt's logprobs, the last to sample, else none."""
     if part.request.sampling.prompt_logprobs is not None and part.start < part.request.num_prompt_tokens:
         return part.num_tokens
     return int(part.samples)

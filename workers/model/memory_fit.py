@@ -1,55 +1,60 @@
-"""Whether a rank's weights and KV pages fit, said before they are loaded, and what would fit if they do not."""
+"""Check before loading whether a rank's weights and KV pages fit, and advise what would fit if they do not."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from crossdock.workers.model.parallel import CannotCut, RankPosition
+from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.weights import measure_part
 
 
 class DoesNotFit(ValueError):
-    """There is less memory than the model needs; the message says how much is missing, and what would help."""
+    """There is less memory than the model needs; the message gives the missing bytes, and what would help."""
 
 
 def check_fits(
     config: Any,
-    place: RankPosition,
+    position: RankPosition,
     dtype: torch.dtype,
     kv_bytes: int,
     device: str,
     num_sharing: int = 1,
     free_bytes: int | None = None,
 ) -> None:
-    """Of a transformers configuration, the part at `place`. `num_sharing`: ranks that share this host's memory.
-    `free_bytes`: None asks the device."""
+    """Check that the part at `position` of a transformers configuration fits, with `kv_bytes` of pages.
+
+    `num_sharing` ranks share this host's memory. `free_bytes` None asks the device.
+
+    Raises:
+        DoesNotFit: with the missing bytes, and a tensor_parallel_size that would fit.
+    """
     free = free_bytes if free_bytes is not None else _free(device)
-    mine = free // num_sharing if device == "cpu" else free
-    weights = measure_part(config, place, dtype)
-    if weights + kv_bytes <= mine:
+    available = free // num_sharing if device == "cpu" else free
+    weights = measure_part(config, position, dtype)
+    if weights + kv_bytes <= available:
         return
-    shared = f" (this host's {size_of(free)} for {num_sharing} ranks)" if mine < free else ""
+    shared = f" (this host's {size_of(free)} for {num_sharing} ranks)" if available < free else ""
     raise DoesNotFit(
-        f"{place} needs {size_of(weights)} for weights and {size_of(kv_bytes)} for KV pages, and {size_of(mine)} are "
-        f"free on {device}{shared}: {size_of(weights + kv_bytes - mine)} are missing. "
-        f"{_advice(config, place, dtype, kv_bytes, mine)}"
+        f"{position} needs {size_of(weights)} for weights and {size_of(kv_bytes)} for KV pages, and "
+        f"{size_of(available)} are free on {device}{shared}: {size_of(weights + kv_bytes - available)} are missing. "
+        f"{_advice(config, position, dtype, kv_bytes, available)}"
     )
 
 
-def _advice(config: Any, place: RankPosition, dtype: torch.dtype, kv_bytes: int, mine: int) -> str:
+def _advice(config: Any, position: RankPosition, dtype: torch.dtype, kv_bytes: int, available: int) -> str:
     for tensor_size in (2, 4, 8, 16, 32, 64):
-        if tensor_size <= place.tensor_size:
+        if tensor_size <= position.tensor_size:
             continue
-        wider = RankPosition(0, tensor_size, place.num_stages)
+        wider = RankPosition(0, tensor_size, position.num_stages)
         try:
             needed = max(
-                measure_part(config, RankPosition(stage * tensor_size, tensor_size, place.num_stages), dtype)
-                for stage in range(place.num_stages)
+                measure_part(config, RankPosition(stage * tensor_size, tensor_size, position.num_stages), dtype)
+                for stage in range(position.num_stages)
             )
         except CannotCut:
             break
-        if needed + kv_bytes <= mine:
+        if needed + kv_bytes <= available:
             return (
                 f"tensor_parallel_size {wider.tensor_size} would fit with as much for every rank: {size_of(needed)} "
                 f"and {size_of(kv_bytes)} each"
@@ -58,16 +63,21 @@ def _advice(config: Any, place: RankPosition, dtype: torch.dtype, kv_bytes: int,
 
 
 def used() -> str:
-    """What this process uses, for people."""
+    """Return how much memory this process uses, as text for logs."""
     if torch.cuda.is_available():
         return f"{size_of(torch.cuda.memory_allocated())} of GPU memory in use"
     return f"{size_of(_kib('/proc/self/status', 'VmRSS'))} of memory in use"
 
 
 def used_by_all_but_torch() -> int:
-    """Bytes of the GPU: other processes', and what libraries of this one hold outside torch's allocator."""
+    """Return the bytes of the GPU in use by other processes, and by libraries of this one outside torch's allocator."""
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
+
+
+def size_of(num_bytes: int) -> str:
+    """Return a number of bytes as text for logs and errors."""
+    return f"{num_bytes / (1 << 30):.2f} GiB" if num_bytes >= 1 << 28 else f"{num_bytes / (1 << 20):.1f} MiB"
 
 
 def _free(device: str) -> int:
@@ -85,8 +95,3 @@ def _kib(file: str, key: str) -> int:
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) << 10
     raise ValueError(f"{file} has no {key}")
-
-
-def size_of(num_bytes: int) -> str:
-    """For people."""
-    return f"{num_bytes / (1 << 30):.2f} GiB" if num_bytes >= 1 << 28 else f"{num_bytes / (1 << 20):.1f} MiB"

@@ -1,4 +1,4 @@
-"""Executes batches, on this rank and on all others: one flat forward pass over any mix of chunks and decodes."""
+"""Execute batches on this rank and on all others: one flat forward pass over any mix of chunks and decodes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,24 +13,29 @@ from crossdock.workers.schedule.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Executes batches on one model; `tell` gives each to the other ranks, where there are any."""
+    """Executes batches on one model. `notify_ranks` sends each batch to the other ranks, if there are any."""
 
     model: PagedModel
     page_size: int
-    tell: Callable[[bytes], None] | None = None
+    notify_ranks: Callable[[bytes], None] | None = None
     graphs: DecodeGraphs | None = None
 
     def begin(self, batch: Batch) -> tuple[StepInputs, list[range]]:
-        """The other ranks may compute it from now on."""
+        """Send a batch to the other ranks, which may compute it from now on."""
         step = StepInputs.of(batch, self.page_size)
-        if self.tell is not None:
-            self.tell(step[0].pack())
+        if self.notify_ranks is not None:
+            self.notify_ranks(step[0].pack())
         return step
 
-    def finish(self, step: tuple[StepInputs, list[range]], found: Tensor | None = None) -> tuple[Tensor, list[range]]:
-        """Logits [N, vocab], valid until the next call, and for each part of the batch its rows. Batches are finished
-        in the order they began. `found`: see `StepInputs.on`."""
+    def finish(
+        self, step: tuple[StepInputs, list[range]], previous_tokens: Tensor | None = None
+    ) -> tuple[Tensor, list[range]]:
+        """Compute a step. Steps are finished in the order they began.
+
+        Returns the logits [N, vocab], valid until the next call, and each part's rows of them. `previous_tokens`: see
+        `StepInputs.on`.
+        """
         inputs, rows = step
-        if self.graphs is not None and self.graphs.fit(inputs):
-            return self.graphs.run(inputs, found), rows
-        return inputs.run(self.model, found), rows
+        if self.graphs is not None and self.graphs.covers(inputs):
+            return self.graphs.run(inputs, previous_tokens), rows
+        return inputs.run(self.model, previous_tokens), rows

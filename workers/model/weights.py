@@ -1,7 +1,7 @@
-"""One rank's part of a checkpoint: of every tensor in its safetensors files, what the rank holds is read, and no more.
+"""One rank's part of a checkpoint: of every tensor in its safetensors files, only the rank's slice is read.
 
-transformers loads as ever (names, merged experts, data types, ties); between its steps the module is cut while it is on
-the meta device, and what it reads the weights from gives the rank's slices only.
+transformers does the loading (names, merged experts, data types, ties). Between its steps the module is cut while it
+is on the meta device, and the source of its weights gives only the rank's slices.
 """
 
 from collections.abc import Sequence
@@ -15,92 +15,103 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, rename_source_key
 
-from crossdock.workers.model.parallel import CannotCut, Cut, Links, Part, RankPosition, cut
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.cut_model import cut_model
+from crossdock.workers.model.cut.part import ModelPart, TensorSlice
+from crossdock.workers.model.cut.position import CannotCut, RankPosition
 
 
 def load_part(
-    config: PretrainedConfig, path: Path, place: RankPosition, links: Links | None, **options: Any
-) -> tuple[Any, Part]:
-    """The part at `place` of the model in a Hugging Face directory; `options` are `from_pretrained`'s.
+    config: PretrainedConfig, path: Path, position: RankPosition, collectives: Collectives | None, **options: Any
+) -> tuple[Any, ModelPart]:
+    """Load the part at `position` of the model in a Hugging Face directory. `options` are `from_pretrained`'s.
 
     Raises:
-        CannotCut: the model cannot be divided so.
+        CannotCut: the model cannot be divided among so many ranks.
         ValueError: the checkpoint lacks weights.
     """
     whole = AutoModelForCausalLM._model_mapping[type(config)]
-    parts: list[Part] = []
+    parts: list[ModelPart] = []
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # of the class made below
         whole.__init__(self, *args, **kwargs)
-        parts.append(cut(self, place, links))
+        parts.append(cut_model(self, position, collectives))
 
     def _load_pretrained_model(model: Any, state_dict: Any, files: Sequence[str], *args: Any, **kwargs: Any) -> Any:
         return whole._load_pretrained_model(model, _slices(model, parts[0], files), None, *args, **kwargs)
 
     steps = {"__init__": __init__, "_load_pretrained_model": staticmethod(_load_pretrained_model)}
-    # Of the same name and module: transformers looks up by them what checkpoints of this model need.
-    mine = type(whole.__name__, (whole,), {"__module__": whole.__module__, **steps})
-    module, found = mine.from_pretrained(  # type: ignore[attr-defined]
+    # The same name and module as the whole class: by these transformers looks up the conversions of a checkpoint.
+    part_class = type(whole.__name__, (whole,), {"__module__": whole.__module__, **steps})
+    module, report = part_class.from_pretrained(  # type: ignore[attr-defined]
         path, config=config, use_safetensors=True, output_loading_info=True, **options
     )
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(report["missing_keys"]):
         raise ValueError(f"{path} has no weights for {', '.join(missing[:4])}{' and others' * (len(missing) > 4)}")
     return module, parts[0]
 
 
-def measure_part(config: PretrainedConfig, place: RankPosition, dtype: torch.dtype) -> int:
-    """Bytes of the weights that the rank at `place` would hold. CannotCut: there is no such part."""
+def measure_part(config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> int:
+    """Return the bytes of the weights that the rank at `position` would hold.
+
+    Raises:
+        CannotCut: there is no such part.
+    """
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        cut(module, place, None)
+        cut_model(module, position, None)
     tied = set(getattr(module, "all_tied_weights_keys", ()))
     return sum(value.nbytes for name, value in module.state_dict().items() if name not in tied)
 
 
 def check_division(path: Path, tensor_size: int, num_stages: int) -> None:
-    """Raises CannotCut, with the reason, if the model in a Hugging Face directory cannot be divided among so many."""
+    """Check that the model in a Hugging Face directory can be divided among so many ranks.
+
+    Raises:
+        CannotCut: with the reason.
+    """
     config = AutoConfig.from_pretrained(path)
     for rank in range(tensor_size * num_stages):
         measure_part(config, RankPosition(rank, tensor_size, num_stages), torch.float32)
 
 
-class _Slice:
-    """What transformers takes for a safetensors slice: asked for all, it gives this rank's part."""
+class _WeightSource:
+    """Stands in for a safetensors slice: when transformers reads all of it, it gives this rank's part."""
 
-    def __init__(self, source: Any, where: Cut | None, num_dims: int) -> None:
-        self._source, self._where, self._num_dims = source, where, num_dims
+    def __init__(self, source: Any, kept: TensorSlice | None, num_dims: int) -> None:
+        self._source, self._kept, self._num_dims = source, kept, num_dims
 
     def __getitem__(self, key: Any) -> Tensor:
         assert key is ...
-        tensor: Tensor = self._source[...] if self._where is None else self._where.read(self._source, self._num_dims)
+        tensor: Tensor = self._source[...] if self._kept is None else self._kept.read(self._source, self._num_dims)
         return tensor
 
     def get_dtype(self) -> Any:
         return self._source.get_dtype()
 
 
-def _slices(model: Any, part: Part, files: Sequence[str]) -> dict[str, _Slice]:
-    """By name in the checkpoint, for every tensor that this rank needs some of."""
+def _slices(model: Any, part: ModelPart, files: Sequence[str]) -> dict[str, _WeightSource]:
+    """Return a source for every tensor of which this rank needs some, by its name in the checkpoint."""
     held = model.state_dict()
     mapping = get_model_conversion_mapping(model)
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
     operations = {pattern: entry.operations for entry in converters for pattern in entry.source_patterns}
-    found: dict[str, _Slice] = {}
+    sources: dict[str, _WeightSource] = {}
     for file in files:
         # Not by mmap: pages of the file would count as this process's memory.
         reader: Any = safe_open(file, framework="pt", device="cpu", backend="pread")
-        for key in reader.keys():  # noqa: SIM118  # it is no mapping
+        for key in reader.keys():  # noqa: SIM118  # the reader is no mapping
             name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, held)
             if name not in held:
                 continue
-            where = part.cuts.get(name)
-            if where is not None and pattern is not None:
+            kept = part.slices.get(name)
+            if kept is not None and pattern is not None:
                 for operation in operations[pattern]:
                     if not isinstance(operation, MergeModulelist | Concatenate):
                         raise CannotCut(
                             f"{model.config.model_type}: {key} must be converted ({operation}) before it can be "
                             f"divided; load and save the model with transformers once, and serve that"
                         )
-            found[key] = _Slice(reader.get_slice(key), where, held[name].dim())
-    return found
+            sources[key] = _WeightSource(reader.get_slice(key), kept, held[name].dim())
+    return sources

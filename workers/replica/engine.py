@@ -15,10 +15,12 @@ from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.workers.model.grammar import GrammarCompiler, GrammarState
 from crossdock.workers.model.graphs import decode_graphs
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.kv_memory import room_for_pages
+from crossdock.workers.model.kv_memory import count_pages_that_fit
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.runner import Runner
-from crossdock.workers.model.sampler import Drawn, SampleRow, logprobs_of, sample
+from crossdock.workers.model.sampling.logprobs import logprobs_of
+from crossdock.workers.model.sampling.row import SampleRow
+from crossdock.workers.model.sampling.sampler import PendingTokens, sample
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.ranks import Gang, held, pool_spec
 from crossdock.workers.report.profile import SchedulingProfile
@@ -27,6 +29,7 @@ from crossdock.workers.schedule.cost import StepCostFit, StepWork
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import (
     FinishReason,
+    InvalidField,
     Request,
     SamplingParams,
     Status,
@@ -84,7 +87,7 @@ class Engine:
         num_pages = self._num_pages()
         self.model.allocate_pool(num_pages, self.config.page_size)
         self.pages = PagePool(num_pages, self.config.page_size, self.config.enable_prefix_caching)
-        depth = self.model.part.place.num_stages
+        depth = self.model.part.position.num_stages
         self.scheduler = Scheduler(
             self.config, self.pages, self.model.max_model_len, self.model.eos_token_ids, depth=depth
         )
@@ -99,7 +102,7 @@ class Engine:
 
     def _may_be_ahead(self) -> bool:
         """Whether steps begin before the tokens of those before them are known. ValueError: they should, and cannot."""
-        wanted, is_whole = self.config.async_scheduling, self.model.part.place.size == 1
+        wanted, is_whole = self.config.async_scheduling, self.model.part.position.size == 1
         if wanted and not is_whole:
             raise ValueError("async_scheduling must be false or null where several ranks share the model")
         return wanted if wanted is not None else is_whole and self.model.device.type == "cuda"
@@ -107,7 +110,7 @@ class Engine:
     def _num_pages(self) -> int:
         """As many as every rank can hold. ValueError: too few for one request."""
         config, page_size = self.config, self.config.page_size
-        room = self.gang.room if self.gang is not None else room_for_pages(self.model, config.budget, page_size)
+        room = self.gang.room if self.gang is not None else count_pages_that_fit(self.model, config.budget, page_size)
         num_pages, page_bytes = room
         needed = -(-self.model.max_model_len // page_size)
         if num_pages >= needed:
@@ -124,7 +127,7 @@ class Engine:
     def pool_spec(self, name: str) -> PoolSpec:
         """The KV pool here as other replicas must know it; `name` names the weights."""
         everyone = self.gang.everyone if self.gang is not None else [held(self.model)]
-        rank = self.model.part.place.rank
+        rank = self.model.part.position.rank
         return pool_spec(everyone, rank, self.model, name, self.config.page_size, self.pages.num_pages)
 
     @property
@@ -135,12 +138,14 @@ class Engine:
         """Queues a request that arrived at `arrived` on the engine's clock; None: now.
 
         Raises:
-            ValueError: it can never be served; the message names the field.
+            InvalidField: it can never be served.
             Overloaded: its class's time to first token cannot be met now.
         """
         for token in submission.prompt_token_ids:
             if not 0 <= token < self.model.vocab_size:
-                raise ValueError(f"prompt has token id {token}; this model's are 0 to {self.model.vocab_size - 1}")
+                raise InvalidField(
+                    f"prompt has token id {token}; this model's are 0 to {self.model.vocab_size - 1}", "prompt"
+                )
         grammar = submission.sampling.grammar
         state = self._compile(grammar) if grammar is not None else None
         request = Request.from_submission(submission, self.clock() if arrived is None else arrived)
@@ -196,14 +201,14 @@ class Engine:
         its = [self._rows[part.request.id] for part in batch.scheduled]
         if all(row.is_plain for row in its):
             sampling = [row for part, row in zip(batch.scheduled, its, strict=True) if part.samples]
-            drawn = Drawn(logits, sampling)
-            flight = _Flight(batch, partial(self._read, batch, drawn), now, found=drawn.there)
+            drawn = PendingTokens(logits, sampling)
+            flight = _Flight(batch, partial(self._read, batch, drawn), now, found=drawn.on_device)
         else:
             flight = _Flight(batch, partial(self._sampled, batch, logits, rows), now)
         self._flights.append(flight)
         return True
 
-    def _read(self, batch: Batch, drawn: Drawn) -> dict[str, SampledToken]:
+    def _read(self, batch: Batch, drawn: PendingTokens) -> dict[str, SampledToken]:
         """Waits for a step. Where a token is found only now, the step behind it has begun with another."""
         ids = [part.request.id for part in batch.scheduled if part.samples]
         token_ids, late = drawn.read()
@@ -289,7 +294,9 @@ class Engine:
     def _compile(self, grammar: object) -> GrammarState:
         if self._grammar_compiler is None:
             if self.tokenizer_dir is None:
-                raise ValueError("structured output needs the model's tokenizer, which this engine was started without")
+                raise InvalidField(
+                    "structured output needs the model's tokenizer, which this engine was started without", "grammar"
+                )
             self._grammar_compiler = GrammarCompiler(
                 self.tokenizer_dir, self.model.vocab_size, tuple(self.model.eos_token_ids)
             )
@@ -355,8 +362,8 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         min_chunk_tokens=config.min_chunk_tokens or config.page_size,
         admission=config.admission,
         page_bytes=model.layout(config.page_size).page_bytes,
-        tensor_parallel_size=model.part.place.tensor_size,
-        pipeline_parallel_size=model.part.place.num_stages,
+        tensor_parallel_size=model.part.position.tensor_size,
+        pipeline_parallel_size=model.part.position.num_stages,
         cost=engine.cost_fit.cost,
         overrun=engine.cost_fit.overrun,
     )

@@ -29,13 +29,15 @@ import torch.distributed as dist
 from crossdock.kernels.options import AttentionBackend, KVCacheDtype
 from crossdock.kvtransfer.layout import LayerShape, PoolSpec, Shard
 from crossdock.workers.model.checkpoint import resolve_model
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.fp8_scales import exponents, fingerprint_of
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.kv_memory import PageBudget, room_for_pages
+from crossdock.workers.model.kv_memory import PageBudget, count_pages_that_fit
+from crossdock.workers.model.load import load_model
 from crossdock.workers.model.memory_budget import MemoryBudget
 from crossdock.workers.model.memory_fit import used
-from crossdock.workers.model.model import PagedModel, load_model
-from crossdock.workers.model.parallel import Links, RankPosition
+from crossdock.workers.model.model import PagedModel
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +157,7 @@ def load_rank(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     start = timedelta(seconds=spec.start_s)
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=start)
-    links = Links(place, spec.deadline_s, "nccl" if device == "cuda" else "gloo")
+    links = Collectives(place, spec.deadline_s, "nccl" if device == "cuda" else "gloo")
     phases.done("joined the others")
 
     def loaded() -> None:
@@ -171,7 +173,7 @@ def load_rank(
         kv_cache_dtype=spec.kv_cache_dtype,
     )
     phases.done("logits checked")
-    room = room_for_pages(model, spec.budget, spec.page_size)
+    room = count_pages_that_fit(model, spec.budget, spec.page_size)
     if spec.budget.known(device) is None:
         phases.done("memory measured")
     return model, room

@@ -19,8 +19,8 @@ from ray import serve
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from crossdock.workers.model.checkpoint import fingerprint, resolve_model
-from crossdock.workers.model.model import load_model
-from crossdock.workers.model.parallel import RankPosition
+from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.load import load_model
 from crossdock.workers.replica.config import EngineConfig, TransferConfig
 from crossdock.workers.replica.docks import RankDock
 from crossdock.workers.replica.engine import Engine, warm_up
@@ -29,7 +29,7 @@ from crossdock.workers.replica.handover import connect
 from crossdock.workers.replica.ranks import Address, Gang, GangSpec, RankFailed, follow
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import Role, SchedulingProfile
-from crossdock.workers.schedule.request import Overloaded, Submission
+from crossdock.workers.schedule.request import InvalidField, Overloaded, Submission
 
 logger = logging.getLogger("ray.serve")
 
@@ -197,7 +197,7 @@ class Replica:
         traceback to the log, and most refusals come when there is the least time for it."""
         try:
             return await self.loop.submit(ingress, submission)
-        except Overloaded as refusal:
+        except (Overloaded, InvalidField) as refusal:
             return refusal
         except ValueError as refusal:
             return ValueError(str(refusal))  # plain: a library's own subclass may not survive the journey

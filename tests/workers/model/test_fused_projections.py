@@ -1,4 +1,4 @@
-"""Projections computed together are what each computes alone."""
+"""Joined projections give what each gives alone."""
 
 from typing import Any
 
@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from crossdock.workers.model.fused_projections import join_projections
-from crossdock.workers.model.model import wrap_module
+from crossdock.workers.model.load import wrap_module
 from tests.workers.architectures import SERVED, build
-
-from .test_model import monolithic, random_steps, through_pages
+from tests.workers.model.paged import monolithic, random_steps, through_pages
 
 # Groups of heads, biases, norms of queries, windows, experts, several kinds of attention.
 JOINED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "olmo2", "opt", "qwen3_moe", "gpt_oss", "starcoder2"]
@@ -18,11 +17,11 @@ JOINED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "olmo2", "opt", "qwen3
 
 def projections(module: nn.Module) -> list[Any]:
     names = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-    return [it for name, it in module.named_modules() if name.endswith(names)]
+    return [child for name, child in module.named_modules() if name.endswith(names)]
 
 
 @pytest.mark.parametrize("name", JOINED)
-def test_logits_are_the_same_and_it_can_be_undone(name: str) -> None:
+def test_joined_projections_give_same_logits_and_can_be_undone(name: str) -> None:
     module = build(name, SERVED[name])
     for key, parameter in module.named_parameters():
         if key.endswith("bias"):  # else zero
@@ -32,7 +31,7 @@ def test_logits_are_the_same_and_it_can_be_undone(name: str) -> None:
     model = wrap_module(module)
     num_bytes = sum(parameter.nbytes for parameter in module.parameters())
     undo = join_projections(module)
-    assert all("forward" in vars(it) for it in projections(module))
+    assert all("forward" in vars(linear) for linear in projections(module))
     assert sum(parameter.nbytes for parameter in module.parameters()) == num_bytes
 
     def check() -> None:
@@ -42,7 +41,7 @@ def test_logits_are_the_same_and_it_can_be_undone(name: str) -> None:
 
     check()
     undo()
-    assert not any("forward" in vars(it) for it in projections(module))
+    assert not any("forward" in vars(linear) for linear in projections(module))
     check()
 
 
@@ -54,23 +53,36 @@ class Three(nn.Module):
 
 @pytest.mark.parametrize("bias", [True, False])
 @torch.inference_mode()
-def test_any_order_and_any_inputs_give_what_each_gives_alone(bias: bool) -> None:
+def test_joined_projections_in_any_order_equal_separate_ones(bias: bool) -> None:
     module = Three(bias=bias)
     linears = [module.q_proj, module.k_proj, module.v_proj]
     x, y = torch.randn(2, 3, 8).unbind()
-    alone = {(number, id(it)): linear(it) for number, linear in enumerate(linears) for it in (x, y)}
+    alone = {(number, id(given)): linear(given) for number, linear in enumerate(linears) for given in (x, y)}
     join_projections(module)
 
-    def check(number: int, it: Tensor) -> None:
-        torch.testing.assert_close(linears[number](it), alone[number, id(it)])
+    def check(number: int, given: Tensor) -> None:
+        torch.testing.assert_close(linears[number](given), alone[number, id(given)])
 
-    for number, it in [(0, x), (1, x), (2, x), (2, y), (1, y), (0, y), (0, x), (1, y), (2, x), (1, x), (1, x), (0, x)]:
-        check(number, it)
+    for number, given in [
+        (0, x),
+        (1, x),
+        (2, x),
+        (2, y),
+        (1, y),
+        (0, y),
+        (0, x),
+        (1, y),
+        (2, x),
+        (1, x),
+        (1, x),
+        (0, x),
+    ]:
+        check(number, given)
 
 
-def test_projections_that_differ_are_left_alone() -> None:
+def test_projections_that_differ_are_not_joined() -> None:
     module = nn.ModuleList([Three(), Three(), nn.Linear(8, 8)])
     module[0].k_proj = nn.Linear(9, 4)
     module[1].v_proj = nn.Linear(8, 2, bias=False)
     join_projections(module)
-    assert not any("forward" in vars(it) for it in module.modules())
+    assert not any("forward" in vars(child) for child in module.modules())

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from crossdock.kernels.build import cpu_flags
 from crossdock.workers.model.fusion import FusedLayers
-from crossdock.workers.model.model import PagedModel, wrap_module
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.model import PagedModel
 from tests.workers.architectures import build
-
-from .test_model import monolithic, random_steps, through_pages
+from tests.workers.model.paged import monolithic, random_steps, through_pages
 
 pytestmark = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="the fused kernel needs AVX512-BF16")
 
@@ -55,9 +55,9 @@ def prompts() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_fused_logits_are_transformers_own(name: str) -> None:
+def test_fused_logits_equal_transformers(name: str) -> None:
     module = bf16(name, FUSED[name])
-    exact = build(name, FUSED[name])  # the same weights in float32 tell how much of a difference is rounding
+    exact = build(name, FUSED[name])  # the same weights in float32 show how much of a difference is rounding
     expected = [monolithic(module, prompt).float() for prompt in prompts()]
     truth = [monolithic(exact, prompt) for prompt in prompts()]
     model = wrap_module(module)
@@ -69,12 +69,12 @@ def test_fused_logits_are_transformers_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_FUSED)
-def test_other_shapes_and_arithmetic_keep_their_own_code(name: str) -> None:
+def test_layers_of_other_shapes_or_arithmetic_are_not_fused(name: str) -> None:
     assert not is_fused(wrap_module(bf16(name, NOT_FUSED[name])))
 
 
-def test_rows_do_not_depend_on_the_batch_or_the_chunks() -> None:
-    """Bit for bit: alone in one piece, token by token, and in ragged company."""
+def test_fused_rows_depend_on_no_batch_and_no_chunks() -> None:
+    """Bit for bit the same: alone in one chunk, token by token, and in ragged batches."""
     model = wrap_module(bf16("llama", WIDE))
     alone = [through_pages(model, [prompt], [[(0, 0, len(prompt))]])[0] for prompt in prompts()]
     for seed in range(3):
@@ -83,5 +83,5 @@ def test_rows_do_not_depend_on_the_batch_or_the_chunks() -> None:
             assert torch.equal(ours, theirs)
 
 
-def test_float32_is_never_fused() -> None:
+def test_float32_model_is_not_fused() -> None:
     assert not is_fused(wrap_module(build("llama", WIDE)))

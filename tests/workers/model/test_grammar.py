@@ -1,4 +1,4 @@
-"""Structured output: whatever the model likes, what comes out parses; and it may end exactly where the grammar may."""
+"""Structured output: whatever the logits are, the text parses, and it may end exactly where the grammar may."""
 
 import json
 import re
@@ -11,7 +11,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from crossdock.workers.model.grammar import GrammarCompiler, GrammarState
-from crossdock.workers.model.sampler import SampleRow, sample
+from crossdock.workers.model.sampling.row import SampleRow
+from crossdock.workers.model.sampling.sampler import sample
 from crossdock.workers.schedule.request import Grammar, SamplingParams
 
 PADDING = 64  # the model's logits are this much wider than the tokenizer
@@ -79,27 +80,29 @@ def compiler(model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> GrammarComp
 
 
 @pytest.fixture(scope="module")
-def taste(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """1 for the tokens that end things and the end itself, else 0 [V]: without a bias to these a random walk stays in
-    its first string."""
+def closers(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """Return 1 for tokens that close strings and brackets and for the end token, else 0 [V].
+
+    Without a bias to these, a random walk stays in its first string.
+    """
     texts = [tokenizer.decode([i]) for i in range(len(tokenizer))]
     ends = [bool(text) and set(text) <= set('"}])x') for text in texts]
     ends[tokenizer.eos_token_id] = True
     return torch.tensor(ends + [False] * PADDING).float()
 
 
-def walk(
-    state: GrammarState, tokenizer: PreTrainedTokenizerBase, taste: torch.Tensor, seed: int, max_tokens: int = 300
+def random_text(
+    state: GrammarState, tokenizer: PreTrainedTokenizerBase, closers: torch.Tensor, seed: int, max_tokens: int = 300
 ) -> str:
-    """What a model with random logits says under the grammar. It likes the tokens past the vocabulary best of all."""
-    logits = torch.randn(len(taste), generator=torch.Generator().manual_seed(seed)) * 2
+    """Return the text that random logits give under the grammar. Tokens past the vocabulary have the highest logits."""
+    logits = torch.randn(len(closers), generator=torch.Generator().manual_seed(seed)) * 2
     logits[len(tokenizer) :] = 100
     tokens: list[int] = []
     row = SampleRow(SamplingParams(seed=seed), tokens, 0)
     while not state.finished:
         assert len(tokens) < max_tokens, tokenizer.decode(tokens)
         row.allowed = state.mask()
-        (sampled,) = sample((logits + taste * len(tokens) / 5)[None], [row])
+        (sampled,) = sample((logits + closers * len(tokens) / 5)[None], [row])
         tokens.append(sampled.token_id)
         state.accept(sampled.token_id)
         assert state.error is None
@@ -107,36 +110,38 @@ def walk(
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_walk_follows_the_schema(
-    name: str, compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, taste: torch.Tensor
+def test_random_text_follows_the_schema(
+    name: str, compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, closers: torch.Tensor
 ) -> None:
     schema = SCHEMAS[name]
-    said = set()
+    texts = set()
     for seed in range(8):
-        text = walk(compiler.compile(Grammar("json_schema", json.dumps(schema))), tokenizer, taste, seed)
+        text = random_text(compiler.compile(Grammar("json_schema", json.dumps(schema))), tokenizer, closers, seed)
         jsonschema.validate(json.loads(text), schema)
-        said.add(text)
-    assert len(said) > 1
+        texts.add(text)
+    assert len(texts) > 1
 
 
-def test_json_object_is_any_object(
-    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, taste: torch.Tensor
+def test_random_text_of_json_object_is_an_object(
+    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, closers: torch.Tensor
 ) -> None:
     for seed in range(8):
-        assert isinstance(json.loads(walk(compiler.compile(Grammar("json_object")), tokenizer, taste, seed)), dict)
+        assert isinstance(
+            json.loads(random_text(compiler.compile(Grammar("json_object")), tokenizer, closers, seed)), dict
+        )
 
 
 @pytest.mark.parametrize("pattern", [r"\d{3}-\d{4}", r"(yes|no)(, (sir|madam))?", r"[à-ü]{3,5}!", r"^[a-f]+$"])
-def test_walk_matches_the_regex(
-    pattern: str, compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, taste: torch.Tensor
+def test_random_text_matches_the_regex(
+    pattern: str, compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, closers: torch.Tensor
 ) -> None:
     for seed in range(8):
-        text = walk(compiler.compile(Grammar("regex", pattern)), tokenizer, taste, seed)
+        text = random_text(compiler.compile(Grammar("regex", pattern)), tokenizer, closers, seed)
         assert re.fullmatch(pattern, text), text
 
 
-def test_every_choice_can_be_said_and_nothing_else(
-    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, taste: torch.Tensor
+def test_choice_grammar_allows_exactly_its_choices(
+    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, closers: torch.Tensor
 ) -> None:
     choices = ["north", "north-east", 'a "quoted" \\ one', "日本\n", "<|im_end|>"]
     grammar = Grammar("choice", json.dumps(choices))
@@ -146,18 +151,20 @@ def test_every_choice_can_be_said_and_nothing_else(
             assert state.mask()[token_id], (choice, token_id)
             state.accept(token_id)
         assert state.mask()[tokenizer.eos_token_id]
-    assert {walk(compiler.compile(grammar), tokenizer, taste, seed) for seed in range(20)} <= set(choices)
+    assert {random_text(compiler.compile(grammar), tokenizer, closers, seed) for seed in range(20)} <= set(choices)
 
 
-def test_lark(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, taste: torch.Tensor) -> None:
+def test_random_text_follows_the_lark_grammar(
+    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, closers: torch.Tensor
+) -> None:
     grammar = Grammar("lark", 'start: "(" start ")" | "x"')
     for seed in range(8):
-        text = walk(compiler.compile(grammar), tokenizer, taste, seed)
+        text = random_text(compiler.compile(grammar), tokenizer, closers, seed)
         depth = len(text) // 2
         assert text == "(" * depth + "x" + ")" * depth
 
 
-def test_the_end_is_allowed_exactly_where_the_grammar_may_end(
+def test_end_token_is_allowed_exactly_where_the_grammar_may_end(
     compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     state = compiler.compile(Grammar("regex", "ab?c?"))
@@ -173,10 +180,10 @@ def test_the_end_is_allowed_exactly_where_the_grammar_may_end(
     assert not state.mask()[b]
     state.accept(c)
     assert state.mask().nonzero().flatten().tolist() == [eos]
-    assert state.finished, "nothing may follow, said or not"
+    assert state.finished, "nothing may follow, whether the end token came or not"
 
 
-def test_accepting_the_end_finishes(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_accepted_end_token_finishes_the_grammar(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
     state = compiler.compile(Grammar("regex", "a+"))
     state.accept(tokenizer.encode("a")[0])
     assert not state.finished
@@ -185,14 +192,14 @@ def test_accepting_the_end_finishes(compiler: GrammarCompiler, tokenizer: PreTra
     assert state.error is None
 
 
-def test_every_end_token_of_the_model_counts(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_every_end_token_of_the_model_is_allowed_at_the_end(tokenizer: PreTrainedTokenizerBase) -> None:
     eos = {0, tokenizer.eos_token_id}  # SmolLM2's <|endoftext|> and <|im_end|>
     state = GrammarCompiler(tokenizer, len(tokenizer), eos).compile(Grammar("regex", "a?"))
     allowed = set(state.mask().nonzero().flatten().tolist())
     assert allowed == {*eos, tokenizer.encode("a")[0]}
 
 
-def test_mask_is_as_wide_as_the_logits(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_mask_is_as_wide_as_logits(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
     mask = compiler.compile(Grammar("regex", "(.|\n)*")).mask()
     assert mask.dtype == torch.bool
     assert mask.shape == (len(tokenizer) + PADDING,)
@@ -202,7 +209,7 @@ def test_mask_is_as_wide_as_the_logits(compiler: GrammarCompiler, tokenizer: Pre
     assert torch.equal(narrow.mask(), mask[: len(tokenizer) - 100])
 
 
-def test_states_of_one_grammar_are_apart(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_states_of_one_grammar_are_independent(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
     grammar = Grammar("regex", "[ab]c")
     first, second = compiler.compile(grammar), compiler.compile(grammar)
     before = second.mask()
@@ -212,7 +219,7 @@ def test_states_of_one_grammar_are_apart(compiler: GrammarCompiler, tokenizer: P
     assert not torch.equal(first.mask(), before)
 
 
-def test_masks_are_the_callers_own(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_mask_is_not_changed_by_later_steps(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
     state = compiler.compile(Grammar("regex", "[ab]c"))
     mask = state.mask()
     copy = mask.clone()
@@ -221,18 +228,20 @@ def test_masks_are_the_callers_own(compiler: GrammarCompiler, tokenizer: PreTrai
     assert torch.equal(mask, copy)
 
 
-def test_json_whitespace_is_bounded(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_json_whitespace_is_limited_to_20_characters(
+    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase
+) -> None:
     state = compiler.compile(Grammar("json_object"))
     state.accept(tokenizer.encode("{")[0])
     newline = tokenizer.encode("\n")[0]
-    said = 0
-    while said < 30 and state.mask()[newline]:
+    count = 0
+    while count < 30 and state.mask()[newline]:
         state.accept(newline)
-        said += 1
-    assert said == 20
+        count += 1
+    assert count == 20
 
 
-def test_a_refused_token_is_the_requests_own_error(
+def test_token_outside_the_mask_sets_error_of_its_state(
     compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     state = compiler.compile(Grammar("regex", "a+"))
@@ -261,19 +270,19 @@ def test_a_refused_token_is_the_requests_own_error(
         ("ebnf", "", "json_object, json_schema, regex, choice or lark"),
     ],
 )
-def test_a_bad_grammar_is_refused_with_the_reason(
+def test_malformed_grammar_is_refused_with_reason(
     kind: str, source: str, reason: str, compiler: GrammarCompiler
 ) -> None:
     with pytest.raises(ValueError, match=f"^grammar: {kind}: (.|\n)*{reason}"):
         compiler.compile(Grammar(kind, source))
 
 
-def test_schema_true_is_any_value(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_schema_true_allows_any_value(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
     mask = compiler.compile(Grammar("json_schema", "true")).mask()
     assert all(mask[tokenizer.encode(start)[0]] for start in ('"', "{", "[", "1", "true", "null"))
 
 
-def test_errors_carry_no_text_of_the_request(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_error_contains_no_text_of_the_request(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase) -> None:
     state = compiler.compile(Grammar("regex", "secret.*"))
     for token_id in tokenizer.encode("secret"):
         state.accept(token_id)

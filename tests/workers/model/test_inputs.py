@@ -1,4 +1,4 @@
-"""A step's integers reach every rank and every device as they were."""
+"""A step's integers arrive unchanged at every rank and on every device."""
 
 import numpy as np
 import torch
@@ -8,15 +8,15 @@ from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request, SamplingParams
 
 
-def a_step() -> StepInputs:
+def mixed_step() -> StepInputs:
     decode = Request("decode", list(range(40, 61)), SamplingParams())
     prompt = Request("prompt", list(range(70, 100)), SamplingParams())
     parts = [Scheduled(decode, 20, 1, [3, 1, 2], True), Scheduled(prompt, 8, 13, [5, 0, 4], False)]
     return StepInputs.of(Batch(parts, 1), 8)[0]
 
 
-def test_tensors_are_the_integers_that_were_sent() -> None:
-    step = a_step()
+def test_tensors_equal_the_packed_integers() -> None:
+    step = mixed_step()
     received = StepInputs.unpack(step.pack())
     for tensors in (step.on(torch.device("cpu")), received.on(torch.device("cpu"))):
         for name in StepInputs.__slots__:
@@ -24,12 +24,12 @@ def test_tensors_are_the_integers_that_were_sent() -> None:
             assert tensor.dtype == getattr(torch, array.dtype.name)
             assert np.array_equal(tensor.numpy(), array), name
             assert tensor.is_contiguous()
-            assert tensor.data_ptr() % 16 == 0, "Triton would compile its kernels once more"
+            assert tensor.data_ptr() % 16 == 0, "else Triton compiles its kernels again"
     assert step.slots.tolist() == [2 * 8 + 4, *range(8), *range(32, 37)]
     assert step.max_query_len == 13
 
 
-def test_a_step_without_wanted_rows() -> None:
+def test_step_without_wanted_rows_has_an_empty_tensor() -> None:
     request = Request("prompt", list(range(30)), SamplingParams())
     step = StepInputs.of(Batch([Scheduled(request, 0, 8, [1], False)], 0), 8)[0]
     assert step.on(torch.device("cpu")).wanted.shape == (0,)

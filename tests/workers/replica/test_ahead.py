@@ -10,11 +10,12 @@ import torch
 from pydantic import ByteSize
 from torch import Tensor
 
-from crossdock.workers.model import sampler
-from crossdock.workers.model.model import wrap_module
-from crossdock.workers.model.parallel import RankPosition
+from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.runner import Runner
-from crossdock.workers.model.sampler import Drawn, SampleRow, sample
+from crossdock.workers.model.sampling import sampler
+from crossdock.workers.model.sampling.row import SampleRow
+from crossdock.workers.model.sampling.sampler import PendingTokens, sample
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.schedule.request import SamplingParams, Submission, TokenDelta
@@ -87,7 +88,7 @@ def served(it: Engine, works: list[Submission]) -> tuple[dict[str, list[TokenDel
 def test_all_is_as_it_would_have_been(
     kinds: list[dict[str, Any]], memory: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampler, "_HEADS", heads)
+    monkeypatch.setattr(sampler, "HEAD_WIDTHS", heads)
     works = submissions(kinds)
     answers = []
     for is_ahead in (False, True):
@@ -110,18 +111,18 @@ def test_all_is_as_it_would_have_been(
 def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What an engine does, in one letter each: it begins a step, it reads tokens."""
     said: list[str] = []
-    finish, read = Runner.finish, Drawn.read
+    finish, read = Runner.finish, PendingTokens.read
 
     def begins(runner: Runner, *args: Any) -> Any:
         said.append("b")
         return finish(runner, *args)
 
-    def reads(drawn: Drawn) -> Any:
+    def reads(drawn: PendingTokens) -> Any:
         said.append("r")
         return read(drawn)
 
     monkeypatch.setattr(Runner, "finish", begins)
-    monkeypatch.setattr(Drawn, "read", reads)
+    monkeypatch.setattr(PendingTokens, "read", reads)
     return said  # type: ignore[return-value]
 
 
@@ -184,13 +185,13 @@ def test_who_leaves_while_two_steps_are_in_flight_frees_all() -> None:
 
 def test_ranks_that_share_a_model_cannot_be_ahead() -> None:
     model = wrap_module(build("llama", {}))
-    model.part = replace(model.part, place=RankPosition(tensor_size=2))
+    model.part = replace(model.part, position=RankPosition(tensor_size=2))
     with pytest.raises(ValueError, match="async_scheduling must be false or null"):
         Engine(model, EngineConfig(async_scheduling=True, kv_cache_memory=ByteSize(8 << 20)))
 
 
 def test_tokens_that_are_drawn_and_read_are_those_that_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "_HEADS", (8, 16))
+    monkeypatch.setattr(sampler, "HEAD_WIDTHS", (8, 16))
     logits = torch.randn(21, 300, generator=torch.Generator().manual_seed(0))
 
     def rows() -> list[SampleRow]:
@@ -199,10 +200,10 @@ def test_tokens_that_are_drawn_and_read_are_those_that_are_sampled(monkeypatch: 
 
     expected = [token.token_id for token in sample(logits, rows())]
     given: Tensor = logits.clone()
-    drawn = Drawn(given, rows())
+    drawn = PendingTokens(given, rows())
     given.fill_(0)
     token_ids, late = drawn.read()
     assert token_ids == expected
-    assert late == [i for i, token_id in enumerate(drawn.there.tolist()) if token_id < 0]
+    assert late == [i for i, token_id in enumerate(drawn.on_device.tolist()) if token_id < 0]
     assert 0 < len(late) < len(expected)
-    assert Drawn(logits[:0], []).read() == ([], [])
+    assert PendingTokens(logits[:0], []).read() == ([], [])

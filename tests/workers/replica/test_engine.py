@@ -9,7 +9,8 @@ import torch
 from pydantic import ByteSize
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from crossdock.workers.model.model import PagedModel, load_model, wrap_module
+from crossdock.workers.model.load import load_model, wrap_module
+from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine, warm_up
 from crossdock.workers.replica.metrics import EngineMetrics

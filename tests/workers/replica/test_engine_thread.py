@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ByteSize
 
-from crossdock.workers.model.model import wrap_module
+from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine, warm_up
 from crossdock.workers.replica.engine_thread import EngineThread

@@ -17,7 +17,7 @@ import torch
 from pydantic import ByteSize
 
 from crossdock.kvtransfer.events import Figures
-from crossdock.workers.model.model import wrap_module
+from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig, TransferConfig
 from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.replica.engine_thread import Channel, EngineThread
@@ -25,8 +25,7 @@ from crossdock.workers.replica.handover import CannotPair, connect
 from crossdock.workers.schedule.request import FinishReason, Leg, SamplingParams, Status, Submission, TokenDelta
 from tests.workers.architectures import build
 from tests.workers.gangs import ganged
-from tests.workers.model.test_parallel import DIVISIONS
-from tests.workers.ranks import Ranks, saved
+from tests.workers.ranks import DIVISIONS, Ranks, saved
 
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
 TRANSPORTS = [

@@ -17,7 +17,7 @@ from pydantic import ByteSize
 from torch import Tensor
 
 from crossdock.workers.model.kv_memory import PageBudget
-from crossdock.workers.model.model import load_model
+from crossdock.workers.model.load import load_model
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.docks import RankDock
 from crossdock.workers.replica.engine import Engine, warm_up
@@ -26,8 +26,7 @@ from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from tests.workers.architectures import SERVED, build
 from tests.workers.gangs import SETTINGS, ganged, spec_of
-from tests.workers.model.test_parallel import DIVISIONS
-from tests.workers.ranks import Ranks, saved
+from tests.workers.ranks import DIVISIONS, Ranks, saved
 
 from .test_engine import run, tokens_of
 

@@ -1,0 +1,86 @@
+"""How a model is divided: its heads, its parameters, and the divisions that are refused.
+
+That the parts give the whole model's logits for every architecture is in tests/workers/replica.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.position import CannotCut, RankPosition
+from crossdock.workers.model.load import load_model
+from crossdock.workers.model.weights import measure_part
+from tests.workers.architectures import build
+from tests.workers.model.paged import random_steps, through_pages
+from tests.workers.ranks import DIVISIONS, Ranks, saved
+
+LENGTHS = [5, 23, 40]
+
+
+def prompts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 120, (n,), generator=generator) for n in LENGTHS]
+
+
+def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> list[Tensor] | None:
+    """On one rank: return every token's logits, or None where the rank has none."""
+    position = RankPosition(rank, tensor_size, num_stages)
+    model = load_model(path, torch.float32, links=Collectives(position, 60.0))
+    torch.manual_seed(0)  # the same pages everywhere
+    logits = through_pages(model, prompts(), random_steps(LENGTHS, seed=7))
+    return logits if position.is_last_stage else None
+
+
+def assert_parts_equal_whole(ranks: Ranks, path: Path, divisions: Sequence[tuple[int, int]]) -> None:
+    """In fp32, whose sums differ by their order: 2e-3 is what test_model allows between paged and eager attention."""
+    whole = through_pages(load_model(path, torch.float32), prompts(), random_steps(LENGTHS, seed=7))
+    for tensor_size, num_stages in divisions:
+        answers = ranks.run(tensor_size * num_stages, part_logits, path, tensor_size, num_stages)
+        has_logits = [logits is not None for logits in answers]
+        assert has_logits == [False] * (len(answers) - tensor_size) + [True] * tensor_size
+        for logits in answers[-tensor_size:]:
+            for ours, theirs in zip(logits, whole, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+                assert (ours.argmax(-1) == theirs.argmax(-1)).all()
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "tensor_size"),
+    [
+        (4, 1, 2),  # one KV head, which both ranks hold
+        (4, 1, 4),
+        (8, 2, 4),  # each is held by two
+        (9, 3, 2),  # one and two
+        (9, 3, 4),  # two ranks hold the first: its three query heads are divided as one and two
+        (6, 3, 4),
+    ],
+)
+def test_parts_with_unevenly_divided_heads_equal_whole(
+    ranks: Ranks, tmp_path: Path, num_heads: int, num_kv_heads: int, tensor_size: int
+) -> None:
+    options = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "num_hidden_layers": 2}
+    options["hidden_size"] = 12 * num_heads
+    assert_parts_equal_whole(ranks, saved(build("llama", options), tmp_path), [(tensor_size, 1)])
+
+
+def test_division_among_too_many_ranks_is_refused_with_reason() -> None:
+    config = build("llama", {"num_attention_heads": 2, "num_key_value_heads": 1}).config
+    with pytest.raises(CannotCut, match=r"2 query heads over 1 KV heads .* 3 ranks: 3 of them .* at most 2"):
+        measure_part(config, RankPosition(0, 3), torch.float32)
+    with pytest.raises(CannotCut, match=r"4 layers cannot be divided among 5 stages"):
+        measure_part(config, RankPosition(0, 1, 5), torch.float32)
+
+
+def test_parts_of_any_division_add_up_to_whole() -> None:
+    """Every weight is with some rank, and none but norms with two ranks of one stage."""
+    module = build("llama", {})
+    whole = sum(parameter.nbytes for parameter in module.parameters())
+    norms = sum(parameter.nbytes for parameter in module.parameters() if parameter.dim() == 1)
+    for tensor_size, num_stages in DIVISIONS:
+        positions = [RankPosition(rank, tensor_size, num_stages) for rank in range(tensor_size * num_stages)]
+        held = [measure_part(module.config, position, torch.float32) for position in positions]
+        assert whole <= sum(held) <= whole + norms * tensor_size * num_stages

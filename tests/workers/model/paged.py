@@ -1,0 +1,68 @@
+"""Logits through our pages, computed in any chunks, beside those of transformers' own forward."""
+
+import itertools
+import random
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from crossdock.kernels.attention import AttentionBatch
+from crossdock.workers.model.model import PagedModel
+
+PAGE_SIZE = 8
+
+
+@torch.inference_mode()
+def monolithic(module: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Return the logits [T, vocab] of transformers' own forward over the whole prompt."""
+    logits: Tensor = module(input_ids=ids[None], use_cache=False).logits[0]
+    return logits
+
+
+def through_pages(model: PagedModel, prompts: list[Tensor], steps: list[list[tuple[int, int, int]]]) -> list[Tensor]:
+    """Return every token's logits, computed in `steps` of (sequence, start, end) parts, one flat forward pass each."""
+    per_sequence = -(-max(map(len, prompts)) // PAGE_SIZE)
+    model.allocate_pool(per_sequence * len(prompts), PAGE_SIZE)
+    assert model.pool is not None
+    model.pool.copy_(torch.tensor(float("nan")))  # a page slot that was never written must never be read
+    pages = torch.randperm(per_sequence * len(prompts)).view(len(prompts), -1).int()
+    logits = [torch.full((len(prompt), model.vocab_size), float("nan")) for prompt in prompts]
+    for parts in steps:
+        positions = torch.cat([torch.arange(start, end) for _, start, end in parts])
+        owners = torch.cat([torch.full((end - start,), s) for s, start, end in parts])
+        slots = pages[owners, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
+        lengths = [end - start for _, start, end in parts]
+        batch = AttentionBatch(
+            query_start=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
+            kv_len=torch.tensor([end for _, _, end in parts], dtype=torch.int32),
+            page_table=pages[[s for s, _, _ in parts]],
+            slots=slots,
+            max_query_len=max(lengths),
+            max_kv_len=max(end for _, _, end in parts),
+        )
+        ids = torch.cat([prompts[s][start:end] for s, start, end in parts])
+        flat = model.forward(ids, positions, batch, torch.arange(len(ids)))
+        if not model.part.position.is_last_stage:
+            continue
+        for (s, start, end), part in zip(parts, flat.split(lengths), strict=True):
+            logits[s][start:end] = part
+    return logits
+
+
+def random_steps(lengths: list[int], seed: int) -> list[list[tuple[int, int, int]]]:
+    """Return steps of ragged chunks and single tokens of all sequences, mixed at random."""
+    rng = random.Random(seed)
+    done = [0] * len(lengths)
+    steps = []
+    while done != lengths:
+        parts = []
+        for s, length in enumerate(lengths):
+            if done[s] < length and rng.random() < 0.8:
+                end = min(length, done[s] + rng.choice([1, 1, 3, PAGE_SIZE, 13, 30]))
+                parts.append((s, done[s], end))
+                done[s] = end
+        rng.shuffle(parts)
+        if parts:
+            steps.append(parts)
+    return steps

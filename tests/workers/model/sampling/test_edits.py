@@ -1,0 +1,113 @@
+"""Bias, penalties and masks change the logits as vLLM and transformers do."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from crossdock.workers.model.sampling.edits import edit
+from crossdock.workers.model.sampling.row import SampleRow
+from crossdock.workers.model.sampling.sampler import sample
+from crossdock.workers.schedule.request import SamplingParams
+
+from .rows import EOS, draw, make_row, random_logits
+
+
+def edited(logits: Tensor, row: SampleRow) -> Tensor:
+    scores = logits.float().clone()
+    edit(scores, row)
+    return scores
+
+
+def test_repetition_penalty_equals_transformers() -> None:
+    logits = random_logits(1, 500)[0]
+    row = SampleRow(SamplingParams(repetition_penalty=1.3), [3, 4, 4, 400, 7, 7], 3)
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([row.token_ids]), logits[None].clone())[0]
+    assert torch.equal(edited(logits, row), expected)
+
+
+def test_presence_and_frequency_penalties_count_only_output() -> None:
+    logits = random_logits(1, 50)[0]
+    row = SampleRow(SamplingParams(presence_penalty=0.5, frequency_penalty=0.25), [3, 3, 9, 9, 8, 9], 3)
+    expected = logits.clone()
+    expected[9] -= 0.5 + 0.25 * 2
+    expected[8] -= 0.5 + 0.25
+    torch.testing.assert_close(edited(logits, row), expected)
+
+
+def test_token_counts_of_growing_request_catch_up() -> None:
+    """A row kept between steps edits like one made again, through several doublings of its buffers."""
+    logits = random_logits(1, 1000)[0]
+    params = SamplingParams(repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.2)
+    rng = random.Random(0)
+    token_ids = [rng.randrange(1000) for _ in range(40)]
+    kept = SampleRow(params, token_ids, 40)
+    for _ in range(60):
+        assert torch.equal(edited(logits, kept), edited(logits, SampleRow(params, token_ids, 40)))
+        token_ids.extend(rng.randrange(1000) for _ in range(rng.randrange(10)))
+    assert kept.counts is not None
+
+
+def test_logit_bias_is_added() -> None:
+    logits = random_logits(1, 50)[0]
+    expected = logits.clone()
+    expected[4] += 3.5
+    expected[6] -= 100
+    assert torch.equal(edited(logits, make_row(logit_bias=((4, 3.5), (6, -100.0)))), expected)
+
+
+def test_bias_is_added_before_penalties() -> None:
+    row = SampleRow(SamplingParams(logit_bias=((1, 5.0),), repetition_penalty=2.0), [1], 1)
+    assert edited(torch.tensor([0.0, -1.0, 0.0]), row)[1].item() == 2.0, "as in vLLM: positive when it is penalised"
+
+
+def test_allowed_token_ids_are_the_only_drawn_tokens() -> None:
+    logits = random_logits(200, 1000)
+    tokens = draw(logits, [make_row(seed=i, allowed_token_ids=(4, 900, 17)) for i in range(200)])
+    assert set(tokens) == {4, 900, 17}
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 3}])
+def test_end_tokens_before_min_tokens_are_masked(params: dict[str, Any]) -> None:
+    logits = torch.zeros(1, 50)
+    logits[0, [*EOS, 11]] = torch.tensor([50.0, 49.0, 48.0])
+    logits[0, 30] = 20
+    row = make_row(position=6, prompt=2, min_tokens=5, stop_token_ids=(11,), **params)
+    assert draw(logits, [row]) == [30]
+    row.token_ids = [*row.token_ids, 1]
+    assert draw(logits, [row])[0] in {*EOS, 11}
+
+
+def test_grammar_mask_holds_in_every_mode() -> None:
+    logits = random_logits(100, 1000)
+    allowed = torch.zeros(1000, dtype=torch.bool)
+    allowed[[3, 500]] = True
+    modes: list[dict[str, Any]] = [{}, {"top_k": 50}, {"top_p": 0.99}, {"min_p": 1e-9}, {"temperature": 0.0}]
+    for mode in modes:
+        rows = [make_row(seed=i, allowed=allowed, **mode) for i in range(100)]
+        assert set(draw(logits, rows)) <= {3, 500}
+
+
+def test_conflicting_masks_leave_a_token() -> None:
+    """The grammar has precedence over allowed_token_ids, and these over min_tokens."""
+    logits = random_logits(1, 50)
+    only_eos = torch.zeros(50, dtype=torch.bool)
+    only_eos[EOS[0]] = True
+    assert draw(logits, [make_row(allowed=only_eos, min_tokens=100)]) == [EOS[0]]
+    assert draw(logits, [make_row(allowed=only_eos, allowed_token_ids=(30,))]) == [EOS[0]]
+    assert draw(logits, [make_row(allowed_token_ids=(EOS[0],), min_tokens=100)]) == [EOS[0]]
+    pair = only_eos.clone()
+    pair[30] = True
+    assert draw(logits, [make_row(allowed=pair, allowed_token_ids=(30, 31), min_tokens=100)]) == [30]
+
+
+def test_sampling_leaves_logits_unchanged() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = random_logits(3, 1000).to(dtype)
+        before = logits.clone()
+        rows = [make_row(logit_bias=((1, 5.0),)), make_row(top_k=4, repetition_penalty=1.1), make_row(min_tokens=9)]
+        sample(logits, rows)
+        assert torch.equal(logits, before)

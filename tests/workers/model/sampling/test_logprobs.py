@@ -1,0 +1,48 @@
+"""Log-probabilities are those of the logits as given, for the rows that ask."""
+
+import pytest
+import torch
+
+from crossdock.workers.model.sampling import logprobs
+from crossdock.workers.model.sampling.logprobs import logprobs_of
+from crossdock.workers.model.sampling.sampler import sample
+
+from .rows import make_row, random_logits
+
+
+def test_logprobs_are_of_logits_as_given() -> None:
+    logits = random_logits(4, 1000)
+    row = make_row(logprobs=3, logit_bias=((9, 100.0),), temperature=0.5, top_p=0.5, repetition_penalty=1.5)
+    expected = logits.double().log_softmax(-1)
+    for i, token in enumerate(sample(logits, [row] * 4)):
+        assert token.token_id == 9
+        assert token.logprobs is not None
+        assert token.logprobs.token_id == 9
+        assert token.logprobs.logprob == pytest.approx(expected[i, 9].item(), abs=1e-5)
+        assert token.logprobs.rank == 1 + (logits[i] > logits[i, 9]).sum().item()
+        assert [t for t, _ in token.logprobs.top] == logits[i].topk(3).indices.tolist()
+        assert [p for _, p in token.logprobs.top] == pytest.approx(expected[i].topk(3).values.tolist(), abs=1e-5)
+
+
+def test_only_rows_that_ask_get_logprobs_and_as_many() -> None:
+    wanted = [None, 0, 5, None, 2, 5]
+    tokens = sample(random_logits(6, 100), [make_row(logprobs=n) for n in wanted])
+    assert [token.logprobs and len(token.logprobs.top) for token in tokens] == [None, 0, 5, None, 2, 5]
+
+
+def test_logprobs_of_prompt_in_chunks_equal_those_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = random_logits(7, 100).bfloat16()
+    token_ids = [0, 1, 2, 3, 4, 5, 99]
+    whole = logprobs_of(logits, token_ids, 4)
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 250)
+    assert logprobs_of(logits, token_ids, 4) == whole
+    assert [answer.token_id for answer in whole] == token_ids
+    assert logprobs_of(logits, torch.tensor(token_ids), 4) == whole
+    assert logprobs_of(logits[:0], [], 4) == []
+    assert len(logprobs_of(logits[:1], [0], 1000)[0].top) == 100
+
+
+def test_rank_of_equal_logits_is_that_of_the_first() -> None:
+    answers = logprobs_of(torch.tensor([[1.0, 2.0, 2.0, 0.0]] * 4), [0, 1, 2, 3], 2)
+    assert [answer.rank for answer in answers] == [3, 1, 1, 4]
+    assert answers[0].top == ((1, answers[1].logprob), (2, answers[2].logprob))

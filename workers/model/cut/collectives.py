@@ -1,0 +1,79 @@
+"""The communication between the ranks of a gang: sums and gathers within a stage, hidden states between stages."""
+
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from crossdock.workers.model.cut.position import RankPosition
+
+
+class Collectives:
+    """One rank's connections to the others: all-reduce and gather within its stage, hidden states between stages.
+
+    If a rank does not take part within `deadline_s`, the call fails on every other rank.
+    """
+
+    def __init__(self, position: RankPosition, deadline_s: float, backend: str = "gloo") -> None:
+        """Connect this rank. Collective: every rank of the gang must call it.
+
+        Needs an initialised torch.distributed world, by gloo, of this gang alone.
+        """
+        self.position = position
+        timeout = timedelta(seconds=deadline_s)
+        size, width = position.size, position.tensor_size
+        stages = [range(size)[stage * width :][:width] for stage in range(position.num_stages)]
+        groups = [dist.new_group(list(ranks), timeout, backend) for ranks in stages]
+        self._stage = groups[position.stage]
+        self._gang = dist.new_group(timeout=timeout, backend=backend)
+        self._sending: tuple[Any, Tensor] | None = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of `x` over the ranks of this stage, in place if `x` is contiguous."""
+        x = x.contiguous()
+        dist.all_reduce(x, group=self._stage)
+        return x
+
+    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return the `x` of every rank of this stage, side by side. Rank r gives [..., sizes[r]]."""
+        widest = max(sizes)
+        padded = nn.functional.pad(x, (0, widest - x.shape[-1])).contiguous()  # gloo gathers equal shapes only
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self._stage)
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
+
+    def send(self, hidden: Tensor) -> None:
+        """Send `hidden` to the same tensor rank of the next stage.
+
+        Waits for the previous transfer but not for this one, so that the next batch can begin meanwhile.
+        """
+        self._finish_sending()
+        hidden = hidden.contiguous()
+        destination = self.position.rank + self.position.tensor_size
+        self._sending = dist.isend(hidden, destination, group=self._gang), hidden
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the hidden states that the same tensor rank of the previous stage has sent."""
+        hidden = torch.empty(*shape, dtype=dtype, device=device)
+        dist.recv(hidden, self.position.rank - self.position.tensor_size, group=self._gang)
+        return hidden
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank has called this. The deadline is the world's own, which is longer."""
+        dist.all_reduce(torch.zeros(1))
+
+    def ranks_on_this_host(self) -> int:
+        """Return how many ranks share this host's memory, this one included."""
+        name = socket.gethostname()
+        names: list[Any] = [None] * self.position.size
+        dist.all_gather_object(names, name)
+        return names.count(name)
+
+    def _finish_sending(self) -> None:
+        if self._sending is not None:
+            self._sending[0].wait()
+            self._sending = None

@@ -1,0 +1,29 @@
+"""Cut a model for one rank while it is on the meta device, so that no rank ever holds more than its share."""
+
+from typing import Any
+
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.part import ModelPart
+from crossdock.workers.model.cut.plan import TensorPlan
+from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.cut.stage import PipelineStage
+
+
+def cut_model(model: Any, position: RankPosition, collectives: Collectives | None) -> ModelPart:
+    """Leave in a transformers causal LM on the meta device what the rank at `position` holds.
+
+    `collectives` may be None if the part is only measured.
+
+    Raises:
+        CannotCut: fewer heads than ranks, fewer layers than stages, or state that layers share across stages.
+    """
+    config = model.config.get_text_config(decoder=True)
+    part = ModelPart(position, num_layers=config.num_hidden_layers)
+    if position.tensor_size > 1:
+        TensorPlan(model, config, part, collectives).apply()
+    if position.num_stages > 1:
+        part.stage = PipelineStage(model, config, position, collectives)
+        part.first_layer, part.num_layers = part.stage.first_layer, part.stage.num_layers
+    held = model.state_dict()
+    part.slices = {name: kept for name, kept in part.slices.items() if name in held}  # without other stages' tensors
+    return part

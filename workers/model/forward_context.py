@@ -1,0 +1,119 @@
+"""The attention function that transformers calls in every layer, and the context it needs beside its arguments.
+
+The context (pages, rows of the flat batch) is thread-local: some architectures drop keyword arguments on the way to
+attention.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from crossdock.kernels.attention import AttentionBatch
+from crossdock.kernels.backend import Attention
+from crossdock.kvtransfer.layout import LayerShape
+
+ATTENTION_NAME = "crossdock"  # under which transformers knows our function
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """The arguments with which one layer called attention during a probe."""
+
+    layer: int
+    shape: LayerShape
+    window: int | None
+    largest: tuple[Tensor, Tensor]  # magnitudes of each head's keys and values, [Hkv]
+
+
+@dataclass(slots=True)
+class ForwardContext:
+    """The data that attention layers need beside their arguments during one forward pass."""
+
+    attention: Attention
+    batch: AttentionBatch | None = None  # None: probe, that is attend within each sequence of `probe_lengths`
+    pages: Sequence[tuple[Tensor, Tensor]] = ()  # of each layer: keys and values, [page, kv_head, token, head_dim]
+    scales: Sequence[tuple[Tensor, Tensor]] = ()  # of each layer's e4m3 pages: keys and values, [Hkv]
+    first_layer: int = 0  # the layer that the first of `pages` belongs to
+    probe_lengths: Sequence[int] = ()
+    probe_calls: list[AttentionCall] = field(default_factory=list)
+
+
+_current = threading.local()
+
+
+@contextmanager
+def entered(context: ForwardContext) -> Iterator[None]:
+    """Make `context` the one that attention layers of this thread find."""
+    _current.context = context
+    try:
+        yield
+    finally:
+        del _current.context
+
+
+def current_pages() -> tuple[Sequence[tuple[Tensor, Tensor]], AttentionBatch]:
+    """Return the pages and the batch of this thread's forward pass, for layers that bring their own attention."""
+    context: ForwardContext = _current.context
+    assert context.batch is not None
+    return context.pages, context.batch
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, Dk]
+    key: Tensor,  # [1, Hkv, T, Dk]
+    value: Tensor,  # [1, Hkv, T, Dv]
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Store a layer's keys and values to pages, and attend over the pages. Returns [1, T, H, Dv]."""
+    assert attention_mask is None, "our implementation is not in the mask interface: no mask is ever made for it"
+    context: ForwardContext = _current.context
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, heads, head_dim]
+    scale = scaling if scaling is not None else q.shape[-1] ** -0.5
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    scales: dict[str, Tensor] = {}
+    if context.batch is None:
+        shape = LayerShape(k.shape[1], k.shape[2], v.shape[2])
+        largest = k.abs().amax((0, 2)), v.abs().amax((0, 2))
+        context.probe_calls.append(AttentionCall(layer, shape, sliding_window, largest))
+        batch = batch_of_one_page_each(context.probe_lengths, k.device, context.attention.page_multiple)
+        page_size = _page_size_for(context.probe_lengths, context.attention.page_multiple)
+        k_pages, v_pages = (x.new_zeros(len(batch.kv_len), x.shape[1], page_size, x.shape[2]) for x in (k, v))
+    else:
+        (k_pages, v_pages), batch = context.pages[layer - context.first_layer], context.batch
+        if context.scales:
+            scales = dict(zip(("k_scale", "v_scale"), context.scales[layer - context.first_layer], strict=True))
+    context.attention.store_kv(k, v, k_pages, v_pages, batch.slots, **scales)
+    out = context.attention.paged_attention(
+        q, k_pages, v_pages, batch, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux, **scales
+    )  # [T, H, Dv]
+    return out[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attend)
+
+
+def batch_of_one_page_each(lengths: Sequence[int], device: torch.device, page_multiple: int = 1) -> AttentionBatch:
+    """Return a batch of whole sequences from position 0, each in a page of its own that would hold the longest."""
+    longest, page_size = max(lengths), _page_size_for(lengths, page_multiple)
+    slots = torch.cat([torch.arange(n) + i * page_size for i, n in enumerate(lengths)]).to(device)
+    lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    starts = nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+    table = torch.arange(len(lengths), dtype=torch.int32, device=device)[:, None]
+    return AttentionBatch(starts, lens, table, slots, longest, longest)
+
+
+def _page_size_for(lengths: Sequence[int], page_multiple: int) -> int:
+    return -(-max(lengths) // page_multiple) * page_multiple

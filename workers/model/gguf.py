@@ -1,0 +1,56 @@
+"""Convert the default model's GGUF file to a Hugging Face directory."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def convert_gguf(gguf: Path, target: Path) -> None:
+    """Write config, tokenizer with chat template, and bfloat16 weights."""
+    import torch
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    with _quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        # The weights are plain by now, but transformers refuses to save a model that it remembers as quantised.
+        model.hf_quantizer = None
+        model.quantization_method = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.config.rms_norm_eps = 1e-5  # a float32 in GGUF
+        # The GGUF names its pre-tokenizer ("smollm") without describing it, and transformers falls back to GPT-2's,
+        # which joins spaces differently before digits.
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+        )
+        tokenizer.model_max_length = model.config.max_position_embeddings
+        model.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+    config_path = target / "config.json"
+    config = json.loads(config_path.read_text())
+    for key in ("_name_or_path", "_model_name_or_path"):  # a name from the GGUF that is neither path nor hub name
+        config.pop(key, None)
+    config_path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers: its progress bars would garble a service's log. Callers report progress themselves."""
+    from transformers import modeling_gguf_pytorch_utils
+    from transformers.utils import logging
+
+    modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # the tqdm imported there ignores transformers' switch
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,148 @@
+"""Load a Hugging Face directory as a `PagedModel`, or refuse it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+
+from crossdock.kernels.backend import Attention, choose_attention
+from crossdock.kernels.options import AttentionBackend, KVCacheDtype
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.part import ModelPart
+from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.forward_context import ATTENTION_NAME
+from crossdock.workers.model.memory_fit import check_fits, used_by_all_but_torch
+from crossdock.workers.model.model import PagedModel, text_config
+from crossdock.workers.model.probe import UnsupportedModelError, probe, refuse_by_config
+from crossdock.workers.model.weights import load_part
+
+
+def load_model(
+    path: Path,
+    dtype: torch.dtype | None = None,
+    max_model_len: int | None = None,
+    device: str = "cpu",
+    links: Collectives | None = None,
+    kv_bytes: int | None = None,
+    loaded: Callable[[], None] = lambda: None,
+    attention_backend: AttentionBackend = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
+) -> PagedModel:
+    """Load a Hugging Face directory. Collective: every rank of a gang must call it.
+
+    `dtype` None is the checkpoint's; on CPUs it is bfloat16 if they have it. `links` connect to the other ranks of a
+    gang, of which this one loads its part. `kv_bytes` must fit into memory beside the weights; None checks nothing.
+    `loaded` is called when the weights are in memory, before the logits are checked.
+
+    Raises:
+        UnsupportedModelError: the architecture would not be computed right through our attention.
+        CannotCut: the model cannot be divided among so many ranks.
+        DoesNotFit: there is not enough memory.
+        ValueError: `max_model_len` is more than the model was made for, or `attention_backend` cannot run on `device`
+            with pages of `kv_cache_dtype`.
+    """
+    attention = choose_attention(attention_backend, torch.device(device), kv_cache_dtype)
+    used_by_others = used_by_all_but_torch() if device != "cpu" else 0
+    config = AutoConfig.from_pretrained(path)
+    refuse_by_config(config)
+    dtype = dtype or _default_dtype(config, device)
+    if kv_bytes is not None:
+        position, num_sharing = RankPosition(), 1
+        if links is not None:
+            position, num_sharing = links.position, links.ranks_on_this_host()
+        check_fits(config, position, dtype, kv_bytes, device, num_sharing)
+    module, part = _load_module(config, path, dtype, links)
+    try:
+        generation: GenerationConfig | None = GenerationConfig.from_pretrained(path)
+    except OSError:
+        generation = None
+    module = module.to(device)
+    loaded()
+    model = wrap_module(module, max_model_len, generation, part, attention, kv_cache_dtype)
+    model.used_by_others = used_by_others
+    return model
+
+
+def _load_module(
+    config: PretrainedConfig, path: Path, dtype: torch.dtype, links: Collectives | None
+) -> tuple[Any, ModelPart | None]:
+    """Return transformers' model, or this rank's part of it and which part that is."""
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
+    try:
+        if links is not None and links.position.size > 1:
+            return load_part(config, path, links.position, links, **options)
+        return AutoModelForCausalLM.from_pretrained(path, config=config, low_cpu_mem_usage=True, **options), None
+    except ValueError as error:
+        if ATTENTION_NAME not in str(error) and "attn_implementation" not in str(error):
+            raise
+        raise UnsupportedModelError(f"{config.model_type}: transformers gives it no pluggable attention") from error
+
+
+def wrap_module(
+    module: Any,
+    max_model_len: int | None = None,
+    generation: GenerationConfig | None = None,
+    part: ModelPart | None = None,
+    attention: Attention | None = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
+) -> PagedModel:
+    """Put a transformers causal LM, or the part that `cut_model` left of it, behind our attention, or refuse it.
+
+    `kv_cache_dtype` auto is the model's own.
+
+    Raises:
+        UnsupportedModelError: the module would not be computed right through our attention.
+        ValueError: `max_model_len` is more than the model was made for.
+    """
+    config: PretrainedConfig = module.config
+    refuse_by_config(config)
+    module.eval().requires_grad_(False)
+    module.set_attn_implementation(ATTENTION_NAME)
+    decoder = text_config(config)
+    longest = getattr(decoder, "max_position_embeddings", None)
+    if max_model_len and longest and max_model_len > longest:
+        raise ValueError(f"max_model_len ({max_model_len}) is more than the model's own {longest} positions")
+    max_model_len = max_model_len or longest or 2048
+    _fix_rope_to(module, max_model_len)
+    part = part or ModelPart(RankPosition(), num_layers=decoder.num_hidden_layers)
+    attention = attention or choose_attention("auto", next(module.parameters()).device, kv_cache_dtype)
+    model = PagedModel(module, config, (), max_model_len, _eos_token_ids(config, generation), part, attention)
+    probe(model, kv_cache_dtype)
+    return model
+
+
+def _eos_token_ids(config: PretrainedConfig, generation: GenerationConfig | None) -> frozenset[int]:
+    sources = [source for source in (config, text_config(config), generation) if source is not None]
+    values = [value for source in sources if (value := getattr(source, "eos_token_id", None)) is not None]
+    return frozenset(token for value in values for token in (value if type(value) is list else [value]))
+
+
+def _default_dtype(config: PretrainedConfig, device: str) -> torch.dtype:
+    stored = getattr(config, "dtype", None) or torch.float32
+    if device != "cpu":
+        return torch.bfloat16 if stored is torch.float32 else stored
+    has_bf16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def _fix_rope_to(module: nn.Module, max_model_len: int) -> None:
+    """Fix rotary embeddings to those that `max_model_len` needs.
+
+    Embeddings that change with the longest position *of the batch* would let one request change another's tokens.
+    """
+    rotary: Any
+    for rotary in module.modules():
+        kind = getattr(rotary, "rope_type", None)
+        if not isinstance(kind, str):  # none, or one per layer type, which no model combines with the two below
+            continue
+        if kind == "dynamic":  # differs from its start only past max_position_embeddings, which we do not serve
+            rotary.rope_type = "default"
+        elif kind == "longrope":
+            parameters = rotary.config.rope_parameters
+            if max_model_len > parameters["original_max_position_embeddings"]:
+                long_frequencies, _ = rotary.rope_init_fn(rotary.config, None, seq_len=max_model_len)
+                rotary.register_buffer("inv_freq", long_frequencies, persistent=False)
+            rotary.rope_type = "default"

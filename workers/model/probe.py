@@ -1,0 +1,167 @@
+"""Refuse models that would produce wrong tokens: by their configuration, and by a forward pass beside transformers'.
+
+Models that keep state outside KV pages, or never call the attention interface, would produce fluent nonsense in
+silence.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from crossdock.kernels.backend import CPP
+from crossdock.kernels.options import KVCacheDtype
+from crossdock.workers.model.forward_context import (
+    ATTENTION_NAME,
+    AttentionCall,
+    ForwardContext,
+    batch_of_one_page_each,
+    current_pages,
+)
+from crossdock.workers.model.fp8_scales import example_text, in_float32, scale_for
+from crossdock.workers.model.fused_projections import join_projections
+from crossdock.workers.model.fusion import NotFusableError, fuse
+from crossdock.workers.model.model import PagedModel, text_config
+
+logger = logging.getLogger(__name__)
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LENGTHS = [5, 24]  # tokens of the two sequences that a probe computes
+
+
+class UnsupportedModelError(ValueError):
+    """The model would produce wrong tokens here; the message gives the reason."""
+
+
+def refuse_by_config(config: PretrainedConfig) -> None:
+    """Check that all state of the model lies in KV pages, as far as its configuration shows.
+
+    Raises:
+        UnsupportedModelError: layers keep other state, or attend within fixed chunks.
+    """
+    kinds = set(getattr(text_config(config), "layer_types", None) or ())
+    if unknown := kinds - _LAYER_TYPES:
+        raise UnsupportedModelError(
+            f"{config.model_type} has layers of type {', '.join(sorted(unknown))}; served are "
+            f"{', '.join(sorted(_LAYER_TYPES))}: others keep state that does not lie in KV pages"
+        )
+    if getattr(text_config(config), "attention_chunk_size", None) and not kinds:
+        raise UnsupportedModelError(f"{config.model_type} attends within fixed chunks, which paged attention does not")
+
+
+@torch.inference_mode()
+def probe(model: PagedModel, kv_cache_dtype: KVCacheDtype) -> None:
+    """Prove a model: two sequences in one flat batch must give the logits of the model's own eager attention.
+
+    Sets `model.layers` and `model.scales`, and fuses layers if that gives the same logits again. Collective: every
+    rank of a gang must call it.
+
+    Raises:
+        UnsupportedModelError: the logits differ, or a layer did not reach our attention exactly once.
+    """
+    sequences = _ProbeBatch.for_model(model)
+    context = ForwardContext(model.attention, probe_lengths=_LENGTHS)
+    ours = sequences.run(model, context)
+    calls = _one_call_per_layer(model, context.probe_calls)
+    module: Any = model.module
+    module.set_attn_implementation("eager")
+    try:
+        theirs = torch.cat([model.logits(sequence) for sequence in torch.split(sequences.token_ids, _LENGTHS)])
+    finally:
+        module.set_attn_implementation(ATTENTION_NAME)
+    tolerance = 2e-3 if model.dtype is torch.float32 else 0.1
+    if not (error := _relative_error(ours, theirs)) <= tolerance:
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: logits through paged attention differ from the model's own by {error:.1%} "
+            f"in norm"
+        )
+    model.layers = [call.shape for call in calls]
+    if kv_cache_dtype == "fp8":
+        model.scales = _find_scales(model)  # by transformers' own layers, before any of them is replaced
+    if model.device.type == "cuda" and model.part.position.size == 1:
+        _join_projections_if_equal(model, sequences, theirs, tolerance)
+    if model.attention is CPP and model.device.type == "cpu" and model.dtype is torch.bfloat16:
+        # Not on GPUs, where graphs remove dispatch, and not in float32, which is chosen for exactness.
+        _fuse_layers_if_equal(model, [call.window for call in calls], sequences, theirs, tolerance)
+
+
+@dataclass(frozen=True, slots=True)
+class _ProbeBatch:
+    """The flat batch of a probe: two sequences of random tokens, every token's logits wanted."""
+
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    rows: Tensor  # [T]
+
+    @classmethod
+    def for_model(cls, model: PagedModel) -> "_ProbeBatch":
+        generator = torch.Generator().manual_seed(0)
+        num_tokens, device = sum(_LENGTHS), model.device
+        ids = torch.randint(0, min(model.vocab_size, 1000), (num_tokens,), generator=generator).to(device)
+        positions = torch.cat([torch.arange(n) for n in _LENGTHS]).to(device)
+        return cls(ids, positions, torch.arange(num_tokens, device=device))
+
+    def run(self, model: PagedModel, context: ForwardContext) -> Tensor:
+        return model.run(context, self.token_ids, self.positions, self.rows)
+
+
+def _one_call_per_layer(model: PagedModel, calls: Sequence[AttentionCall]) -> list[AttentionCall]:
+    """Return the calls in the order of layers."""
+    calls = sorted(calls, key=lambda call: call.layer)
+    layers, part = [call.layer for call in calls], model.part
+    expected = range(part.first_layer, part.first_layer + part.num_layers)
+    if layers != list(expected):
+        missing = sorted(set(expected) - set(layers))
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: layers {missing or layers} of {len(expected)} did not reach the attention "
+            f"interface exactly once; they keep state elsewhere or bring attention code of their own"
+        )
+    return calls
+
+
+def _join_projections_if_equal(model: PagedModel, sequences: _ProbeBatch, theirs: Tensor, tolerance: float) -> None:
+    undo = join_projections(model.module)
+    joined = sequences.run(model, ForwardContext(model.attention, probe_lengths=_LENGTHS))
+    if not (error := _relative_error(joined, theirs)) <= tolerance:
+        logger.info("projections are computed one by one: joined, their logits differ by %.1f %%", 100 * error)
+        undo()
+
+
+def _fuse_layers_if_equal(
+    model: PagedModel, windows: Sequence[int | None], sequences: _ProbeBatch, theirs: Tensor, tolerance: float
+) -> None:
+    try:
+        if model.part.position.size > 1:
+            raise NotFusableError("each rank has only a part of them")
+        undo = fuse(model.module, windows, current_pages)
+    except NotFusableError as reason:
+        logger.info("decoder layers run in transformers' own code: %s", reason)
+        return
+    model.allocate_pool(len(_LENGTHS), max(_LENGTHS))
+    batch = batch_of_one_page_each(_LENGTHS, model.device)
+    fused = model.forward(sequences.token_ids, sequences.positions, batch, sequences.rows)
+    if not (error := _relative_error(fused, theirs)) <= tolerance:
+        logger.info("decoder layers run in transformers' own code: fused, their logits differ by %.1f %%", 100 * error)
+        undo()
+
+
+@torch.inference_mode(False)  # parameters change their dtype for a while
+@torch.no_grad()
+def _find_scales(model: PagedModel) -> list[tuple[Tensor, Tensor]]:
+    """Return the scales of every layer here, of keys and of values. Collective: every rank must call it."""
+    token_ids = example_text(model.max_model_len, model.vocab_size).to(model.device)
+    positions = torch.arange(len(token_ids), device=model.device)
+    context = ForwardContext(model.attention, probe_lengths=[len(token_ids)])
+    with in_float32(model.module):
+        model.run(context, token_ids, positions, positions[:1], torch.float32)
+    calls = sorted(context.probe_calls, key=lambda call: call.layer)
+    return [(scale_for(keys), scale_for(values)) for keys, values in (call.largest for call in calls)]
+
+
+def _relative_error(ours: Tensor, theirs: Tensor) -> float:
+    error = (ours.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-6)
+    return float(error)

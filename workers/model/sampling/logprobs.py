@@ -1,0 +1,61 @@
+"""Log-probabilities of sampled and of prompt tokens, from the logits as the model gave them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from crossdock.workers.model.sampling.row import SampleRow
+from crossdock.workers.schedule.request import TokenLogprobs
+
+LOGITS_AT_ONCE = 1 << 22  # logits held as float32 at once while a prompt is scored: 16 MiB
+
+
+def logprobs_of(logits: Tensor, token_ids: Sequence[int] | Tensor, top_n: int) -> list[TokenLogprobs]:
+    """Return for each row of `logits` [N, V] its token's log-probability and rank, and the `top_n` likeliest tokens.
+
+    Works through a few rows at a time: a long prompt's logits as float32 would not fit beside the model.
+    """
+    num_rows, vocab_size = logits.shape
+    chosen_ids = torch.as_tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
+    answer: list[TokenLogprobs] = []
+    step = max(1, LOGITS_AT_ONCE // vocab_size)
+    for start in range(0, num_rows, step):
+        logprobs = logits[start : start + step].float().log_softmax(-1)
+        ids = chosen_ids[start : start + step]
+        chosen = logprobs.gather(-1, ids)
+        ranks = (logprobs > chosen).sum(-1) + 1
+        top = logprobs.topk(min(top_n, vocab_size))  # [n, top_n]
+        answer += [
+            TokenLogprobs(token_id, logprob, rank, tuple(sorted(zip(top_ids, tops, strict=True), key=_likeliest_first)))
+            for token_id, logprob, rank, top_ids, tops in zip(
+                ids.squeeze(-1).tolist(),
+                chosen.squeeze(-1).tolist(),
+                ranks.tolist(),
+                top.indices.tolist(),
+                top.values.tolist(),
+                strict=True,
+            )
+        ]
+    return answer
+
+
+def sampled_logprobs(logits: Tensor, token_ids: Sequence[int], rows: Sequence[SampleRow]) -> dict[int, TokenLogprobs]:
+    """Return the log-probabilities of the rows that asked for them, by row index.
+
+    Rows that want the same number of alternatives are computed together, so that no other row decides which of several
+    equally likely alternatives a row lists.
+    """
+    by_top_n: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        if row.params.logprobs is not None:
+            by_top_n.setdefault(row.params.logprobs, []).append(i)
+    answer: dict[int, TokenLogprobs] = {}
+    for top_n, group in by_top_n.items():
+        chosen = [token_ids[i] for i in group]
+        answer.update(zip(group, logprobs_of(logits[group], chosen, top_n), strict=True))
+    return answer
+
+
+def _likeliest_first(pair: tuple[int, float]) -> tuple[float, int]:
+    return -pair[1], pair[0]

@@ -1,0 +1,93 @@
+"""One row of logits and the request it belongs to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from crossdock.workers.schedule.request import SamplingParams
+
+GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM: the division would overflow soon after
+
+
+class TokenCounts:
+    """How often a request has used each of its tokens, for penalties. Only new tokens are counted at each step."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_counted = 0
+        self._slots: dict[int, int] = {}  # by token id
+        self._ids = np.zeros(64, np.int64)
+        self._counts = np.zeros(64, np.float32)
+
+    def catch_up(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Count the new tokens; return the distinct ids [U] and how often each is in the output [U]."""
+        assert len(token_ids) >= self._num_counted, "tokens were taken back"
+        for position in range(self._num_counted, len(token_ids)):
+            token_id = token_ids[position]
+            slot = self._slots.setdefault(token_id, len(self._slots))
+            if slot == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[slot] = token_id
+            self._counts[slot] += position >= self._num_prompt_tokens
+        self._num_counted = len(token_ids)
+        used = len(self._slots)
+        return torch.from_numpy(self._ids[:used]), torch.from_numpy(self._counts[:used])
+
+
+@dataclass(slots=True, eq=False)
+class SampleRow:
+    """One row of logits and the request it belongs to. Kept between steps or made again, it gives the same tokens.
+
+    `token_ids` is the request's own growing list, prompt first. The next sampled token has position `len(token_ids)`.
+    """
+
+    params: SamplingParams
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    eos_token_ids: Sequence[int] = ()  # masked, with stop_token_ids, until min_tokens are out
+    allowed: Tensor | None = None  # [V] bool, the grammar's mask for this step
+    counts: TokenCounts | None = field(default=None, repr=False)  # set when penalties first need it
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.params.temperature < GREEDY_BELOW or self.params.top_k == 1
+
+    @property
+    def is_penalized(self) -> bool:
+        params = self.params
+        return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the row needs no previous token on the host, and only the token is wanted."""
+        params = self.params
+        reports = params.logprobs is not None or params.prompt_logprobs is not None
+        return not (self.is_penalized or reports or params.grammar is not None)
+
+    @property
+    def must_continue(self) -> bool:
+        """Whether min_tokens are not out yet."""
+        return self.num_output_tokens < self.params.min_tokens
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether anything changes the logits before temperature does."""
+        return bool(
+            self.is_penalized
+            or self.must_continue
+            or self.params.logit_bias
+            or self.params.allowed_token_ids
+            or self.allowed is not None
+        )
+
+    @property
+    def is_filtered(self) -> bool:
+        return self.params.top_k > 0 or self.params.top_p < 1.0 or self.params.min_p > 0.0
