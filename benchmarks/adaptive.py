@@ -1,72 +1,55 @@
-"""Adaptive chunks beside fixed budgets, and short requests beside a long prompt: Crossdock against itself.
+"""Do adaptive chunks serve more requests within their targets than fixed token budgets? Crossdock against itself.
 
-    python benchmarks/adaptive.py                       # three mixes of chats and 4k-16k prompts, four settings
-    python benchmarks/adaptive.py --short-vs-long       # a 16k prompt prefills while short requests keep coming
+    python benchmarks/adaptive.py --duration 40 --repeats 1   # three mixes of chats and 4k-16k prompts: 20 minutes
+    python benchmarks/adaptive.py --short-vs-long             # short requests beside a 16k prompt: 15 minutes
 
-Settings run one at a time, each on a server of its own, in turn in every repeat, so that a machine that slows down
-slows all of them; figures are medians over repeats. Nothing else should run beside it. Without a model it is the
-default one with its context stretched to 17,408 tokens: what it says there does not matter, what it costs does.
+Prints a table for each mix: the share of good requests, their rate, gaps and times to first token of each SLO class.
+With --short-vs-long: the time to first token of short requests, alone and while a long prompt is prefilled.
+
+Settings run one at a time, each on a server of its own. They alternate in every repeat, so that a slower machine slows
+all of them; figures are medians over repeats. Run nothing else beside it. The default model's context is stretched to
+17,408 tokens: its answers there are nonsense, but cost as much as real ones.
 """
 
 import argparse
 import asyncio
 import json
-import os
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peers.run import cpu_seconds, hardware, machine_cpu_seconds, medians, serving
+from servers import OtherLoad, RunningServer, add_server_options, crossdock_command, log_of, serving
+from tables import Row, cell, hardware, markdown, medians, quantiles, today, write
 
 from crossdock.cluster.bench.http import BenchError
-from crossdock.cluster.bench.metrics import DEFAULT_TARGETS, parse_targets
+from crossdock.cluster.bench.metrics import DEFAULT_TARGETS, Targets, parse_targets
 from crossdock.cluster.bench.mix import MIXES
 from crossdock.cluster.bench.report import as_json
 from crossdock.cluster.bench.run import BenchOptions, run_bench
 from crossdock.cluster.bench.workloads import Interference
 from crossdock.workers.model.checkpoint import default_model_dir
 
-ROOT = Path(__file__).resolve().parents[1]
-CONTEXT = 17_408  # tokens: the longest prompt of a mix, its answer, and room
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A way to run Crossdock; to `serving` it is a server like its peers."""
-
-    name: str
-    flags: tuple[str, ...]
-
-    def command(self, args: argparse.Namespace, port: int) -> list[str]:
-        crossdock = str(Path(sys.executable).with_name("crossdock"))
-        return [crossdock, "serve", str(args.model), "--port", str(port), *self.flags, *args.crossdock_option]
-
-    def model(self, args: argparse.Namespace) -> None:
-        """What `serving` asks for: the first model the server names."""
-
-
-def _fixed(budget: int) -> Setting:
-    return Setting(f"fixed-{budget}", ("--chunk-policy", "fixed", "--max-num-batched-tokens", str(budget)))
-
-
-POLICIES = (Setting("adaptive", ("--chunk-policy", "adaptive")), *map(_fixed, (512, 2048, 8192)))
-# Nobody is refused: a short request that FCFS lets wait for the long one is to be seen waiting.
-ORDERS = (
-    Setting(
-        "adaptive-response-ratio",
-        ("--chunk-policy", "adaptive", "--prefill-order", "response_ratio", "--admission", "queue"),
+CONTEXT = 17_408  # tokens: the longest prompt of a mix and its answer
+POLICIES = {  # flags of `crossdock serve` by the name of the setting
+    "adaptive": ("--chunk-policy", "adaptive"),
+    **{
+        f"fixed-{budget}": ("--chunk-policy", "fixed", "--max-num-batched-tokens", str(budget))
+        for budget in (512, 2048, 8192)
+    },
+}
+ORDERS = {  # with admission queue: short requests that FCFS makes wait are measured, not refused
+    "adaptive-response-ratio": (
+        *("--chunk-policy", "adaptive", "--prefill-order", "response_ratio"),
+        *("--admission", "queue"),
     ),
-    Setting("fixed-fcfs", ("--chunk-policy", "fixed", "--prefill-order", "fcfs", "--admission", "queue")),
-)
+    "fixed-fcfs": ("--chunk-policy", "fixed", "--prefill-order", "fcfs", "--admission", "queue"),
+}
 
 
 def stretched(model: Path, context: int, target: Path) -> Path:
-    """A directory like `model` whose config allows `context` tokens. All other files are links."""
+    """Make a directory like `model` whose config allows `context` tokens. All other files are links."""
     target.mkdir()
     for file in model.iterdir():
         if file.name != "config.json":
@@ -75,6 +58,9 @@ def stretched(model: Path, context: int, target: Path) -> Path:
     config["max_position_embeddings"] = context
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return target
+
+
+# -- one measurement -------------------------------------------------------------------------------------------------
 
 
 def measure_mix(name: str, address: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -96,12 +82,12 @@ def measure_short(address: str, args: argparse.Namespace) -> dict[str, Any]:
     return as_json(asyncio.run(run_bench(options)))
 
 
-def mix_figures(summary: Mapping[str, Any]) -> dict[str, float]:
-    """What stands in the table: shares in percent, times in milliseconds."""
+def mix_figures(summary: Mapping[str, Any]) -> Row:
+    """Return the figures of the table: shares in percent, times in milliseconds."""
     row = _good("all", summary["slo"]["goodput"])
-    for name, its in summary["slo"]["classes"].items():
-        row |= _good(name, its["goodput"]) | _spread(f"{name} TTFT", its["ttft_ms"])
-        row |= _spread(f"{name} gap", its["gap_ms"])
+    for name, figures in summary["slo"]["classes"].items():
+        row |= _good(name, figures["goodput"]) | quantiles(f"{name} TTFT", figures["ttft_ms"])
+        row |= quantiles(f"{name} gap", figures["gap_ms"])
     server = summary.get("server", {})
     found = {
         "prefill": server.get("prefill_tokens_per_s"),
@@ -112,19 +98,31 @@ def mix_figures(summary: Mapping[str, Any]) -> dict[str, float]:
     return row | {"refused": summary["requests_refused"], "failed": summary["requests_failed"]}
 
 
-def short_figures(summary: Mapping[str, Any]) -> dict[str, float]:
-    its = summary["short_vs_long"]
+def short_figures(summary: Mapping[str, Any]) -> Row:
+    """Return the figures of the table; times in milliseconds."""
+    figures = summary["short_vs_long"]
     return {
-        **_spread("quiet", its["quiet_ttft_ms"]),
-        **_spread("short", its["short_ttft_ms"]),
-        **_spread("long", its["long_ttft_ms"]),
-        "count": its["short_ttft_ms"]["count"],
+        **quantiles("quiet", figures["quiet_ttft_ms"]),
+        **quantiles("short", figures["short_ttft_ms"]),
+        **quantiles("long", figures["long_ttft_ms"]),
+        "count": figures["short_ttft_ms"]["count"],
         "failed": summary["requests_failed"],
     }
 
 
-def mix_table(rows: Mapping[str, Mapping[str, float]], targets: Mapping[str, Mapping[str, float]]) -> str:
-    """One row per setting. `good`: the share of requests that met their class's targets, and how many per second."""
+def _good(name: str, goodput: Mapping[str, Any]) -> Row:
+    return {f"{name} good": 100 * goodput["share"], f"{name} rate": goodput["requests_per_s"]}
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
+
+
+def mix_table(rows: Mapping[str, Row], targets: Targets) -> str:
+    """Return one row per setting. `good`: share of requests that met their class's targets, and their rate."""
     classes = [name for name in DEFAULT_TARGETS if any(f"{name} good" in row for row in rows.values())]
     gap = targets["interactive"]["tpot"] * 1e3
     head = ["setting", "good", *(f"{name} good" for name in classes), f"interactive gap p99 (target {gap:.0f})"]
@@ -132,29 +130,24 @@ def mix_table(rows: Mapping[str, Mapping[str, float]], targets: Mapping[str, Map
     lines = [[*head, "refused / failed", "others CPU %"]]
     for setting, row in rows.items():
         cells = [setting, *(_pair(row, f"{name} good", " %", f"{name} rate", " /s") for name in ("all", *classes))]
-        cells += [_cell(row.get("interactive gap p99")), *(_p50_p99(row, f"{name} TTFT") for name in classes)]
-        cells += [_cell(row.get("prefill")), _pair(row, "error p50", " %", "error p90", " %")]
-        lines.append([*cells, _pair(row, "refused", "", "failed", ""), _cell(row.get("others"))])
-    return _markdown(lines)
+        cells += [cell(row.get("interactive gap p99")), *(_p50_p99(row, f"{name} TTFT") for name in classes)]
+        cells += [cell(row.get("prefill")), _pair(row, "error p50", " %", "error p90", " %")]
+        lines.append([*cells, _pair(row, "refused", "", "failed", ""), cell(row.get("others"))])
+    return markdown(lines)
 
 
-def short_table(rows: Mapping[str, Mapping[str, float]]) -> str:
-    head = [
-        "setting",
-        "short TTFT quiet p50 / p99",
-        "short TTFT while prefilling p50 / p99",
-        "how many",
-        "long TTFT p50",
-    ]
-    lines = [[*head, "failed", "others CPU %"]]
+def short_table(rows: Mapping[str, Row]) -> str:
+    """Return one row per setting."""
+    head = ["setting", "short TTFT quiet p50 / p99", "short TTFT while prefilling p50 / p99", "short requests"]
+    lines = [[*head, "long TTFT p50", "failed", "others CPU %"]]
     for setting, row in rows.items():
-        cells = [setting, _p50_p99(row, "quiet"), _p50_p99(row, "short"), _cell(row.get("count"))]
-        lines.append([*cells, _cell(row.get("long p50")), _cell(row.get("failed")), _cell(row.get("others"))])
-    return _markdown(lines)
+        cells = [setting, _p50_p99(row, "quiet"), _p50_p99(row, "short"), cell(row.get("count"))]
+        lines.append([*cells, cell(row.get("long p50")), cell(row.get("failed")), cell(row.get("others"))])
+    return markdown(lines)
 
 
-def verdict(rows: Mapping[str, Mapping[str, float]]) -> str:
-    """Adaptive beside the best of the fixed ones."""
+def verdict(rows: Mapping[str, Row]) -> str:
+    """Return adaptive beside the best fixed budget, in words."""
     fixed = {name: row["all rate"] for name, row in rows.items() if name != "adaptive"}
     if "adaptive" not in rows or not fixed:
         return ""
@@ -164,44 +157,24 @@ def verdict(rows: Mapping[str, Mapping[str, float]]) -> str:
     )
 
 
-def _good(name: str, goodput: Mapping[str, Any]) -> dict[str, float]:
-    return {f"{name} good": 100 * goodput["share"], f"{name} rate": goodput["requests_per_s"]}
-
-
-def _spread(name: str, spread: Mapping[str, Any]) -> dict[str, float]:
-    return {f"{name} {quantile}": spread[quantile] for quantile in ("p50", "p99") if quantile in spread}
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
-
-
-def _p50_p99(row: Mapping[str, float], name: str) -> str:
+def _p50_p99(row: Row, name: str) -> str:
     return _pair(row, f"{name} p50", "", f"{name} p99", "")
 
 
-def _pair(row: Mapping[str, float], left: str, left_unit: str, right: str, right_unit: str) -> str:
+def _pair(row: Row, left: str, left_unit: str, right: str, right_unit: str) -> str:
     if left not in row:
         return "-"
-    return f"{_cell(row[left])}{left_unit} / {_cell(row.get(right))}{right_unit}"
+    return f"{cell(row[left])}{left_unit} / {cell(row.get(right))}{right_unit}"
 
 
-def _cell(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
-
-
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
-    head, *rows = ("| " + " | ".join(cells) + " |" for cells in lines)
-    return "\n".join([head, "|---" * len(lines[0]) + "|", *rows]) + "\n"
+# -- all settings ----------------------------------------------------------------------------------------------------
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="Hugging Face directory (default: the stretched default)")
     parser.add_argument("--short-vs-long", action="store_true", help="measure this instead of the mixes")
-    names = [setting.name for setting in (*POLICIES, *ORDERS)]
+    names = [*POLICIES, *ORDERS]
     parser.add_argument("--settings", nargs="+", choices=names, default=names)
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
     parser.add_argument("--duration", type=float, default=120.0, help="seconds of arrivals, per mix and setting")
@@ -210,70 +183,58 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--long-prompt-tokens", type=int, default=16_384)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--port", type=int, default=8412)
-    parser.add_argument("--start-timeout", type=float, default=300.0)
-    parser.add_argument("--crossdock-option", action="append", default=[], metavar="--OPTION=VALUE")
-    parser.add_argument("--output", type=Path, default=ROOT / ".cache" / "adaptive" / "results", help="without suffix")
+    add_server_options(parser, "adaptive", 8412)
     return parser.parse_args()
 
 
-def run(args: argparse.Namespace) -> tuple[dict[str, dict[str, list[dict[str, float]]]], list[dict[str, Any]]]:
-    """Figures by part (a mix, or short-vs-long) and setting, one per repeat; and all that was measured."""
-    settings = [it for it in (ORDERS if args.short_vs_long else POLICIES) if it.name in args.settings]
+def run(args: argparse.Namespace) -> tuple[dict[str, dict[str, list[Row]]], list[dict[str, Any]]]:
+    """Return the figures by part (a mix, or short-vs-long) and setting, one per repeat; and all that was measured."""
+    settings = ORDERS if args.short_vs_long else POLICIES
     parts = ["short-vs-long"] if args.short_vs_long else args.mixes
-    passes: dict[str, dict[str, list[dict[str, float]]]] = {part: {} for part in parts}
+    passes: dict[str, dict[str, list[Row]]] = {part: {} for part in parts}
     raw = []
     for repeat in range(args.repeats):
-        for setting in settings:
-            print(f"[{repeat + 1}/{args.repeats}] {setting.name}: starting", flush=True)
-            log = args.output.with_name(f"{args.output.name}-{setting.name}.log")
+        for name in [name for name in settings if name in args.settings]:
+            print(f"[{repeat + 1}/{args.repeats}] {name}: starting", flush=True)
             try:
-                with serving(setting, args, log) as (address, processes, start_seconds):
+                with serving(name, crossdock_command(args, *settings[name]), args, log_of(args, name)) as server:
                     for part in parts:
-                        row, took = _measured(part, address, processes, args)
-                        passes[part].setdefault(setting.name, []).append(row)
-                        labels = {"part": part, "setting": setting.name, "repeat": repeat, "start_s": start_seconds}
-                        raw.append({**labels, "figures": row, "run": took})
-                        print(f"  {part}: " + ", ".join(f"{name} {it:.4g}" for name, it in row.items()), flush=True)
+                        row, found = _measured(part, server, args)
+                        passes[part].setdefault(name, []).append(row)
+                        labels = {"part": part, "setting": name, "repeat": repeat, "start_s": server.start_s}
+                        raw.append({**labels, "figures": row, "run": found})
+                        print(f"  {part}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
             except (RuntimeError, OSError, BenchError) as error:
                 print(f"  {error}", file=sys.stderr, flush=True)
     return passes, raw
 
 
-def _measured(
-    part: str, address: str, processes: set[int], args: argparse.Namespace
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Figures and all that was measured, with what else ran on the machine meanwhile, in percent of a core."""
-    ours = processes | {os.getpid()}
-    started, ours_before, all_before = time.monotonic(), cpu_seconds(ours), machine_cpu_seconds()
-    took = measure_short(address, args) if args.short_vs_long else measure_mix(part, address, args)
-    row = (short_figures if args.short_vs_long else mix_figures)(took["summary"])
-    others = machine_cpu_seconds() - all_before - (cpu_seconds(ours) - ours_before)
-    return row | {"others": 100 * max(0.0, others / (time.monotonic() - started))}, took
+def _measured(part: str, server: RunningServer, args: argparse.Namespace) -> tuple[Row, dict[str, Any]]:
+    """Return the figures and all that was measured, with the other load in percent of a core."""
+    others = OtherLoad(server.processes)
+    found = measure_short(server.address, args) if args.short_vs_long else measure_mix(part, server.address, args)
+    row = (short_figures if args.short_vs_long else mix_figures)(found["summary"])
+    return row | {"others": 100 * others.share()}, found
 
 
 def main() -> None:
     args = parse_args()
     targets = parse_targets(args.slo)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         if args.model is None:
             model = default_model_dir()
             args.model = stretched(model, CONTEXT, Path(folder) / f"{model.name}-{CONTEXT}")
         passes, raw = run(args)
-    date = datetime.now(UTC).date().isoformat()
-    text = [f"{args.model.name}; {hardware()}; {date}; medians of {args.repeats}; times in ms."]
-    results = {part: {name: medians(rows) for name, rows in its.items()} for part, its in passes.items()}
+    text = [f"{args.model.name}; {hardware()}; {today()}; medians of {args.repeats}; times in ms."]
+    results = {part: {name: medians(rows) for name, rows in settings.items()} for part, settings in passes.items()}
     for part, rows in results.items():
-        what = (
-            f"{args.long_prompt_tokens:,}-token prompts" if args.short_vs_long else f"{args.duration:.0f} s of arrivals"
-        )
-        table = short_table(rows) if args.short_vs_long else mix_table(rows, targets)
-        text.append(f"**{part}**, {what}:\n\n{table}" + ("" if args.short_vs_long else f"\n{verdict(rows)}\n"))
-    args.output.with_suffix(".md").write_text("\n".join(text))
-    summary = {"date": date, "hardware": hardware(), "medians": results, "passes": raw}
-    args.output.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n")
-    print("\n" + "\n".join(text))
+        if args.short_vs_long:
+            text.append(f"**{part}**, {args.long_prompt_tokens:,}-token prompts:\n\n{short_table(rows)}")
+        else:
+            table = mix_table(rows, targets)
+            text.append(f"**{part}**, {args.duration:.0f} s of arrivals:\n\n{table}\n{verdict(rows)}\n")
+    summary = {"date": today(), "hardware": hardware(), "medians": results, "passes": raw}
+    write(args.output, "\n".join(text), summary)
     if not raw:
         sys.exit(1)
 

@@ -1,12 +1,14 @@
-"""Streams on several Ray nodes of one machine, and everything that may be lost under them.
+"""Does any stream break when replicas, nodes or Ray's GCS fail, or the application is upgraded?
 
-    python benchmarks/chaos.py --faults 200 --seed 0
+    python benchmarks/chaos.py --faults 40 --seconds 660 --seed 0       # at most about 11 minutes
 
-Prefill and decode replicas run on nodes of their own (`ray.cluster_utils.Cluster`: a raylet each), the ingress on the
-head's. Clients stream without a pause and compare every token with what the same prompt gave before any fault. Then,
-each as soon as the pools are whole again: replicas are killed or stopped, nodes are lost, the GCS is killed and
-restarted, the application is upgraded, clients leave. While something is repaired, what is left of the pools hangs now
-and then, and more clients leave. A table says what each kind did to the streams.
+Prints a row per kind of fault: how often it happened, the streams that ended meanwhile, the broken ones, the longest
+gap between two tokens, and the seconds until the pools were whole again.
+
+Prefill and decode replicas run on Ray nodes of their own on this machine (`ray.cluster_utils.Cluster`: a raylet each),
+the ingress on the head's. Clients stream without a pause and compare every token with the answer to the same prompt
+before any fault. A fault begins when the pools are whole again after the last one. During a repair, the remaining
+replicas hang or more clients leave, at random.
 """
 
 import argparse
@@ -45,6 +47,7 @@ from ray.cluster_utils import Cluster
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
+from tables import markdown
 
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
@@ -57,7 +60,7 @@ TOKENS = 40
 
 
 def tiny_model(folder: Path) -> Path:
-    """A random model of two layers with the default model's tokenizer: what is tested is not how well it writes."""
+    """Make a random model of two layers with the default model's tokenizer. Its answers need no meaning here."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +84,7 @@ def tiny_model(folder: Path) -> Path:
     return folder
 
 
-class Fleet:
+class NodeFleet:
     """A Ray cluster of one node for the head and ingress, and one for each replica."""
 
     def __init__(self, folder: Path) -> None:
@@ -94,14 +97,21 @@ class Fleet:
         self.nodes = {f"decode-{number}": self._add("decode") for number in range(DECODES)}
         self.nodes["prefill-0"] = self._add("prefill")
         ray.init(address=self.cluster.address, log_to_driver=False, configure_logging=False)
-        with socket.socket() as it:
-            it.bind(("127.0.0.1", 0))
-            port: int = it.getsockname()[1]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=HTTPOptions(host="127.0.0.1", port=port))
         self.budget = 256
         self.deploy(self.budget)
         self.wait_until_whole(240)
+
+    def lose_node(self, pool: str, rng: random.Random) -> None:
+        """End the raylet and all processes of one node of the pool at once; another node takes its place."""
+        name = rng.choice([name for name in self.nodes if name.startswith(pool)])
+        self.cluster.remove_node(self.nodes[name], allow_graceful=False)
+        time.sleep(0.5)
+        self.nodes[name] = self._add(pool)
 
     def _add(self, pool: str) -> Any:
         return self.cluster.add_node(num_cpus=1, labels={"pool": pool}, object_store_memory=80 << 20)
@@ -129,14 +139,14 @@ class Fleet:
         )
 
     def deploy(self, budget: int) -> None:
-        """What `serve deploy` does; returns once Serve has the new configuration."""
+        """Deploy as `serve deploy` does. Returns when Serve has the new configuration."""
         document = serve_config(self.config(budget))
         front = {"num_cpus": 0, "label_selector": {"pool": "front"}}
         document["applications"][0]["deployments"] = [{"name": "ingress", "ray_actor_options": front}]
         self.budget = budget
         _get_global_client().deploy_apps(ServeDeploySchema.model_validate(document))
 
-    # -- what there is -------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     def replicas(self) -> list[dict[str, Any]]:
         try:
@@ -146,17 +156,20 @@ class Fleet:
         return found
 
     def is_whole(self) -> bool:
-        """Every ingress, asked often enough to have asked both, has every replica, of the newest configuration."""
+        """Return whether every ingress lists every replica, with the newest configuration.
+
+        Serve's proxy chooses the ingress; six requests are enough to reach both.
+        """
         for _ in range(6):
             replicas = self.replicas()
-            pools = collections.Counter(it["pool"] for it in replicas)
-            budgets = {it["profile"]["max_num_batched_tokens"] for it in replicas}
+            pools = collections.Counter(replica["pool"] for replica in replicas)
+            budgets = {replica["profile"]["max_num_batched_tokens"] for replica in replicas}
             if pools != {"prefill": 1, "decode": DECODES} or budgets != {self.budget}:
                 return False
         return True
 
     def wait_until_whole(self, seconds: float = 120) -> float:
-        """How long it took."""
+        """Return the seconds until the pools were whole. Raises TimeoutError after `seconds`."""
         began = time.monotonic()
         while not self.is_whole():
             if time.monotonic() - began > seconds:
@@ -165,7 +178,7 @@ class Fleet:
         return time.monotonic() - began
 
     def processes(self, pool: str) -> list[psutil.Process]:
-        """Of the replicas of a pool."""
+        """Return the living processes of the replicas of a pool."""
         name = f"ServeReplica:crossdock:{pool}"
         found = []
         for process in psutil.process_iter(["cmdline", "status"]):
@@ -182,7 +195,7 @@ class Fleet:
         return os.getpid() in parents
 
     def owned_pages(self) -> int:
-        return sum(it["pages"]["owned"] + it["pages"]["quarantined"] for it in self.replicas())
+        return sum(replica["pages"]["owned"] + replica["pages"]["quarantined"] for replica in self.replicas())
 
     def close(self) -> None:
         serve.shutdown()
@@ -191,8 +204,8 @@ class Fleet:
 
 
 @dataclass(slots=True)
-class Load:
-    """Clients that stream without a pause."""
+class Clients:
+    """Clients that stream without a pause, and the count of what happened to their streams."""
 
     url: str
     expected: dict[int, list[int]] = field(default_factory=dict)
@@ -209,6 +222,11 @@ class Load:
         return [(number * 977 + 31 * place * place + 7 * place) % 40_000 + 100 for place in range(length)]
 
     def stream(self, number: int, leave_after: int | None = None) -> list[int]:
+        """Return the tokens of one stream. `leave_after`: close it after so many.
+
+        Raises:
+            RuntimeError: the server answered with an error, or the stream ended too early.
+        """
         body = {"model": "tiny", "prompt": self.prompt(number), "max_tokens": TOKENS, "ignore_eos": True}
         body |= {"stream": True, "temperature": 0, "return_token_ids": True}
         tokens: list[int] = []
@@ -268,15 +286,15 @@ class Load:
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-def kill(pool: str) -> Callable[[Fleet, Load, random.Random], None]:
-    def fault(fleet: Fleet, load: Load, rng: random.Random) -> None:
+def kill(pool: str) -> Callable[[NodeFleet, Clients, random.Random], None]:
+    def fault(fleet: NodeFleet, clients: Clients, rng: random.Random) -> None:
         rng.choice(fleet.processes(pool)).kill()
 
     return fault
 
 
-def hang(pool: str) -> Callable[[Fleet, Load, random.Random], None]:
-    def fault(fleet: Fleet, load: Load, rng: random.Random) -> None:
+def hang(pool: str) -> Callable[[NodeFleet, Clients, random.Random], None]:
+    def fault(fleet: NodeFleet, clients: Clients, rng: random.Random) -> None:
         with suppress(psutil.NoSuchProcess, IndexError):  # during a repair there may be none
             process = rng.choice(fleet.processes(pool))
             process.send_signal(signal.SIGSTOP)
@@ -286,37 +304,32 @@ def hang(pool: str) -> Callable[[Fleet, Load, random.Random], None]:
     return fault
 
 
-def lose_node(pool: str) -> Callable[[Fleet, Load, random.Random], None]:
-    """Its raylet and all its processes end at once; another machine takes its place."""
-
-    def fault(fleet: Fleet, load: Load, rng: random.Random) -> None:
-        name = rng.choice([name for name in fleet.nodes if name.startswith(pool)])
-        fleet.cluster.remove_node(fleet.nodes[name], allow_graceful=False)
-        time.sleep(0.5)
-        fleet.nodes[name] = fleet._add(pool)
+def lose_node(pool: str) -> Callable[[NodeFleet, Clients, random.Random], None]:
+    def fault(fleet: NodeFleet, clients: Clients, rng: random.Random) -> None:
+        fleet.lose_node(pool, rng)
 
     return fault
 
 
-def restart_gcs(fleet: Fleet, load: Load, rng: random.Random) -> None:
+def restart_gcs(fleet: NodeFleet, clients: Clients, rng: random.Random) -> None:
     fleet.cluster.head_node.kill_gcs_server()
     time.sleep(rng.choice([0.5, 2]))
     fleet.cluster.head_node.start_gcs_server()
 
 
-def upgrade(fleet: Fleet, load: Load, rng: random.Random) -> None:
-    """Another token budget: every replica of every deployment is replaced, one by one."""
+def upgrade(fleet: NodeFleet, clients: Clients, rng: random.Random) -> None:
+    """Deploy another token budget, so that every replica of every deployment is replaced, one by one."""
     fleet.deploy(256 if fleet.budget != 256 else 192)
 
 
-def leave(fleet: Fleet, load: Load, rng: random.Random) -> None:
-    """Clients that go away before their first token, or in mid-stream."""
+def leave(fleet: NodeFleet, clients: Clients, rng: random.Random) -> None:
+    """Close four streams before their first token, or later."""
     for _ in range(4):
         try:
-            load.stream(rng.randrange(PROMPTS), leave_after=rng.choice([0, 1, 5, 20]))
+            clients.stream(rng.randrange(PROMPTS), leave_after=rng.choice([0, 1, 5, 20]))
         except Exception as error:
-            load.problems.append(f"{type(error).__name__}: {error}")
-        load.left += 1
+            clients.problems.append(f"{type(error).__name__}: {error}")
+        clients.left += 1
 
 
 FAULTS = {
@@ -334,108 +347,118 @@ DURING_REPAIR = [name for name in FAULTS if "hangs" in name or "leave" in name]
 
 
 @dataclass(slots=True)
-class Outcome:
+class FaultTally:
+    """The effects of one kind of fault."""
+
     faults: int = 0
-    during_repair: int = 0  # of another fault; what happens then counts for both
-    streams: int = 0  # that ended while the fault and its repair went on
+    during_repair: int = 0  # of these, during the repair of another fault; their effects count for both
+    streams: int = 0  # that ended during the fault and its repair
     problems: list[str] = field(default_factory=list)
     repair: list[float] = field(default_factory=list)  # seconds until the pools were whole
     longest_gap: float = 0.0
 
 
 @contextmanager
-def counted(load: Load, outcome: Outcome) -> Iterator[None]:
-    done, problems, gap = load.done, len(load.problems), load.longest_gap
-    load.longest_gap = 0.0
+def counted(clients: Clients, outcome: FaultTally) -> Iterator[None]:
+    """Add what happens to the streams meanwhile to the tally."""
+    done, problems, gap = clients.done, len(clients.problems), clients.longest_gap
+    clients.longest_gap = 0.0
     yield
     outcome.faults += 1
-    outcome.streams += load.done - done
-    outcome.problems += load.problems[problems:]
-    outcome.longest_gap = max(outcome.longest_gap, load.longest_gap)
-    load.longest_gap = max(load.longest_gap, gap)
+    outcome.streams += clients.done - done
+    outcome.problems += clients.problems[problems:]
+    outcome.longest_gap = max(outcome.longest_gap, clients.longest_gap)
+    clients.longest_gap = max(clients.longest_gap, gap)
 
 
-def afflict(fleet: Fleet, load: Load, name: str, rng: random.Random, outcomes: dict[str, Outcome]) -> None:
-    """One fault, and the wait until it is repaired."""
-    with counted(load, outcomes[name]):
-        FAULTS[name][0](fleet, load, rng)
+def afflict(fleet: NodeFleet, clients: Clients, name: str, rng: random.Random, outcomes: dict[str, FaultTally]) -> None:
+    """Cause one fault and wait until the pools are whole again."""
+    with counted(clients, outcomes[name]):
+        FAULTS[name][0](fleet, clients, rng)
         began = time.monotonic()
-        time.sleep(0.3)  # so that a loss is known
+        time.sleep(0.3)  # until Serve has noticed a loss
         while not fleet.is_whole():
             if time.monotonic() - began > 240:
                 raise TimeoutError(f"not whole in 240 s: {serve.status()}")
             time.sleep(0.2)
             if name not in DURING_REPAIR:
                 other = rng.choice(DURING_REPAIR)
-                with counted(load, outcomes[other]):
-                    FAULTS[other][0](fleet, load, rng)
+                with counted(clients, outcomes[other]):
+                    FAULTS[other][0](fleet, clients, rng)
                 outcomes[other].during_repair += 1
         outcomes[name].repair.append(time.monotonic() - began)
 
 
 @contextmanager
-def fleet_under_load(clients: int, seed: int) -> Iterator[tuple[Fleet, Load]]:
+def fleet_under_load(num_clients: int, seed: int) -> Iterator[tuple[NodeFleet, Clients]]:
     folder = Path(tempfile.mkdtemp(prefix="cd-chaos-", dir="/tmp"))
-    fleet = Fleet(folder)
-    load = Load(fleet.url)
+    fleet = NodeFleet(folder)
+    clients = Clients(fleet.url)
     try:
-        load.learn()
-        load.start(clients, seed)
-        yield fleet, load
+        clients.learn()
+        clients.start(num_clients, seed)
+        yield fleet, clients
     finally:
-        load.stop()
+        clients.stop()
         fleet.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def wait_until_idle(fleet: Fleet, seconds: float = 30) -> int:
-    """Pages that somebody still owns, or may still write to, once nothing runs."""
+def wait_until_idle(fleet: NodeFleet, seconds: float = 30) -> int:
+    """Return the pages that are still owned or may still be written to when no request is in flight."""
     deadline = time.monotonic() + seconds
     while (owned := fleet.owned_pages()) and time.monotonic() < deadline:
         time.sleep(0.2)
     return owned
 
 
+def report(outcomes: dict[str, FaultTally], clients: Clients, pages_left: int) -> None:
+    heads = ("fault", "times", "of these during a repair", "streams that ended meanwhile", "broken", "longest gap")
+    print("\n" + markdown([(*heads, "whole again, median", "longest"), *table_rows(outcomes)]))
+    faults = sum(outcome.faults for outcome in outcomes.values())
+    print(f"{faults} faults, {clients.done} streams, {len(clients.problems)} broken, {pages_left} pages left")
+    for problem in collections.Counter(clients.problems).most_common(10):
+        print(problem)
+
+
+def table_rows(outcomes: dict[str, FaultTally]) -> Iterator[list[str]]:
+    for name, outcome in outcomes.items():
+        if outcome.faults:
+            counts = (outcome.faults, outcome.during_repair, outcome.streams, len(outcome.problems))
+            repair = outcome.repair
+            seconds = (f"{median(repair):.1f} s", f"{max(repair):.1f} s") if repair else ("", "")
+            yield [name, *map(str, counts), f"{outcome.longest_gap:.1f} s", *seconds]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=40)
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no fault after so many")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no fault later than this")
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=sorted(FAULTS), help="faults of one kind")
-    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     given = parser.parse_args()
     rng = random.Random(given.seed)
     names = [given.only] if given.only else list(FAULTS)
     weights = [FAULTS[name][1] for name in names]
-    outcomes = {name: Outcome() for name in names}
+    outcomes = {name: FaultTally() for name in names}
     began = time.monotonic()
-    with fleet_under_load(given.clients, given.seed) as (fleet, load):
+    with fleet_under_load(given.clients, given.seed) as (fleet, clients):
         print(f"whole after {time.monotonic() - began:.0f} s", flush=True)
         for number in range(given.faults):
             if time.monotonic() - began > given.seconds:
                 break
             name = names[number % len(names)] if number < len(names) else rng.choices(names, weights)[0]
-            afflict(fleet, load, name, rng, outcomes)
-            it = outcomes[name]
-            print(f"{number + 1:4} {name}: whole in {it.repair[-1]:.1f} s; {len(load.problems)} problems", flush=True)
-        load.stop()
+            afflict(fleet, clients, name, rng, outcomes)
+            repair = outcomes[name].repair[-1]
+            print(f"{number + 1:4} {name}: whole in {repair:.1f} s; {len(clients.problems)} problems", flush=True)
+        clients.stop()
         left = wait_until_idle(fleet)
-    heads = ("fault", "times", "of these during a repair", "streams that ended meanwhile", "broken", "longest gap")
-    print("\n| " + " | ".join((*heads, "whole again, median", "longest")) + " |")
-    print("|---" * (len(heads) + 2) + "|")
-    for name, it in outcomes.items():
-        if it.faults:
-            row = [name, it.faults, it.during_repair, it.streams, len(it.problems), f"{it.longest_gap:.1f} s"]
-            row += [f"{median(it.repair):.1f} s", f"{max(it.repair):.1f} s"] if it.repair else ["", ""]
-            print("| " + " | ".join(str(cell) for cell in row) + " |")
-    faults = sum(it.faults for it in outcomes.values())
-    print(f"\n{faults} faults, {load.done} streams, {len(load.problems)} broken, {left} pages left")
-    for problem in collections.Counter(load.problems).most_common(10):
-        print(problem)
+    report(outcomes, clients, left)
     if given.json:
-        figures = {name: asdict(it) for name, it in outcomes.items()}
-        given.json.write_text(json.dumps({"outcomes": figures, "streams": load.done, "pages_left": left}))
+        figures = {name: asdict(outcome) for name, outcome in outcomes.items()}
+        given.json.write_text(json.dumps({"outcomes": figures, "streams": clients.done, "pages_left": left}))
 
 
 if __name__ == "__main__":

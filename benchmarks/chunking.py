@@ -1,16 +1,17 @@
-"""What chunking costs: one prompt in chunks of every size, relative to one chunk. Prints a Markdown table.
+"""How much more work is a prompt in chunks than a prompt in one step?
 
-FLOP, twice. *dense*: torch's flop counter over transformers' own eager forward, chunk by chunk into a DynamicCache, on
-the meta device (shapes only). Eager attention multiplies every query of a chunk with every key up to the chunk's end
-and masks afterwards, so one large chunk computes twice the pairs it needs; that half is not chunking's gain.
-*causal*: the same linears, and only the pairs that attention wants, n * (context + (n + 1) / 2) of a chunk; what a
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/chunking.py       # seven sizes of chunks, three repeats: 3 minutes
+
+Prints a row per size of chunk: steps, FLOP, bytes of KV written and read, bytes of weights read, and seconds.
+
+FLOP dense: torch's flop counter over transformers' own eager forward, chunk by chunk into a DynamicCache, on the meta
+device (shapes only). Eager attention multiplies every query of a chunk with every key up to the chunk's end and masks
+afterwards, so one large chunk computes twice the pairs it needs; that half is not a gain of chunking.
+FLOP causal: the same linears, and only the pairs that attention needs, n * (context + (n + 1) / 2) of a chunk: what a
 kernel that skips the masked tiles computes.
-
 KV written: every token's keys and values, once. KV read: each step reads every token up to its chunk's end at least
-once (its query tiles find them in the cache after that). Weights read: those of the layers, once per step, likewise.
-Seconds: the steps of a Crossdock engine, without company, the median of the repeats.
-
-Usage: OMP_WAIT_POLICY=PASSIVE python benchmarks/chunking.py [--model NAME] [--tokens N] [--repeats N]
+once (its query tiles then find them in the cache). Weights read: those of the layers, once per step, likewise.
+Seconds: the steps of a Crossdock engine with no other request, median of the repeats.
 """
 
 import argparse
@@ -33,6 +34,8 @@ from crossdock.workers.schedule.request import SamplingParams, Submission
 
 @dataclass(frozen=True, slots=True)
 class Flop:
+    """The work of one prompt in chunks."""
+
     linear: int
     dense_attention: int
     causal_attention: int
@@ -40,7 +43,7 @@ class Flop:
 
 
 def flop(path: Path, chunks: list[int]) -> Flop:
-    """Of one prompt in these chunks; logits are computed for the last token alone."""
+    """Count the work of one prompt in these chunks; logits are computed for the last token alone."""
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16).eval()
@@ -59,14 +62,14 @@ def flop(path: Path, chunks: list[int]) -> Flop:
         start += tokens
         dense_pairs += tokens * start
     total = sum(chunks)
-    everything = sum(it.numel() * it.itemsize for it in model.base_model.parameters())
+    everything = sum(weight.numel() * weight.itemsize for weight in model.base_model.parameters())
     embeddings = model.get_input_embeddings().weight
     layer_bytes = everything - embeddings.numel() * embeddings.itemsize
     return Flop(linear, attention, attention * (total * (total + 1) // 2) // dense_pairs, layer_bytes)
 
 
 def seconds(engine: Engine, prompt: list[int], repeats: int) -> tuple[float, float, StepWork]:
-    """Of the prompt's steps together and of the longest, medians; and the work of all, to check that all was done."""
+    """Return medians of the prompt's seconds in all and of the longest step's; and the work, to check its sum."""
     totals, longest, works = [], [], []
     for number in range(repeats):
         engine.add(Submission(f"{number}", prompt, SamplingParams(max_tokens=1, temperature=0.0)))
@@ -79,7 +82,7 @@ def seconds(engine: Engine, prompt: list[int], repeats: int) -> tuple[float, flo
     return (
         median(totals),
         median(longest),
-        StepWork(sum(it.prefill_tokens for it in works), sum(it.attended for it in works)),
+        StepWork(sum(work.prefill_tokens for work in works), sum(work.attended for work in works)),
     )
 
 
@@ -119,12 +122,13 @@ def main() -> None:
         "relative | longest step s |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for size, (its, chunks, total, longest) in rows.items():
-        causal, dense = its.linear + its.causal_attention, its.linear + its.dense_attention
+    for size, (counts, chunks, total, longest) in rows.items():
+        causal, dense = counts.linear + counts.causal_attention, counts.linear + counts.dense_attention
         read = sum(sum(chunks[: number + 1]) for number in range(len(chunks)))
+        weights = len(chunks) * counts.layer_bytes
         print(
             f"| {size} | {len(chunks)} | {causal / 1e12:.3f} | {dense / 1e12:.3f} | {tokens * token_bytes / 2**20:.0f} "
-            f"| {read * token_bytes / 2**20:.0f} ({read / tokens:.1f}x) | {len(chunks) * its.layer_bytes / 2**30:.2f} "
+            f"| {read * token_bytes / 2**20:.0f} ({read / tokens:.1f}x) | {weights / 2**30:.2f} "
             f"| {total:.2f} | {total / whole_seconds:.2f}x | {longest:.2f} |"
         )
     share = whole.causal_attention / (whole.linear + whole.causal_attention)

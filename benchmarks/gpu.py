@@ -1,12 +1,16 @@
-"""Every check and measurement of the GPU path in one call of less than ten minutes, against ceilings measured first.
+"""Is the GPU path correct, and how close is it to what the GPU can do?
 
-Usage: python benchmarks/gpu.py [--output gpu.json] [--only SECTION…]
+    python benchmarks/gpu.py --output gpu.json                          # all sections: less than ten minutes
+    python benchmarks/gpu.py --only decode prefill                      # two of them
+
+Measures the ceilings first: bytes per second copied, FLOP per second of a matrix product. Then prints each section's
+times beside their share of the ceiling, and beside torch's own kernels. A section that fails is reported, and the
+others run.
 
 Needs torch, triton, transformers, for the checks pytest and for the engine pydantic, msgpack and llguidance, but no
-network. Where crossdock is not installed, this gives the checkout its name:
+network. Where crossdock is not installed, make it importable from the checkout:
 `mkdir -p .typing && ln -sfn .. .typing/crossdock && export PYTHONPATH=$PWD/.typing`. Times of kernels are medians of
-replays of a CUDA graph, over as many layers' pages as defeat the cache. A section that fails says so, and the others
-run.
+replays of a CUDA graph, over the pages of so many layers that they do not fit into the cache.
 """
 
 import argparse
@@ -33,8 +37,8 @@ from crossdock.kernels.triton_attention import Tiles, paged_attention, store_kv
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADS, KV_HEADS, DIM, PAGE_SIZE = 32, 8, 128, 16  # of Llama-3.1-8B
-TOKEN_BYTES = 2 * KV_HEADS * DIM * 2
-L2_BYTES = 64 << 20
+TOKEN_BYTES = 2 * KV_HEADS * DIM * 2  # keys and values of one layer
+L2_BYTES = 64 << 20  # at least the cache of these GPUs
 LLAMA = {
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -48,7 +52,7 @@ Result = dict[str, Any]
 
 
 def graph_of(*functions: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """All functions, one after another, as one graph; they have run before it is captured."""
+    """Return one graph of all functions in order. They run once before the capture."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -63,12 +67,13 @@ def graph_of(*functions: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def seconds(*functions: Callable[[], object], repeats: int = 20) -> float:
-    """Of one function, where all do the same on other data: the median over replays of a graph of all."""
+    """Return the seconds of one function, where all do the same on other data: the median over replays of a graph."""
     graph = graph_of(*functions)
     return timed(graph.replay, repeats) / len(functions)
 
 
 def timed(run: Callable[[], object], repeats: int = 20) -> float:
+    """Return the median seconds of a call on the GPU."""
     run()
     times = []
     for _ in range(repeats):
@@ -81,7 +86,7 @@ def timed(run: Callable[[], object], repeats: int = 20) -> float:
     return statistics.median(times)
 
 
-class Pages:
+class PagedLayers:
     """Random pages of several layers in the pool's layout, and a batch of (query_len, kv_len) on them."""
 
     def __init__(self, lengths: Sequence[tuple[int, int]]) -> None:
@@ -94,8 +99,8 @@ class Pages:
         starts = torch.tensor([0, *[q for q, _ in lengths]]).cumsum(0).int()
         positions = [torch.arange(kv - q, kv) for q, kv in lengths]
         slots = [
-            its[where // PAGE_SIZE].long() * PAGE_SIZE + where % PAGE_SIZE
-            for its, where in zip(ids, positions, strict=True)
+            pages[where // PAGE_SIZE].long() * PAGE_SIZE + where % PAGE_SIZE
+            for pages, where in zip(ids, positions, strict=True)
         ]
         self.q = torch.randn(int(starts[-1]), HEADS, DIM, dtype=torch.bfloat16, device="cuda")
         self.batch = AttentionBatch(
@@ -111,6 +116,8 @@ class Pages:
         return self.pool[:, :, number, 0], self.pool[:, :, number, 1]
 
     def attention(self, kernel: Callable[..., Tensor] = paged_attention) -> list[Callable[[], Tensor]]:
+        """Return the attention of each layer as a function."""
+
         def of(number: int) -> Callable[[], Tensor]:
             return lambda: kernel(self.q, *self.layer(number), self.batch, scale=DIM**-0.5)
 
@@ -118,6 +125,7 @@ class Pages:
 
 
 def ceilings() -> Result:
+    """Measure bytes per second of a copy and FLOP per second of a product in bf16."""
     x = torch.randn(1 << 31, dtype=torch.bfloat16, device="cuda")
     y = torch.empty_like(x)
     bandwidth = 2 * x.nbytes / timed(lambda: y.copy_(x))
@@ -126,12 +134,12 @@ def ceilings() -> Result:
 
 
 def checks(_: Result) -> Result:
-    """The tests marked gpu, and one layer of each shape measured below against the torch reference."""
+    """Run the tests marked gpu, and compare one layer of each shape measured below with the torch reference."""
     errors = {}
     for name, lengths in CHECKED.items():
-        pages = Pages(lengths)
+        layers = PagedLayers(lengths)
         ours, theirs = (
-            pages.attention(kernel)[0]().double() for kernel in (paged_attention, reference_paged_attention)
+            layers.attention(kernel)[0]().double() for kernel in (paged_attention, reference_paged_attention)
         )
         errors[name] = float((ours - theirs).norm() / theirs.norm())
         print(f"  {name:24} relative error {errors[name]:.1e}")
@@ -163,22 +171,15 @@ CHECKED = {
 
 
 def decode(limits: Result) -> Result:
+    """Time the attention of decode steps, beside torch's SDPA on contiguous keys and values."""
     found = {}
     for size in (1, 64, 256):
         for context in (1024, 8192):
-            pages = Pages([(1, context)] * size)
+            layers = PagedLayers([(1, context)] * size)
             least = size * context * TOKEN_BYTES / limits["bandwidth"]
-            ours = seconds(*pages.attention())
-            del pages
-            q = torch.randn(size, HEADS, 1, DIM, dtype=torch.bfloat16, device="cuda")
-            copies = max(2, min(32, 8 * L2_BYTES // (size * context * TOKEN_BYTES)))
-            kv = [
-                torch.randn(2, size, KV_HEADS, context, DIM, dtype=torch.bfloat16, device="cuda") for _ in range(copies)
-            ]
-            theirs = seconds(
-                *(lambda x=x, q=q: F.scaled_dot_product_attention(q, x[0], x[1], enable_gqa=True) for x in kv)
-            )
-            del kv
+            ours = seconds(*layers.attention())
+            del layers
+            theirs = _sdpa_decode(size, context)
             found[f"{size} x {context}"] = row = {
                 "us": ours * 1e6,
                 "of_bandwidth": least / ours,
@@ -188,7 +189,15 @@ def decode(limits: Result) -> Result:
     return found
 
 
+def _sdpa_decode(size: int, context: int) -> float:
+    q = torch.randn(size, HEADS, 1, DIM, dtype=torch.bfloat16, device="cuda")
+    copies = max(2, min(32, 8 * L2_BYTES // (size * context * TOKEN_BYTES)))
+    kv = [torch.randn(2, size, KV_HEADS, context, DIM, dtype=torch.bfloat16, device="cuda") for _ in range(copies)]
+    return seconds(*(lambda x=x: F.scaled_dot_product_attention(q, x[0], x[1], enable_gqa=True) for x in kv))
+
+
 def prefill(limits: Result) -> Result:
+    """Time the attention of prompts and chunks, beside torch's SDPA and flex attention; and storing keys and values."""
     found = {}
     cases = {
         "prefill 2048": [(2048, 2048)],
@@ -197,30 +206,31 @@ def prefill(limits: Result) -> Result:
         "chunk 512 at 8192 + 64 decodes": [*[(1, 1024)] * 64, (512, 8192)],
     }
     for name, lengths in cases.items():
-        pages = Pages(lengths)
+        layers = PagedLayers(lengths)
         flop = sum(4 * HEADS * DIM * q * (kv - (q - 1) / 2) for q, kv in lengths)
-        ours = seconds(*pages.attention()[:4])
+        ours = seconds(*layers.attention()[:4])
         found[name] = row = {"us": ours * 1e6, "of_matmul": flop / ours / limits["matmul"]}
         if len(lengths) == 1 and lengths[0][0] == lengths[0][1]:
-            n = lengths[0][0]
-            q, k, v = (
-                torch.randn(1, h, n, DIM, dtype=torch.bfloat16, device="cuda") for h in (HEADS, KV_HEADS, KV_HEADS)
-            )
-            sdpa = seconds(
-                lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            )
-            row |= {"sdpa_us": sdpa * 1e6, "flex_us": flex(q, k, v) * 1e6}
+            row |= _torch_prefill(lengths[0][0])
         print(f"  {name}: {show(row)}")
-    pages = Pages([(8192, 8192)])
+    layers = PagedLayers([(8192, 8192)])
     k, v = (torch.randn(8192, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    store = seconds(lambda: store_kv(k, v, *pages.layer(0), pages.batch.slots))
+    store = seconds(lambda: store_kv(k, v, *layers.layer(0), layers.batch.slots))
     found["store_kv 8192"] = {"us": store * 1e6, "of_bandwidth": 4 * k.nbytes / store / limits["bandwidth"]}
     print(f"  store_kv of 8192 tokens: {show(found['store_kv 8192'])}")
     return found
 
 
+def _torch_prefill(tokens: int) -> dict[str, float]:
+    q, k, v = (
+        torch.randn(1, heads, tokens, DIM, dtype=torch.bfloat16, device="cuda") for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    sdpa = seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+    return {"sdpa_us": sdpa * 1e6, "flex_us": flex(q, k, v) * 1e6}
+
+
 def flex(q: Tensor, k: Tensor, v: Tensor) -> float:
-    """Seconds of torch's flex attention, compiled, causal."""
+    """Return the seconds of torch's flex attention, compiled and causal."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, q.shape[2], q.shape[2], device="cuda")
@@ -229,7 +239,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor) -> float:
 
 
 def tiles(_: Result) -> Result:
-    """Other tiles than the ones chosen without a GPU."""
+    """Time other tiles than the ones chosen without a GPU."""
     chosen = triton_attention.tiles_for
     found = {}
     for name, lengths, candidates in [
@@ -241,12 +251,12 @@ def tiles(_: Result) -> Result:
             [(m, n, w, s) for m, w in ((128, 8), (64, 4)) for n in (64, 128) for s in (2, 3)],
         ),
     ]:
-        pages = Pages(lengths)
+        layers = PagedLayers(lengths)
         for candidate in candidates:
-            triton_attention.tiles_for = lambda *_, its=candidate: Tiles(*its)
+            triton_attention.tiles_for = lambda *_, sizes=candidate: Tiles(*sizes)
             try:
-                found[f"{name} {candidate}"] = seconds(*pages.attention()[:4]) * 1e6
-            except Exception as error:  # more shared memory than there is, say
+                found[f"{name} {candidate}"] = seconds(*layers.attention()[:4]) * 1e6
+            except Exception as error:  # such as too little shared memory
                 print(f"  {name} {candidate}: {type(error).__name__}")
         best = sorted((us, key) for key, us in found.items() if key.startswith(name))
         print("\n".join(f"  {key}: {us:.1f} us" for us, key in best[:4]))
@@ -255,7 +265,7 @@ def tiles(_: Result) -> Result:
 
 
 def step(limits: Result) -> Result:
-    """Decode steps and chunks of Llama-3.1-8B with random weights, as transformers launches it and as a graph."""
+    """Time steps of Llama-3.1-8B with random weights, as transformers launches them and as a CUDA graph."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from crossdock.workers.model.load import wrap_module
@@ -275,18 +285,8 @@ def step(limits: Result) -> Result:
         "chunk 2048": [(2048, 2048)],
         "chunk 512 + 64 decodes": [*[(1, 1024)] * 64, (512, 4096)],
     }.items():
-        per_sequence = [-(-kv // PAGE_SIZE) for _, kv in lengths]
-        table = torch.nn.utils.rnn.pad_sequence(
-            list(torch.randperm(20_000)[: sum(per_sequence)].int().split(per_sequence)), batch_first=True
-        )
-        positions = [torch.arange(kv - q, kv) for q, kv in lengths]
-        slots = [table[s, p // PAGE_SIZE].long() * PAGE_SIZE + p % PAGE_SIZE for s, p in enumerate(positions)]
-        starts = torch.tensor([0, *[q for q, _ in lengths]]).cumsum(0).int().cuda()
-        lens = torch.tensor([kv for _, kv in lengths]).int().cuda()
-        longest = max(q for q, _ in lengths), max(kv for _, kv in lengths)
-        batch = AttentionBatch(starts, lens, table.cuda(), torch.cat(slots).cuda(), *longest)
-        where = torch.cat(positions).cuda()
-        ids, rows = torch.randint(0, 128000, (len(where),), device="cuda"), starts[1:].long() - 1
+        batch, where = _random_batch(lengths, 20_000)
+        ids, rows = torch.randint(0, 128000, (len(where),), device="cuda"), batch.query_start[1:].long() - 1
 
         def run(ids: Tensor = ids, where: Tensor = where, batch: AttentionBatch = batch, rows: Tensor = rows) -> Tensor:
             return model.forward(ids, where, batch, rows).argmax(-1)
@@ -308,8 +308,23 @@ def step(limits: Result) -> Result:
     return found
 
 
+def _random_batch(lengths: Sequence[tuple[int, int]], num_pages: int) -> tuple[AttentionBatch, Tensor]:
+    """Return a batch of (query_len, kv_len) on random pages of the model's pool, and the positions of its tokens."""
+    per_sequence = [-(-kv // PAGE_SIZE) for _, kv in lengths]
+    table = torch.nn.utils.rnn.pad_sequence(
+        list(torch.randperm(num_pages)[: sum(per_sequence)].int().split(per_sequence)), batch_first=True
+    )
+    positions = [torch.arange(kv - q, kv) for q, kv in lengths]
+    slots = [table[s, p // PAGE_SIZE].long() * PAGE_SIZE + p % PAGE_SIZE for s, p in enumerate(positions)]
+    starts = torch.tensor([0, *[q for q, _ in lengths]]).cumsum(0).int().cuda()
+    lens = torch.tensor([kv for _, kv in lengths]).int().cuda()
+    longest = max(q for q, _ in lengths), max(kv for _, kv in lengths)
+    batch = AttentionBatch(starts, lens, table.cuda(), torch.cat(slots).cuda(), *longest)
+    return batch, torch.cat(positions).cuda()
+
+
 def engine(limits: Result) -> Result:
-    """The engine with random weights of three shapes: see gpu_engine.py."""
+    """Time the engine with random weights of three shapes: see gpu_engine.py."""
     from gpu_engine import SECONDS, SHAPES, measured
 
     found = {}
@@ -321,7 +336,7 @@ def engine(limits: Result) -> Result:
             continue
         try:
             found[shape] = measured(values, limits, is_first=number == 0)
-        except Exception as error:  # the other shapes are worth having
+        except Exception as error:  # the other shapes are still measured
             traceback.print_exc()
             found[shape] = {"failed": repr(error)}
         gc.collect()
@@ -333,6 +348,7 @@ def engine(limits: Result) -> Result:
 
 
 def show(row: Result) -> str:
+    """Return the figures of a row in one line."""
     return ", ".join(
         f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
     )
@@ -366,7 +382,7 @@ def main() -> None:
         started = time.perf_counter()
         try:
             report[name] = SECTIONS[name](limits)
-        except Exception as error:  # what the others measure is worth having
+        except Exception as error:  # the other sections are still measured
             traceback.print_exc()
             report[name] = {"failed": repr(error)}
         gc.collect()

@@ -1,7 +1,10 @@
-"""The whole engine on one GPU, with random weights in the shapes of known models: the section `engine` of gpu.py.
+"""How fast is the whole engine on one GPU, with random weights in the shapes of known models?
 
-Besides what that needs, pydantic, msgpack and llguidance. `step_seconds` is a step without the scheduler: inputs made
-and sent, the forward pass, sampling, and the tokens back on the host.
+    python benchmarks/gpu.py --only engine                              # this is a section of gpu.py: four minutes
+
+Returns figures of decode steps with and without CUDA graphs, prompts in one step and in chunks, gaps of running streams
+beside long prompts, and tokens per second beside transformers' continuous batching. `step_seconds` is a step without
+the scheduler: making and sending inputs, the forward pass, sampling, and the tokens' way back to the host.
 """
 
 import gc
@@ -50,25 +53,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
-        # Random experts all matter, and bfloat16 flips near ties among them: the check of the logits would see it.
+        # Random experts are near ties, among which bfloat16 chooses differently: a check of the logits would fail.
         "initializer_range": 0.002,
     },
 }
 SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "admission": "queue"}
-VOCABULARY = 30_000  # token ids that are used
-SECONDS = 240.0  # no shape is begun later than this: all sections must fit into one call
+VOCABULARY = 30_000  # the prompts' token ids are below this
+SECONDS = 240.0  # no shape begins later: all sections of gpu.py together must take less than ten minutes
 
 Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of a module's weights by what reads them; all are bfloat16."""
+    """Bytes of a module's weights by the part that reads them; all are bfloat16."""
 
     dense: int
     head: int
     experts: int
-    expert_share: float  # of them, that one token uses
+    expert_share: float  # of the experts: the share that one token uses
 
     @classmethod
     def of(cls, module: Any) -> "Weights":
@@ -80,11 +83,11 @@ class Weights:
         return cls(sum(sizes.values()) - experts - head, head, experts, share)
 
     def read(self, num_tokens: int) -> float:
-        """Bytes that a step must read; tokens choose experts alike."""
+        """Return the bytes that a step must read, if tokens choose all experts equally often."""
         return self.dense + self.head + self.experts * (1 - (1 - self.expert_share) ** num_tokens)
 
     def flop(self, num_tokens: int, num_rows: int) -> float:
-        """Two for each weight of two bytes."""
+        """Return the FLOP of a step: two for each weight of two bytes."""
         return (self.dense + self.experts * self.expert_share) * num_tokens + self.head * num_rows
 
 
@@ -96,13 +99,13 @@ def ids(count: int, seed: int = 0) -> list[int]:
 def step_seconds(
     engine: Engine, chunk: tuple[int, int] | None, num_streams: int = 0, context: int = 0, repeats: int = 7
 ) -> float | None:
-    """The median of `measure_step`. None: the pool does not hold it."""
+    """Return the median of `measure_step`. None: the step does not fit into the pool."""
     step = measure_step(engine, chunk, num_streams, context, repeats + 1, VOCABULARY)
     return statistics.median(step[1][1:]) if step is not None else None
 
 
 def decodes(engine: Engine, weights: Weights, bandwidth: float) -> Result:
-    """Steps with and without graphs, beside what reading weights and KV takes."""
+    """Time decode steps with and without graphs, beside the time to read weights and KV."""
     found: Result = {}
     token_bytes = engine.model.layout(engine.config.page_size).token_bytes
     recorded = engine._runner.graphs
@@ -122,7 +125,7 @@ def decodes(engine: Engine, weights: Weights, bandwidth: float) -> Result:
 
 
 def prefills(engine: Engine, weights: Weights, matmul: float, tokens: int = 8192, chunk: int = 2048) -> Result:
-    """A prompt in one step, as a share of the matmul peak; and beside 64 decodes, in one step and in chunks."""
+    """Time a prompt in one step, as a share of the matmul peak; and beside 64 decodes, in one step and in chunks."""
     config = engine.model.config
     attention = 2 * config.num_attention_heads * config.head_dim * tokens**2 * config.num_hidden_layers
     alone = step_seconds(engine, (0, tokens), repeats=3)
@@ -141,7 +144,7 @@ def prefills(engine: Engine, weights: Weights, matmul: float, tokens: int = 8192
 
 
 def gaps(engine: Engine, prompt_tokens: int = 32_768, num_streams: int = 64, seconds: float = 10.0) -> Result:
-    """Between the tokens of running streams: alone, and while long prompts come one after another."""
+    """Measure the gaps of running streams: alone, and while long prompts arrive one after another."""
     for number in range(num_streams):
         params = SamplingParams(max_tokens=4096, temperature=0.0, ignore_eos=True)
         engine.add(Submission(f"stream-{number}", ids(1024, number), params, slo_class="interactive"))
@@ -177,29 +180,29 @@ def gaps(engine: Engine, prompt_tokens: int = 32_768, num_streams: int = 64, sec
     return {f"64 streams under {prompt_tokens}-token prompts": row | {"prefill_tokens_per_s": num_tokens / seconds}}
 
 
-def together(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> float:
-    """Output tokens per second of so many prompts at once."""
+def throughput(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> float:
+    """Return output tokens per second with all prompts in flight at once."""
     engine.pages.clear_cache()
     started = time.perf_counter()
     for number, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-        engine.add(Submission(f"together-{number}", prompt, params))
+        engine.add(Submission(f"batch-{number}", prompt, params))
     while engine.has_work:
         engine.step()
     return len(prompts) * new_tokens / (time.perf_counter() - started)
 
 
-def theirs(module: Any, prompts: Sequence[list[int]], new_tokens: int) -> float:
-    """The same by transformers' continuous batching, which makes a pool of its own of what memory is free."""
+def transformers_throughput(module: Any, prompts: Sequence[list[int]], new_tokens: int) -> float:
+    """Return the same of transformers' continuous batching, which makes its own pool in the free memory."""
     module.set_attn_implementation("sdpa")
     config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
     started = time.perf_counter()
     outputs = module.generate_batch(list(prompts), generation_config=config)
-    return sum(len(it.generated_tokens) for it in outputs.values()) / (time.perf_counter() - started)
+    return sum(len(output.generated_tokens) for output in outputs.values()) / (time.perf_counter() - started)
 
 
 def measured(values: dict[str, Any], limits: Result, is_first: bool, device: str = "cuda") -> Result:
-    """All of one shape; what takes longest of the first one only."""
+    """Return all figures of one shape; the longest measurements only of the first shape."""
     values = dict(values)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.device(device):
@@ -215,16 +218,16 @@ def measured(values: dict[str, Any], limits: Result, is_first: bool, device: str
     warm_up(engine)
     found |= gaps(engine)
     prompts = [ids(1024, 5000 + number) for number in range(64)]
-    row: Result = {"tokens_per_s": together(engine, prompts, 256)}
+    row: Result = {"tokens_per_s": throughput(engine, prompts, 256)}
     engine._is_ahead = False
-    row["in_turn_tokens_per_s"] = together(engine, prompts, 256)
+    row["in_turn_tokens_per_s"] = throughput(engine, prompts, 256)
     found["64 prompts of 1024, 256 tokens each"] = row
     engine.model.free_pool()
     del engine
     gc.collect()
     torch.cuda.empty_cache()
     try:
-        row["transformers_tokens_per_s"] = theirs(module, prompts, 256)
-    except Exception as error:  # its interface still moves
+        row["transformers_tokens_per_s"] = transformers_throughput(module, prompts, 256)
+    except Exception as error:  # its interface changes between releases
         row["transformers"] = repr(error)
     return found

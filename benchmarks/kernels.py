@@ -1,6 +1,8 @@
-"""What the CPU kernels gain over torch, at the sizes of SmolLM2-135M: prints milliseconds and ratios.
+"""How much faster are the CPU kernels than torch, at the sizes of SmolLM2-135M?
 
-Usage: OMP_WAIT_POLICY=PASSIVE python benchmarks/kernels.py [--threads N] [--seconds S]
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/kernels.py --threads 1       # a minute
+
+Prints milliseconds per layer and ratios for attention, then GFLOP/s and milliseconds for the linears.
 """
 
 import argparse
@@ -19,9 +21,9 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 9, 3, 64, 16, 30
 
 
 def milliseconds(seconds: float, *functions: Callable[[], object]) -> list[float]:
-    """The least time of each, their calls interleaved so that what else the machine does meets all alike.
+    """Return the least time of each function. Calls alternate, so that other load affects all functions alike.
 
-    One thread is timed by the CPU time it had, several by the clock on the wall.
+    One thread is timed by its CPU time, several threads by wall-clock time.
     """
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     best = [float("inf")] * len(functions)
@@ -37,7 +39,7 @@ def milliseconds(seconds: float, *functions: Callable[[], object]) -> list[float
 
 
 def batch_of(lengths: list[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, AttentionBatch]:
-    """Queries, one layer of a pool of several, and the batch, for (query_len, kv_len) per sequence."""
+    """Return queries, keys and values of one layer of a pool, and the batch, for (query_len, kv_len) per sequence."""
     per_sequence = [-(-kv // PAGE_SIZE) for _, kv in lengths]
     layers = 4  # enough that neighbours in the pool are not neighbours of a layer
     pool = torch.randn(sum(per_sequence), KV_HEADS, layers, 2, PAGE_SIZE, HEAD_DIM, dtype=dtype)
@@ -58,9 +60,7 @@ def batch_of(lengths: list[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor
 
 def attention(seconds: float) -> None:
     print(f"\nattention, ms per layer ({HEADS} q / {KV_HEADS} kv heads of {HEAD_DIM}, pages of {PAGE_SIZE})")
-    print(
-        "torch: our reference, which gathers and masks; SDPA's own is_causal, below, takes half as long for a prefill"
-    )
+    print("torch: the reference, which gathers and masks; SDPA's is_causal, below, takes half as long for a prefill")
     print(f"{'batch':34} {'dtype':5} {'torch':>9} {'ours':>9} {'ratio':>7}")
     for name, lengths in {
         "decode 1 at 1024": [(1, 1024)],
@@ -105,7 +105,7 @@ def linears(seconds: float) -> None:
     print(f"{'':8} {'M':>5} {'F.linear':>16} {'prepacked':>16} {'ours':>16}")
     totals: dict[int, list[float]] = {}
     for name, (N, K) in shapes.items():
-        # As many copies as the model has layers: a weight that stays in the cache flatters everyone.
+        # As many copies as the model has layers: a weight that stays in the cache makes all of them too fast.
         count = 1 if name == "head" else LAYERS
         weights = [torch.randn(N, K, dtype=torch.bfloat16) for _ in range(count)]
         prepacked = [torch.ops.mkldnn._reorder_linear_weight(w, 64) for w in weights]
@@ -138,7 +138,7 @@ def linears(seconds: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.4, help="per measurement")
     parser.add_argument("--only", choices=["attention", "linears"])

@@ -1,10 +1,13 @@
-"""KV pages between two processes on this machine, over each transport: GB/s, cost of a descriptor, a chunk, idling.
+"""How fast are KV pages transferred between two processes on this machine, by transport and size of page?
 
-    .venv/bin/python benchmarks/kvtransfer.py [--repeats 9] [--mebibytes 32]
+    python benchmarks/kvtransfer.py --repeats 9 --mebibytes 32          # three transports, five sizes: 2 minutes
 
-A page is one descriptor here (equal shards). Source and target pages are scattered, so that nothing can be merged, and
-each repeat is a whole transfer between two docks: write_seconds is from the first write to the target's word (TCP) or
-UCX's (NIXL) that all of it is there. Medians; what else the machine does shows in the spread.
+Prints GB/s (median and best), µs per page, CPU seconds per GB and the milliseconds of the last page; then the time of
+one chunk, and the CPU share of a dock that is idle or waits.
+
+A page is one descriptor here (equal shards). Source and target pages are scattered, so that no two can be merged. Each
+repeat is a whole transfer between two docks: its seconds are from the first write until the target (TCP) or UCX (NIXL)
+reports that all pages have arrived.
 """
 
 import argparse
@@ -45,7 +48,7 @@ def make_transport(kind: str) -> Transport:
 def open_dock(kind: str, page_bytes: int, num_pages: int, role: str) -> tuple[Dock, "queue.SimpleQueue[Event]", Any]:
     layers = (LayerShape(1, page_bytes // 4, page_bytes // 4),)
     spec = PoolSpec.whole(PoolLayout(layers, 1, 2), f"page {page_bytes}", "float16", num_pages)
-    pool = np.ones(num_pages * page_bytes, dtype=np.uint8)  # ones: the kernel must really give the memory
+    pool = np.ones(num_pages * page_bytes, dtype=np.uint8)  # ones: so that the kernel maps the memory
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     options = {"max_write_bytes": 1 << 30}
     return Dock(make_transport(kind), Memory.of(pool.data), spec, role, events.put, **options), events, pool
@@ -57,7 +60,7 @@ def cpu_seconds() -> float:
 
 
 def run_source(kind: str, page_bytes: int, num_pages: int, repeats: int) -> None:
-    """The child: sends what it is told to, and prints a line of figures."""
+    """Send the pages of every repeat and print a line of figures. Runs in the child process."""
     dock, events, _pool = open_dock(kind, page_bytes, 2 * num_pages, "source")
     print(dock.blob.hex(), flush=True)
     blob = bytes.fromhex(sys.stdin.readline())
@@ -91,6 +94,7 @@ def run_source(kind: str, page_bytes: int, num_pages: int, repeats: int) -> None
 
 
 def measure(kind: str, page_bytes: int, num_pages: int, repeats: int) -> dict[str, Any]:
+    """Receive the pages of a source in a child process. Return the source's figures."""
     command = [sys.executable, __file__, "--source", kind, str(page_bytes), str(num_pages), str(repeats)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
     assert child.stdin

@@ -1,12 +1,13 @@
-"""Bubbles of pipeline stages: the share of their time in which they wait, with chunks that take equal time against
-prompts computed whole.
+"""Do chunks of equal time leave pipeline stages less idle than prompts computed whole?
 
-    python benchmarks/pipeline.py                          # live on 2 stages, then simulated on 4 and 8
+    python benchmarks/pipeline.py                          # live on 2 stages, then simulated on 4 and 8: 10 minutes
 
-Live: the default model on two processes of one thread each, told apart by nothing but the settings. A stage is busy
-while it computes, and idle while it waits for what another computes. Simulated: the real scheduler in virtual time; a
-step takes what `StepCost`, as measured by the live part's warm-up, says, and each stage its equal share of that.
-The same requests everywhere: as many at a time as there are streams, a prompt in every `--chats` a long one.
+Prints the idle share of the stages' time for each setting, live and simulated, and the live tokens per second.
+
+Live: the default model on two processes of one thread each. A stage is busy while it computes, and idle while it waits
+for another stage. Simulated: the real scheduler in virtual time; a step takes the seconds that `StepCost` predicts, as
+measured by the live part's warm-up, and each stage an equal share of them. All settings have the same requests, of
+which `--streams` are open at a time; one prompt in every `--chats` is long.
 """
 
 import argparse
@@ -20,12 +21,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from peers.run import hardware
 from pydantic import ByteSize
+from tables import hardware, today
 
 from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.cut.collectives import Collectives
@@ -48,7 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def requests(count: int, chats: int, seed: int = 1) -> list[Submission]:
-    """Chats of 60 to 500 tokens in and 8 to 64 out; every `chats`-th prompt has 2,000 to 4,000 tokens."""
+    """Return chats of 60 to 500 tokens in and 8 to 64 out; every `chats`-th prompt has 2,000 to 4,000 tokens."""
     rng = random.Random(seed)
     found = []
     for number in range(count):
@@ -60,13 +60,13 @@ def requests(count: int, chats: int, seed: int = 1) -> list[Submission]:
 
 
 @dataclass
-class Busy:
-    """When a stage computed: (began, ended), seconds."""
+class BusyTimes:
+    """The times at which a stage computed: (began, ended), seconds."""
 
     spans: list[tuple[float, float]] = field(default_factory=list)
 
     def idle(self, since: float, until: float) -> float:
-        """The share of that time in which it did not."""
+        """Return the share of that time in which the stage did not compute."""
         busy = sum(max(min(end, until) - max(begin, since), 0.0) for begin, end in self.spans)
         return 1 - busy / (until - since)
 
@@ -75,8 +75,8 @@ class Busy:
 
 
 @contextmanager
-def watched(busy: Busy) -> Iterator[None]:
-    """Notes when this process's stage computes: from what it received to what it sends on or samples."""
+def watched(busy: BusyTimes) -> Iterator[None]:
+    """Record when this process's stage computes: from receiving its input to sending its output or sampling."""
     run, receive = PipelineStage.run, Collectives.receive
     began = 0.0
 
@@ -101,17 +101,18 @@ def watched(busy: Busy) -> Iterator[None]:
 
 
 def follower(spec: GangSpec, rank: int, address: Any, file: str) -> None:
-    busy = Busy()
+    """Run one stage in this process and write its busy times to `file`."""
+    busy = BusyTimes()
     with watched(busy):
         follow(spec, rank, address, RankDock)
     Path(file).write_text(json.dumps(busy.spans))
 
 
 def live(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[list[float], float, StepCost]:
-    """The idle share of each of two stages, tokens a second, and what steps cost."""
+    """Return the idle share of each of two stages, tokens per second, and the measured cost of steps."""
     config = EngineConfig.model_validate({"kv_cache_memory": ByteSize(600 << 20), "admission": "queue"} | settings)
     spec = GangSpec(args.model, "auto", 8192, config.page_size, config.budget, 1, 1, 2)
-    busy = Busy()
+    busy = BusyTimes()
     with tempfile.TemporaryDirectory() as folder, watched(busy):
         gang = Gang(spec, "127.0.0.1", lambda why: os._exit(f"lost: {why}" != ""))
         file = f"{folder}/busy"
@@ -124,8 +125,8 @@ def live(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[list[float
         until = feed(engine.add, engine.step, lambda: len(engine.scheduler.requests()), submissions, args.streams)
         gang.close()
         process.join()
-        stages = [Busy([(begin, end) for begin, end in json.loads(Path(file).read_text())]), busy]
-    tokens = sum(len(it.prompt_token_ids) + it.sampling.max_tokens for it in submissions)
+        stages = [BusyTimes([(begin, end) for begin, end in json.loads(Path(file).read_text())]), busy]
+    tokens = sum(len(request.prompt_token_ids) + request.sampling.max_tokens for request in submissions)
     return [stage.idle(since, until) for stage in stages], tokens / (time.monotonic() - since), cost
 
 
@@ -137,8 +138,10 @@ def feed(
     streams: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> float:
-    """Keeps `streams` requests open until all have ended. Returns when the last of them began: what follows is the
-    emptying of the pipeline, which no setting is to blame for."""
+    """Keep `streams` requests open until all have ended. Return the time at which the last of them began.
+
+    After that time the pipeline empties, which no setting can prevent.
+    """
     waiting = deque(submissions)
     until = clock()
     while waiting or num_open():
@@ -152,16 +155,18 @@ def feed(
 # -- simulated -------------------------------------------------------------------------------------------------------
 
 
-class Pipeline:
-    """Stages in virtual time under a real scheduler: a batch enters when the one before has left the first stage, and
-    at most as many are on the way as there are stages."""
+class SimulatedPipeline:
+    """Stages in virtual time under a real scheduler.
+
+    A batch enters when the batch before it has left the first stage; at most one batch per stage is in flight.
+    """
 
     def __init__(self, config: EngineConfig, cost: StepCost, num_stages: int) -> None:
         self.now = 0.0
-        self.busy = [Busy() for _ in range(num_stages)]
+        self.busy = [BusyTimes() for _ in range(num_stages)]
         self.scheduler = Scheduler(config, PagePool(20_000, config.page_size), 8192, cost=cost, depth=num_stages)
         self._cost = cost
-        self._free = [0.0] * num_stages  # when each stage is
+        self._free = [0.0] * num_stages  # the time at which each stage is free
         self._flights: deque[tuple[Batch, float]] = deque()
 
     def add(self, submission: Submission) -> None:
@@ -186,8 +191,9 @@ class Pipeline:
 
 
 def simulated(args: argparse.Namespace, settings: dict[str, Any], cost: StepCost, num_stages: int) -> list[float]:
+    """Return the idle share of each stage."""
     config = EngineConfig.model_validate({"admission": "queue", "enable_prefix_caching": False} | settings)
-    pipeline = Pipeline(config, cost, num_stages)
+    pipeline = SimulatedPipeline(config, cost, num_stages)
     until = feed(
         pipeline.add,
         pipeline.step,
@@ -204,20 +210,21 @@ def simulated(args: argparse.Namespace, settings: dict[str, Any], cost: StepCost
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(resolve_model(None)))
+    parser.add_argument("--model", help="directory or hub name; default: the embedded model")
     parser.add_argument("--requests", type=int, default=60, help="live; ten times as many are simulated")
     parser.add_argument("--chats", type=int, default=6, help="of so many prompts one is long")
     parser.add_argument("--streams", type=int, default=12, help="open at a time on two stages; more on more")
     parser.add_argument("--stages", type=int, nargs="*", default=[4, 8], help="to simulate")
     args = parser.parse_args()
-    print(f"{Path(args.model).name}; {hardware()}; {datetime.now(UTC).date().isoformat()}")
+    args.model = str(resolve_model(args.model))
+    print(f"{Path(args.model).name}; {hardware()}; {today()}")
     idle: dict[str, list[float]] = {}
     columns = ["2, live", "2", *(str(stages) for stages in args.stages)]
     cost: StepCost | None = None
     rates = {}
     for name, settings in SETTINGS.items():
         shares, rates[name], measured = live(args, settings)
-        cost = cost or measured  # one for all
+        cost = cost or measured  # one for all settings
         idle[name] = [sum(shares) / 2]
         print(f"{name}: stages idle {', '.join(f'{share:.1%}' for share in shares)}, {rates[name]:.0f} tokens/s")
         for stages in (2, *args.stages):

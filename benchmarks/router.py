@@ -1,6 +1,9 @@
-"""What a routing decision costs, and what a replica pays for saying what it has to do.
+"""How long does a routing decision take, and how long does a replica need to advertise its load?
 
-python benchmarks/router.py                         # up to 1,000 replicas; nothing is served
+    python benchmarks/router.py                         # up to 1,000 replicas, nothing is served: a minute
+
+Prints µs at p50 and p99 for `choose`, `book` and `hear` by number and kind of replicas, then the time and the bytes of
+one live profile.
 """
 
 import argparse
@@ -22,9 +25,9 @@ from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pages import hash_pages
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the replicas of the tests: schedulers without a model
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the tests' replicas: schedulers without a model
 
-from peers.run import hardware
+from tables import hardware
 
 from tests.router.replicas import Replica
 
@@ -32,7 +35,7 @@ PROMPTS = (100, 1000, 8000)  # tokens
 
 
 def profile(slowness: float, role: Role) -> SchedulingProfile:
-    cost = StepCost.of([slowness * it for it in (8e-3, 5e-5, 1e-9, 5e-5, 1e-8)])
+    cost = StepCost.of([slowness * value for value in (8e-3, 5e-5, 1e-9, 5e-5, 1e-8)])
     return SchedulingProfile(
         max_model_len=32_768,
         vocab_size=32_000,
@@ -52,7 +55,7 @@ def profile(slowness: float, role: Role) -> SchedulingProfile:
 
 
 def live(sequence: int, rng: random.Random) -> LiveProfile:
-    """Of a replica under load."""
+    """Return the live profile of a replica under load."""
     prompts = (Prompts(0, 1, 3, 900, 0.05), Prompts(1, 3, 2, 6000, rng.random()), Prompts(2, 6, 1, 30_000, 9.0))
     streams = (rng.randrange(30), rng.randrange(60), rng.randrange(10))
     places, pages = (120, 100, 80), (15_000, 14_000, 11_000)
@@ -63,12 +66,13 @@ def live(sequence: int, rng: random.Random) -> LiveProfile:
 
 
 def microseconds(seconds: list[float]) -> str:
+    """Return p50 / p99."""
     ordered = sorted(seconds)
     return f"{1e6 * statistics.median(ordered):6.0f} / {1e6 * ordered[int(0.99 * len(ordered))]:6.0f} µs"
 
 
 def decisions(num_replicas: int, roles: tuple[Role, ...], policy: str, count: int, cached: bool) -> str:
-    """Time per choice, per booking and settling, and per word of a replica, while all of them keep talking."""
+    """Return the time of a choice, a booking and an update from a replica, while all replicas send updates."""
     rng = random.Random(1)
     fleet = Fleet(RouterConfig.model_validate({"policy": policy}))
     names = [f"replica-{number}" for number in range(num_replicas)]
@@ -79,20 +83,20 @@ def decisions(num_replicas: int, roles: tuple[Role, ...], policy: str, count: in
         fleet.hear(name, live(1, rng), 0.0)
         if cached:
             fleet.hear_pages(name, PageChanges("a", 1, hashes[: rng.randrange(len(hashes))]))
-    took: dict[str, list[float]] = {"choose": [], "book": [], "hear": []}
+    times: dict[str, list[float]] = {"choose": [], "book": [], "hear": []}
 
-    def timed(what: str, call: Callable[[], Any]) -> Any:
+    def timed(name: str, call: Callable[[], Any]) -> Any:
         started = time.perf_counter()
         result = call()
-        took[what].append(time.perf_counter() - started)
+        times[name].append(time.perf_counter() - started)
         return result
 
     running: list[str] = []
     for number in range(count):
         now = number * 1e-3
         for _ in range(4):
-            word = live(number + 2, rng)
-            timed("hear", partial(fleet.hear, rng.choice(names), word, now))
+            update = live(number + 2, rng)
+            timed("hear", partial(fleet.hear, rng.choice(names), update, now))
         length = rng.choice(PROMPTS)
         pages = hashes[: length // 16] if cached else ()
         query = Query(f"request-{number}", length, pages, rng.choice(["interactive", "standard", "batch"]))
@@ -101,23 +105,23 @@ def decisions(num_replicas: int, roles: tuple[Role, ...], policy: str, count: in
         running.append(query.request_id)
         if len(running) > 2 * num_replicas:
             fleet.settle(running.pop(0))
-    return " | ".join(microseconds(took[what]) for what in ("choose", "book", "hear"))
+    return " | ".join(microseconds(times[name]) for name in ("choose", "book", "hear"))
 
 
-def words(num_waiting: int, num_running: int) -> str:
-    """Time for a replica to say what it has to do, and how many bytes that is."""
+def advertising(num_waiting: int, num_running: int) -> str:
+    """Return the time in which a replica makes its live profile, and the profile's bytes."""
     replica = Replica(profile(1.0, "mixed"))
     for number in range(num_waiting + num_running):
         replica.add(f"{number}", [number, *range(200)], "standard", max_tokens=500)
         if number == num_running:
-            while len([it for it in replica.scheduler.running if it.is_decoding]) < num_running:
+            while len([request for request in replica.scheduler.running if request.is_decoding]) < num_running:
                 replica.step()
-    took = []
+    times = []
     for number in range(200):
         started = time.perf_counter()
-        word = replica.publisher.live(float(number))
-        took.append(time.perf_counter() - started)
-    return f"{microseconds(took)} | {len(pickle.dumps(word))} bytes"
+        update = replica.publisher.live(float(number))
+        times.append(time.perf_counter() - started)
+    return f"{microseconds(times)} | {len(pickle.dumps(update))} bytes"
 
 
 def main() -> None:
@@ -139,9 +143,9 @@ def main() -> None:
     for policy in ("least-requests", "block-cost"):
         row = decisions(max(args.replicas), ("mixed",), policy, args.count // 10, False)
         print(f"| {max(args.replicas):,} mixed | {policy} | {row} |", flush=True)
-    print("\n| waiting | streams | what a replica says, p50 / p99 | size |\n|---|---|---|---|")
+    print("\n| waiting | streams | live profile, p50 / p99 | size |\n|---|---|---|---|")
     for waiting, running in ((0, 1), (8, 64), (200, 200)):
-        print(f"| {waiting} | {running} | {words(waiting, running)} |", flush=True)
+        print(f"| {waiting} | {running} | {advertising(waiting, running)} |", flush=True)
 
 
 if __name__ == "__main__":

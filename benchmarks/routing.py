@@ -1,31 +1,32 @@
-"""Routing in predicted seconds beside policies that count, on live servers.
+"""Does routing in predicted seconds serve more requests in time than policies that count requests? On live servers.
 
-    python benchmarks/routing.py                        # unlike replicas by every policy, then local or shipped
+    python benchmarks/routing.py                        # 6 policies, then 3 ways to ship: 15 minutes
+    python benchmarks/routing.py --parts pools          # local or shipped alone: 5 minutes
 
-*unlike*: two replicas of the default model with a core each, one in bfloat16, one in float32, which takes three to
-five times as long for everything. *pools*: a prefill and a decode replica, of which each request is computed locally or
-shipped, as the router chooses, or always the same way. In simulation the same comparisons are `crossdock simulate
-benchmarks/fleet.yaml --policy …` and `--shipping …`.
+*unlike*: two replicas of the default model with a core each, one in bfloat16 and one in float32, which takes three to
+five times as long for everything; a row for each routing policy. *pools*: a prefill and a decode replica; a row for
+each way to choose whether a prompt is computed locally or shipped. Prints good requests, their rate, times to first
+token, the error of their prediction, and the share of shipped requests. In simulation the same comparisons are
+`crossdock simulate benchmarks/fleet.yaml --policy …` and `--shipping …`.
 
-Every setting is a server of its own, one at a time, in turn in every repeat. In a repeat all get the same arrivals,
-every repeat has others: what the first setting is better or worse by is given as the mean over repeats, with its 95 %
-interval. A short load of other requests goes before each, so that costs are known as they are when serving. Nothing
-else should run beside it.
+Every setting is a server of its own, one at a time; settings alternate in every repeat. In one repeat all settings get
+the same arrivals; each repeat has others. The advantage of the first setting is the mean over repeats with its 95 %
+interval. A short load of other requests precedes each measurement, so that step costs are known as when serving. Run
+nothing else beside it.
 """
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
 
 import httpx
 import yaml
-from peers.run import hardware, markdown, medians, serving
+from servers import add_server_options, crossdock_command, log_of, serving
+from tables import Row, hardware, medians, quantiles, table, today, write
 
 from crossdock.cluster.bench.http import BenchError
 from crossdock.cluster.bench.metrics import parse_targets, spread_ms
@@ -36,7 +37,6 @@ from crossdock.cluster.watch.scrape import Scrape
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.model.checkpoint import default_model_dir
 
-ROOT = Path(__file__).resolve().parents[1]
 TTFT_ERROR = "crossdock_router_ttft_relative_error"
 UNLIKE = (
     {"name": "fast", "num_cpus": 1, "dtype": "bfloat16"},
@@ -46,8 +46,8 @@ POOLS = ({"name": "prefill", "num_cpus": 1}, {"name": "decode", "num_cpus": 1})
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Pools and how requests are placed on them; to `serving` a server like any other."""
+class RoutingSetting:
+    """Pools and the way requests are placed on them."""
 
     part: str
     name: str
@@ -55,36 +55,25 @@ class Setting:
     router: Mapping[str, str]
 
     def config(self) -> str:
-        """The YAML file it is started from."""
+        """Return the YAML file for `crossdock serve --config`."""
         engine = {"kv_cache_memory": "1GiB"}
         return yaml.safe_dump(
             {"engine": engine, "pools": [dict(pool) for pool in self.pools], "router": dict(self.router)}
         )
 
-    def command(self, args: argparse.Namespace, port: int) -> list[str]:
-        path = args.output.with_name(f"{args.output.name}-{self.part}-{self.name}.yaml")
-        path.write_text(self.config())
-        command = [str(Path(sys.executable).with_name("crossdock")), "serve", str(args.model), "--port", str(port)]
-        return [*command, "--config", str(path), *args.crossdock_option]
 
-    def model(self, args: argparse.Namespace) -> None:
-        """What `serving` asks for: the first model the server names."""
+def _choices(field: str) -> tuple[str, ...]:
+    return get_args(RouterConfig.model_fields[field].annotation)
 
 
 SETTINGS = (
-    *(
-        Setting("unlike", policy, UNLIKE, {"policy": policy})
-        for policy in get_args(RouterConfig.model_fields["policy"].annotation)
-    ),
-    *(
-        Setting("pools", shipping, POOLS, {"shipping": shipping})
-        for shipping in get_args(RouterConfig.model_fields["shipping"].annotation)
-    ),
+    *(RoutingSetting("unlike", policy, UNLIKE, {"policy": policy}) for policy in _choices("policy")),
+    *(RoutingSetting("pools", shipping, POOLS, {"shipping": shipping}) for shipping in _choices("shipping")),
 )
 
 
 def load(address: str, args: argparse.Namespace, seed: int) -> BenchOptions:
-    """Chats and, now and then, a long prompt."""
+    """Return a load of chats and a few long prompts."""
     mix = replace(
         MIXES["chat-heavy"],
         rate=args.rate,
@@ -97,23 +86,22 @@ def load(address: str, args: argparse.Namespace, seed: int) -> BenchOptions:
     )
 
 
-def measure(address: str, args: argparse.Namespace, seed: int) -> dict[str, float]:
-    """One pass over one server; times in milliseconds, shares in percent."""
+def measure(address: str, args: argparse.Namespace, seed: int) -> Row:
+    """Return the figures of one pass over one server; times in milliseconds, shares in percent."""
     options = load(address, args, seed)
     asyncio.run(run_bench(replace(options, duration=args.warmup, seed=seed + 1000)))
     before = _scrape(address)
-    took = asyncio.run(run_bench(options))
-    return figures(took, _scrape(address).since(before))
+    result = asyncio.run(run_bench(options))
+    return figures(result, _scrape(address).since(before))
 
 
-def figures(took: BenchResult, change: Scrape) -> dict[str, float]:
-    """What stands in the table."""
-    goodput = took.summary["slo"]["goodput"]
+def figures(result: BenchResult, change: Scrape) -> Row:
+    """Return the figures of the table. `change`: of the server's metrics over the run."""
+    goodput = result.summary["slo"]["goodput"]
     row = {"good %": 100 * goodput["share"], "good /s": goodput["requests_per_s"]}
-    ttft = spread_ms(sample.ttft for sample in took.samples if sample.ok)
-    chats = spread_ms(sample.ttft for sample in took.samples if sample.ok and sample.role != "long")
-    for name, spread in (("TTFT", ttft), ("chat TTFT", chats)):
-        row |= {f"{name} {quantile}": spread[quantile] for quantile in ("p50", "p99") if quantile in spread}
+    row |= quantiles("TTFT", spread_ms(sample.ttft for sample in result.samples if sample.ok))
+    chats = [sample for sample in result.samples if sample.role != "long"]
+    row |= quantiles("chat TTFT", spread_ms(sample.ttft for sample in chats if sample.ok))
     for quantile in (0.5, 0.9):
         error = change.quantile(TTFT_ERROR, quantile)
         if error is not None:
@@ -122,16 +110,16 @@ def figures(took: BenchResult, change: Scrape) -> dict[str, float]:
     shipped = sum(count for reason, count in placed.items() if reason.startswith("shipped"))
     if shipped:
         row["shipped %"] = 100 * shipped / sum(placed.values())
-    return row | {"refused": took.summary["requests_refused"], "failed": took.summary["requests_failed"]}
+    return row | {"refused": result.summary["requests_refused"], "failed": result.summary["requests_failed"]}
 
 
-def advantage(passes: Mapping[str, list[dict[str, float]]]) -> str:
-    """By how much the first setting is better than each other, repeat by repeat; they had the same arrivals."""
-    (first, its), *others = passes.items()
+def advantage(passes: Mapping[str, list[Row]]) -> str:
+    """Return by how much the first setting is better than each other one, over repeats with the same arrivals."""
+    (first, own), *others = passes.items()
     lines = [
-        f"{first} less {name}, {column}: {Estimate.of([a[column] - b[column] for a, b in zip(its, rows, strict=True)])}"
+        f"{first} less {name}, {column}: {Estimate.of([a[column] - b[column] for a, b in zip(own, rows, strict=True)])}"
         for name, rows in others
-        if len(rows) == len(its)
+        if len(rows) == len(own)
         for column in ("good %", "good /s")
     ]
     return "\n".join(lines) + "\n" * bool(lines)
@@ -145,9 +133,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="Hugging Face directory (default: the default model)")
     parser.add_argument("--parts", nargs="+", choices=("unlike", "pools"), default=["unlike", "pools"])
-    parser.add_argument(
-        "--settings", nargs="+", default=[it.name for it in SETTINGS], help="policies, and auto, never, always"
-    )
+    names = [setting.name for setting in SETTINGS]
+    parser.add_argument("--settings", nargs="+", default=names, help="policies, and auto, never, always")
     parser.add_argument("--rate", type=float, default=1.0, help="arrivals per second")
     parser.add_argument("--long-share", type=float, default=0.08, help="of the arrivals")
     parser.add_argument("--long-tokens", type=int, nargs=2, default=(1024, 3072), metavar=("LEAST", "MOST"))
@@ -157,44 +144,41 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--slo", action="append", default=[], metavar="CLASS=ttft:MS,tpot:MS", help="other targets")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="of the first repeat's arrivals; the next has the next")
-    parser.add_argument("--port", type=int, default=8414)
-    parser.add_argument("--start-timeout", type=float, default=300.0)
-    parser.add_argument("--crossdock-option", action="append", default=[], metavar="--OPTION=VALUE")
-    parser.add_argument("--output", type=Path, default=ROOT / ".cache" / "routing" / "results", help="without suffix")
+    add_server_options(parser, "routing", 8414)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
     args.model = args.model or default_model_dir()
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    settings = [it for it in SETTINGS if it.part in args.parts and it.name in args.settings]
-    passes: dict[str, dict[str, list[dict[str, float]]]] = {}
+    passes: dict[str, dict[str, list[Row]]] = {}
     for repeat in range(args.repeats):
-        for setting in settings:
-            log = args.output.with_name(f"{args.output.name}-{setting.part}-{setting.name}.log")
+        for setting in SETTINGS:
+            if setting.part not in args.parts or setting.name not in args.settings:
+                continue
+            log = log_of(args, f"{setting.part}-{setting.name}")
+            config = log.with_suffix(".yaml")
+            config.write_text(setting.config())
             try:
-                with serving(setting, args, log) as (address, _, _):
-                    row = measure(address, args, args.seed + repeat)
+                with serving(setting.name, crossdock_command(args, "--config", str(config)), args, log) as server:
+                    row = measure(server.address, args, args.seed + repeat)
             except (RuntimeError, OSError, BenchError) as error:
                 print(f"{setting.part}, {setting.name}: {error}", file=sys.stderr, flush=True)
                 continue
             passes.setdefault(setting.part, {}).setdefault(setting.name, []).append(row)
-            cells = ", ".join(f"{name} {it:.4g}" for name, it in row.items())
+            cells = ", ".join(f"{name} {value:.4g}" for name, value in row.items())
             print(f"[{repeat + 1}/{args.repeats}] {setting.part}, {setting.name}: {cells}", flush=True)
     low, high = args.long_tokens
     caption = (
-        f"{args.model.name}; {hardware()}; {datetime.now(UTC).date()}; medians of {args.repeats}; times in ms; "
+        f"{args.model.name}; {hardware()}; {today()}; medians of {args.repeats}; times in ms; "
         f"{args.rate:g} arrivals a second for {args.duration:g} s; {args.long_share:.0%}: {low:,} to {high:,} tokens, "
         f"{args.batch_share:.0%} of these batch."
     )
-    tables = [
-        markdown({name: medians(rows) for name, rows in its.items()}, f"**{part}**: {caption}") + advantage(its)
-        for part, its in passes.items()
-    ]
-    args.output.with_suffix(".md").write_text("\n".join(tables))
-    args.output.with_suffix(".json").write_text(json.dumps(passes, indent=1) + "\n")
-    print("\n" + "\n".join(tables))
+    tables = []
+    for part, settings in passes.items():
+        results = {name: medians(rows) for name, rows in settings.items()}
+        tables.append(f"**{part}**: {caption}\n\n{table(results, 'setting')}{advantage(settings)}")
+    write(args.output, "\n".join(tables), passes)
     if not passes:
         sys.exit(1)
 

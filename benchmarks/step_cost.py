@@ -1,10 +1,10 @@
-"""How well `StepCost` predicts steps after warm-up, by kind of step: prints p50 and p90 relative errors.
+"""How well does `StepCost` predict the seconds of a step?
 
-Three questions: how long the warm-up takes; how far its fit is from steps it has not seen, by kind, with the residual's
-sign; and how far the prediction of each step was from what it took while chats and long prompts were served, with the
-coefficients as measured at start and as refined online.
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/step_cost.py --seconds 60       # two minutes
 
-Usage: OMP_WAIT_POLICY=PASSIVE python benchmarks/step_cost.py [--model NAME] [--seconds S] [--memory SIZE]
+Prints the seconds of the warm-up; p50 and p90 of the relative error by kind of step, for steps that the warm-up did not
+measure; and the same for the steps of a served mix of chats and long prompts, with the coefficients as measured at
+start and as refined online. The median residual has a sign: positive means predicted too long.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from crossdock.workers.replica.replica import load_engine
 from crossdock.workers.schedule.cost import StepCost, StepWork
 from crossdock.workers.schedule.request import SamplingParams, Submission
 
-UNSEEN: dict[str, list[tuple[tuple[int, int] | None, int, int]]] = {  # chunk (start, tokens), streams, their context
+UNSEEN: dict[str, list[tuple[tuple[int, int] | None, int, int]]] = {  # chunk (start, tokens), streams, context
     "decodes, 1 to 4": [(None, streams, context) for streams in (1, 2, 3, 4) for context in (100, 1000)],
     "decodes, 6 to 24": [(None, streams, context) for streams in (6, 8, 12, 24) for context in (100, 700)],
     "decodes, 32 to 64": [(None, streams, context) for streams in (32, 48, 64) for context in (100, 700)],
@@ -38,8 +38,8 @@ UNSEEN: dict[str, list[tuple[tuple[int, int] | None, int, int]]] = {  # chunk (s
 }
 
 
-def unseen(engine: Engine, cost: StepCost) -> None:
-    print("\nsteps the warm-up has not seen; residual: (predicted - actual) / actual, median of five each")
+def report_unseen(engine: Engine, cost: StepCost) -> None:
+    print("\nsteps that the warm-up did not measure; residual: (predicted - actual) / actual, median of five each")
     for kind, shapes in UNSEEN.items():
         residuals = []
         for shape in shapes:
@@ -51,7 +51,7 @@ def unseen(engine: Engine, cost: StepCost) -> None:
 
 
 def serve_a_mix(engine: Engine, seconds: float, seed: int) -> list[Step]:
-    """Chats of 50 to 400 tokens in and 30 to 150 out, in bursts and pauses, and a 4,096-token prompt now and then."""
+    """Serve chats of 50 to 400 tokens in and 30 to 150 out, and a 4,096-token prompt every 12 s. Return the steps."""
     rng, steps = random.Random(seed), []
     started = time.monotonic()
     next_chat = next_long = started
@@ -117,7 +117,7 @@ def main() -> None:
     profile = warm_up(engine)
     print(f"warm-up: {time.perf_counter() - started:.1f} s; load {os.getloadavg()[0]:.2f}")
     print(profile.cost)
-    unseen(engine, profile.cost)
+    report_unseen(engine, profile.cost)
     steps = serve_a_mix(engine, arguments.seconds, arguments.seed)
     report_mix(steps, profile.cost)
     print(f"\nnow {engine.cost_fit.cost if engine.cost_fit else None}; load {os.getloadavg()[0]:.2f}")

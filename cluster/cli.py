@@ -65,7 +65,7 @@ SUBCOMMANDS = {
     "chat": Subcommand(
         "crossdock.cluster.watch.chat",
         "chat",
-        "Talk to a served model in the terminal. What comes through a pipe is one message.",
+        "Talk to a served model in the terminal. Text from a pipe is one message.",
         "In an answer Ctrl-C stops it. [cyan]crossdock chat 'Why is the sky blue?'[/cyan] asks once.",
     ),
     "bench": Subcommand(

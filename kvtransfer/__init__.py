@@ -1,1 +1,1 @@
-"""KV pages: where they lie in memory, and how they move between replicas."""
+"""KV pages: how they lie in memory, and how they move between replicas."""

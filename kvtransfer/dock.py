@@ -1,7 +1,7 @@
-"""One rank's end of all its transfers: a thread that owns the transport and drives a sender and a receiver with it.
+"""One rank's end of all its transfers: a thread that owns the transport and drives a sender and a receiver.
 
-Calls come in from any thread and return at once; events go out through one callback, on the dock's thread. Errors of
-the caller are raised where the call is made; whatever goes wrong later is an event.
+Calls come in from any thread and return at once. Events go out through one callback, on the dock's thread. A caller's
+error is raised at the call; anything that fails later is an event.
 
     prefill                                          decode
     ship(r, epoch, decode blobs)                     expect(r, epoch, prefill blobs)
@@ -25,7 +25,7 @@ from crossdock.kvtransfer.layout import IncompatiblePools, PoolSpec, check_compa
 from crossdock.kvtransfer.messages import MAX_BYTES, Abort, Grant, MalformedMessage, Wait, decode, encode
 from crossdock.kvtransfer.plan import plan_writes, source_ranks
 from crossdock.kvtransfer.receiver import Receiver
-from crossdock.kvtransfer.sender import Output, Send, Sender, Target, Write
+from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank, Write
 from crossdock.kvtransfer.transport import (
     Memory,
     Peer,
@@ -40,27 +40,31 @@ from crossdock.kvtransfer.transport import (
 logger = logging.getLogger(__name__)
 
 MAX_STATE_BYTES = MAX_BYTES - 4096
-_MOST_DEAD = 1024  # peers remembered
-_CALM = 0.125  # of the time that nothing has happened, how long nobody looks: what then comes is late by so much of it
-_MOST_CALM_SECONDS = 0.005
+_MAX_DEAD = 1024  # dead peers remembered
+_PAUSE_SHARE = 0.125
+"""Pause between two polls while a transfer is open, as a share of the time since the last event. So an event is noticed
+late by at most this share of the time it took to come, and a transfer whose prompt is still being computed costs few
+polls. `python benchmarks/kvtransfer.py` measures both."""
+_MAX_PAUSE_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class DockCounts:
-    """Dropped messages since the dock was opened, and what is under way now."""
+    """Messages dropped since the dock was opened, and transfers under way now."""
 
-    num_malformed: int  # not ours, or damaged
-    num_unknown: int  # about a transfer or an epoch that is over, or never was
+    num_malformed: int  # messages that are damaged, or of another protocol
+    num_unknown: int  # messages about a transfer or an epoch that is over, or never was
     num_open: int  # transfers, both directions
     num_open_writes: int
 
 
 class Dock:
-    """Opens `transport` for the pool at `memory`, which `spec` describes and the caller keeps alive.
+    """One rank's end of all its transfers.
 
-    `role` begins the dock's name, for people ("prefill"). `on_event` is called on the dock's thread, in order, and must
-    return soon: put the event in a queue. `grace_seconds` is how long after a peer's death one of its writes might
-    still land. `max_write_bytes` bounds how long one transfer keeps others waiting.
+    Opens `transport` for the pool at `memory`, which `spec` describes and the caller keeps alive. `role` begins the
+    dock's name in logs ("prefill"). `on_event` is called on the dock's thread, in order, and must return soon: put the
+    event in a queue. `grace_seconds` is how long after a peer's death one of its writes may still land.
+    `max_write_bytes` bounds how long one transfer keeps others waiting.
     """
 
     def __init__(
@@ -83,30 +87,33 @@ class Dock:
         self._on_event = on_event
         self._clock = clock
         self.blob = Peer(self.name, transport.kind, transport.open(self.name, memory), spec).pack()
-        """What the other side's `ship` or `expect` needs to reach this dock."""
+        """The blob that the other side's `ship` or `expect` needs to reach this dock."""
         self._sender = Sender(spec.rank, spec.page_size, max_write_bytes)
         self._receiver = Receiver(spec.page_size, self.blob, grace_seconds)
         self._peers: dict[str, Peer] = {}
         self._connected: set[str] = set()
         self._dead: OrderedDict[str, None] = OrderedDict()  # the names of processes that have ended
         self._writes: dict[int, tuple[str, int, str]] = {}  # request, epoch, peer
-        self._calls: deque[Callable[[float], list[Output]]] = deque()
+        self._calls: deque[Callable[[float], list[ProtocolOutput]]] = deque()
         self._num_malformed = 0
         self._counts = DockCounts(0, 0, 0, 0)
         self._is_closing = False
         self._error: BaseException | None = None
-        self._stirred = clock()  # when something last happened
+        self._last_event_at = clock()
         self._thread = threading.Thread(target=self._run, name=f"dock {role}", daemon=True)
         self._thread.start()
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
     def ship(self, request: str, epoch: int, peers: Sequence[bytes], deadline_seconds: float) -> None:
-        """Begins to send `request` to the replica whose ranks' blobs are `peers`. Ends with one `Released`.
+        """Begin to send `request` to the replica whose ranks' blobs are `peers`. Ends with one `Released`.
 
-        `deadline_seconds` is how long the target may be silent before it grants (a `wait` of its extends that), and
-        how long one write may take. An older epoch still under way is stopped, and released when its writes end.
-        Raises IncompatiblePools, with both pools printed; ValueError for blobs of another transport.
+        `deadline_seconds` is how long the target may be silent before it grants (its `wait` extends that), and how
+        long one write may take. An older epoch still under way is stopped, and released when its writes end.
+
+        Raises:
+            IncompatiblePools: the pools cannot exchange pages; the message shows both.
+            ValueError: a blob is of another transport, or of no dock.
         """
         targets = {}
         for peer in self._unpack(peers):
@@ -114,45 +121,50 @@ class Dock:
             if ranges:
                 page_bytes = sum(part.length for part in ranges)
                 num_sources = len(source_ranks(self.spec, peer.spec))
-                targets[peer.name] = peer, Target(peer.spec.num_pages, page_bytes, num_sources)
+                targets[peer.name] = peer, TargetRank(peer.spec.num_pages, page_bytes, num_sources)
 
-        def call(now: float) -> list[Output]:
+        def call(now: float) -> list[ProtocolOutput]:
             self._peers.update({name: peer for name, (peer, _) in targets.items()})
             wanted = {name: target for name, (_, target) in targets.items()}
             shipped = self._sender.ship(request, epoch, wanted, deadline_seconds, now)
-            return shipped + self._lose_again(targets, now)
+            return shipped + self._lose_dead(targets, now)
 
         self._call(call)
 
     def chunk(self, request: str, pages: Sequence[int], num_tokens: int) -> None:
-        """The first `num_tokens` tokens of `request` now lie in `pages`, in order: from the first, not only the new.
+        """Send what is new of the first `num_tokens` tokens of `request`, which lie in `pages` from the first on.
 
         The pages must stay untouched until `Released`. Without a `ship` under way this does nothing."""
         pages = self._checked(pages, num_tokens)
         self._call(lambda now: self._sender.chunk(request, pages, num_tokens, now))
 
     def finish(self, request: str, pages: Sequence[int], num_tokens: int, state: bytes = b"") -> None:
-        """As `chunk`, and no more will come: also the partial page goes out, and with it `state` (at most
-        MAX_STATE_BYTES), which the target finds in `Arrived`; of several source ranks, that of the lowest.
+        """Send the rest, as `chunk` does, with the partial page and `state`. No more chunks will come.
 
-        After another `ship` of the same request (to a second target, say) call it again."""
+        The target finds `state` (at most MAX_STATE_BYTES) in `Arrived`; of several source ranks, that of the lowest.
+        After another `ship` of the same request, for example to a second target, call this again."""
         if len(state) > MAX_STATE_BYTES:
             raise ValueError(f"state has {len(state)} bytes; at most {MAX_STATE_BYTES} can be sent")
         pages, now = self._checked(pages, num_tokens), self._clock()
-        # The time of the call, not of its turn: with CMA the thread may be inside a write, which is hidden until now.
+        # The time of this call, not of its turn on the thread: with CMA the thread may be inside a write, which was
+        # hidden behind computing until now.
         self._call(lambda _: self._sender.finish(request, pages, num_tokens, state, now))
 
     def cancel_ship(self, request: str, epoch: int) -> None:
-        """Writes no more of it. `Released` follows as soon as no write is open, in any case and perhaps once more."""
+        """Stop writing. `Released` follows in any case, as soon as no write is open; it may come twice."""
         self._call(lambda now: self._sender.cancel(request, epoch, now))
 
     # -- receiving -------------------------------------------------------------------------------------------------
 
     def expect(self, request: str, epoch: int, peers: Sequence[bytes], deadline_seconds: float) -> None:
-        """`request` will come from the replica whose ranks' blobs are `peers`. Call `grant` when there is room for it.
+        """Expect `request` from the replica whose ranks' blobs are `peers`. Call `grant` when there is room for it.
 
         After the grant, each source may be silent for `deadline_seconds`: that must cover the computation of a chunk,
-        unless it says `wait`. Raises as `ship` does, before anything was sent.
+        unless the source sends a `wait`.
+
+        Raises:
+            IncompatiblePools: the pools cannot exchange pages, or a rank that must write here has no blob in `peers`.
+            ValueError: a blob is of another transport, or of no dock.
         """
         sources: dict[str, tuple[Peer, int]] = {}
         unpacked = self._unpack(peers)
@@ -164,58 +176,62 @@ class Dock:
         if sorted(peer.spec.rank for peer, _ in sources.values()) != list(wanted):
             raise IncompatiblePools(f"ranks {wanted} write to this one; blobs of {len(unpacked)} were given")
 
-        def call(now: float) -> list[Output]:
+        def call(now: float) -> list[ProtocolOutput]:
             self._peers.update({name: peer for name, (peer, _) in sources.items()})
             ranks = {name: (peer.spec.rank, page_bytes) for name, (peer, page_bytes) in sources.items()}
             expected = self._receiver.expect(request, epoch, ranks, deadline_seconds, now)
-            return expected + self._lose_again(sources, now)
+            return expected + self._lose_dead(sources, now)
 
         self._call(call)
 
     def grant(self, request: str, epoch: int, first_page: int, pages: Sequence[int]) -> None:
-        """The first `first_page` pages of `request` are here; the rest of its prompt is to be written to `pages`.
+        """Grant `pages` for the prompt of `request`, except for the first `first_page` pages, which are here.
 
-        They belong to the writer until `Arrived`, or until `WriterStopped` after anything else."""
+        They belong to the writer until `Arrived`, or until `WriterStopped` after a failure."""
         pages = tuple(pages)
         if first_page < 0 or len(set(pages)) != len(pages) or not all(0 <= p < self.spec.num_pages for p in pages):
             raise ValueError(f"pages must be different ones within 0 and {self.spec.num_pages - 1}, not {pages}")
         self._call(lambda now: self._receiver.grant(request, epoch, first_page, pages, now))
 
     def cancel_expect(self, request: str, epoch: int) -> None:
-        """It is not wanted any more. `WriterStopped` follows when it is safe, in any case and perhaps once more;
-        until then, keep the granted pages from everyone else."""
+        """Stop expecting. `WriterStopped` follows in any case, when that is safe; it may come twice. Until then, give
+        the granted pages to no other request."""
         self._call(lambda now: self._receiver.cancel(request, epoch, now))
 
     # -- either ----------------------------------------------------------------------------------------------------
 
     def wait(self, request: str, epoch: int, seconds: float) -> None:
-        """Tells the other side that about `seconds` will pass before the grant, or before the next chunk."""
+        """Notify the other side that about `seconds` will pass before the grant, or before the next chunk."""
         seconds = min(max(0.0, float(seconds)), 86_400.0)
         self._call(
             lambda now: self._receiver.wait(request, epoch, seconds, now) + self._sender.wait(request, epoch, seconds)
         )
 
     def peer_dead(self, blob: bytes) -> None:
-        """The process behind `blob` is known to be dead: its transfers fail, what it was writing to is out of its
-        reach after the grace period, and what was being written to it is released."""
+        """Note that the process behind `blob` is dead. Its transfers fail; the pages it was writing to are out of its
+        reach after the grace period, and the pages that were being written to it are released."""
         name = Peer.unpack(blob).name
 
-        def call(now: float) -> list[Output]:
+        def call(now: float) -> list[ProtocolOutput]:
             self._dead[name] = None
-            while len(self._dead) > _MOST_DEAD:
+            while len(self._dead) > _MAX_DEAD:
                 self._dead.popitem(last=False)
-            return self._lose_again([name], now)
+            return self._lose_dead([name], now)
 
         self._call(call)
 
     def counts(self) -> DockCounts:
-        """May be read from any thread; of the latest turn of the dock's. Raises if the dock has failed."""
+        """Return the counts as of the thread's latest turn. May be called from any thread.
+
+        Raises:
+            RuntimeError: the dock has failed.
+        """
         if self._error:
             raise RuntimeError("the dock is closed") from self._error
         return self._counts
 
     def drain(self, timeout: float) -> bool:
-        """Waits until no transfer is under way, at most `timeout` seconds. Whether that was reached."""
+        """Wait until no transfer is under way, at most `timeout` seconds. Return whether that was reached."""
         end = time.monotonic() + timeout
         while self._calls or self._counts.num_open:
             if time.monotonic() > end or not self._thread.is_alive():
@@ -224,14 +240,14 @@ class Dock:
         return True
 
     def close(self) -> None:
-        """Ends the thread and the transport. What is under way is dropped without an event."""
+        """End the thread and the transport. Transfers under way end without an event."""
         self._is_closing = True
         self._transport.wake()
         self._thread.join()
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
-    def _call(self, call: Callable[[float], list[Output]]) -> None:
+    def _call(self, call: Callable[[float], list[ProtocolOutput]]) -> None:
         if self._error or self._is_closing:
             raise RuntimeError("the dock is closed") from self._error
         self._calls.append(call)
@@ -241,48 +257,49 @@ class Dock:
         try:
             while not self._is_closing:
                 self._turn()
-        except BaseException as error:  # the owner learns of it with its next call: nothing goes on silently
+        except BaseException as error:  # the owner's next call raises it: no failure stays silent
             logger.exception("the dock %s has failed", self.name)
             self._error = error
         finally:
             self._transport.close()
 
     def _turn(self) -> None:
-        events = self._transport.poll(self._patience())
+        events = self._transport.poll(self._poll_seconds())
         if events or self._calls:
-            self._stirred = self._clock()
+            self._last_event_at = self._clock()
         while self._calls:
-            self._carry_out(self._calls[0](self._clock()))
+            self._perform(self._calls[0](self._clock()))
             self._count()
-            self._calls.popleft()  # only now: `drain` sees the call or what came of it
+            self._calls.popleft()  # only now: `drain` sees the call or the transfer that it began
         for event in events:
-            self._carry_out(self._handle(event, self._clock()))
+            self._perform(self._handle(event, self._clock()))
             self._count()
-        # Arrivals come before deadlines: who was stopped for a while must not blame others for its own silence.
+        # Arrivals come before deadlines: a process that was stopped for a while must not blame others for its silence.
         now = self._clock()
         if now >= self._next_deadline():
-            self._carry_out(self._sender.tick(now) + self._receiver.tick(now))
+            self._perform(self._sender.tick(now) + self._receiver.tick(now))
             self._count()
 
     def _next_deadline(self) -> float:
         return min(self._sender.next_deadline, self._receiver.next_deadline)
 
-    def _patience(self) -> float:
+    def _poll_seconds(self) -> float:
+        """Return how long the next poll may block."""
         if self._calls:
             return 0.0
         if not self._counts.num_open:
             return self._transport.idle_seconds
-        # A transfer is open for as long as its prompt is computed, and silent for most of that.
-        now, busy = self._clock(), self._transport.busy_seconds
-        seconds = max(busy, min((now - self._stirred) * _CALM, _MOST_CALM_SECONDS))
-        return min(seconds, max(0.0, self._next_deadline() - now))
+        # A transfer is open for as long as its prompt is computed, and silent for most of that time.
+        now = self._clock()
+        pause = min((now - self._last_event_at) * _PAUSE_SHARE, _MAX_PAUSE_SECONDS)
+        return min(max(self._transport.busy_seconds, pause), max(0.0, self._next_deadline() - now))
 
     def _count(self) -> None:
         num_unknown = self._sender.num_unknown + self._receiver.num_unknown
         num_open = len(self._sender) + len(self._receiver)
         self._counts = DockCounts(self._num_malformed, num_unknown, num_open, len(self._writes))
 
-    def _handle(self, event: TransportEvent, now: float) -> list[Output]:
+    def _handle(self, event: TransportEvent, now: float) -> list[ProtocolOutput]:
         match event:
             case Received(peer, data):
                 return self._receive(peer, data, now)
@@ -293,7 +310,7 @@ class Dock:
             case PeerLost(peer, detail):
                 return self._lose(peer, self._transport.lost_is_fence, detail, now)
 
-    def _receive(self, peer: str, data: bytes, now: float) -> list[Output]:
+    def _receive(self, peer: str, data: bytes, now: float) -> list[ProtocolOutput]:
         try:
             message = decode(data)
             if isinstance(message, Abort) and peer not in self._peers:
@@ -307,21 +324,21 @@ class Dock:
         return self._receiver.receive(peer, message, now)
 
     def _introduce(self, name: str, blob: bytes) -> None:
-        """Learns how to answer a peer that knows us, though we were never told of it."""
+        """Note how to answer a peer that knows this dock, though no call has named it."""
         peer = Peer.unpack(blob)
         if peer.name != name or peer.transport != self._transport.kind:
-            raise ValueError(f"{name} says that it is {peer.name}, by {peer.transport}")
+            raise ValueError(f"{name} sent the blob of {peer.name}, which uses {peer.transport}")
         check_compatible(self.spec, peer.spec)
         self._peers[name] = peer
 
-    def _lose(self, peer: str, is_dead: bool, detail: str, now: float) -> list[Output]:
+    def _lose(self, peer: str, is_dead: bool, detail: str, now: float) -> list[ProtocolOutput]:
         self._transport.disconnect(peer)
         self._connected.discard(peer)
         lost = self._sender.peer_lost(peer, is_dead, detail, now)
         return lost + self._receiver.peer_lost(peer, is_dead, detail, now)
 
-    def _lose_again(self, names: Iterable[str], now: float) -> list[Output]:
-        """Those of them that are known to be dead: a transfer with one may be asked for after the word of its death."""
+    def _lose_dead(self, names: Iterable[str], now: float) -> list[ProtocolOutput]:
+        """Lose those of the peers that are known to be dead. A transfer may begin after its peer's death is known."""
         outputs = []
         for name in names:
             if name in self._dead:
@@ -329,21 +346,21 @@ class Dock:
                 outputs += self._lose(name, True, f"{name} is dead", now)
         return outputs
 
-    def _carry_out(self, outputs: Sequence[Output]) -> None:
+    def _perform(self, outputs: Sequence[ProtocolOutput]) -> None:
         for output in outputs:
             match output:
                 case Send(peer, message):
-                    self._reach(peer)
+                    self._connect(peer)
                     self._transport.send(peer, encode(message))
                 case Write(peer, source_pages, target_pages, message):
-                    self._reach(peer)
+                    self._connect(peer)
                     number = self._transport.write(peer, source_pages, target_pages, encode(message))
                     self._writes[number] = message.request, message.epoch, peer
                 case _:
                     self._on_event(output)
 
-    def _reach(self, name: str) -> None:
-        """Connects where that has not happened yet. A peer known to be dead stays unconnected: the transport drops
+    def _connect(self, name: str) -> None:
+        """Connect to a peer, unless that has happened. A peer known to be dead stays unconnected: the transport drops
         messages to it, and fails writes."""
         peer = self._peers.get(name)
         if peer and name not in self._connected:
@@ -351,7 +368,7 @@ class Dock:
             self._transport.connect(peer, self.spec.layout.page_bytes, self.spec.num_pages, ranges)
             self._connected.add(name)
 
-    # -- what callers give -----------------------------------------------------------------------------------------
+    # -- arguments -------------------------------------------------------------------------------------------------
 
     def _unpack(self, blobs: Sequence[bytes]) -> list[Peer]:
         if not blobs:
@@ -359,7 +376,7 @@ class Dock:
         peers = [_unpack(blob) for blob in blobs]
         for peer in peers:
             if peer.transport != self._transport.kind:
-                raise ValueError(f"{peer.name} speaks {peer.transport}, this dock {self._transport.kind}")
+                raise ValueError(f"{peer.name} uses {peer.transport}, this dock {self._transport.kind}")
             check_compatible(self.spec, peer.spec)
         return peers
 
@@ -372,4 +389,4 @@ class Dock:
         return pages
 
 
-_unpack = lru_cache(maxsize=256)(Peer.unpack)  # a replica meets the same few others again and again
+_unpack = lru_cache(maxsize=256)(Peer.unpack)  # a replica meets the same few peers again and again

@@ -1,4 +1,7 @@
-"""What a dock tells its owner. Every transfer ends in one of few ways, and each says whose pages are free again."""
+"""Events that a dock reports to its owner. Every transfer ends with one of a few of them, which free its pages.
+
+The source's transfer ends with `Released`; the target's with `Arrived`, or with `WriterStopped` after a failure.
+"""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -8,33 +11,34 @@ from typing import TypeAlias
 class Reason(Enum):
     """Why a transfer failed."""
 
-    DEADLINE = "deadline"  # the other side said nothing, or took no data, for longer than it may
+    DEADLINE = "deadline"  # the other side sent nothing, or took no data, for longer than it may
     PEER_LOST = "peer_lost"  # the connection broke, or the process is known to be dead
     PEER_STOPPED = "peer_stopped"  # the other side gave the transfer up
     SUPERSEDED = "superseded"  # this epoch had already ended, or a later one has begun
-    PROTOCOL = "protocol"  # the other side broke the rules, or granted too few pages
+    PROTOCOL = "protocol"  # the other side broke the protocol, or granted too few pages
 
 
 @dataclass(slots=True)
 class Figures:
-    """What one transfer took, for metrics and the request's timeline. Seconds since it began, if never reached: None.
+    """Times and amounts of one transfer, for metrics and the request's timeline.
 
-    A source counts what it wrote; a target, what was written to it (it sees no write begin, hence no write seconds).
+    Seconds count from the start of the transfer; None for a point that was never reached. A source counts what it
+    wrote, a target what was written to it. A target does not see writes begin, hence has no write seconds.
     """
 
-    handshake_seconds: float | None = None  # until the other side was first heard
+    handshake_seconds: float | None = None  # until the first message from the other side
     grant_wait_seconds: float | None = None  # until the last grant was given
     total_seconds: float = 0.0
     num_bytes: int = 0
     num_pages: int = 0
     num_writes: int = 0
     write_seconds: float = 0.0  # while at least one write was open
-    hidden_seconds: float = 0.0  # of these, before `finish` was called: behind the computation of later chunks
-    hidden_bytes: int = 0  # bytes whose write had completed by then
+    hidden_seconds: float = 0.0  # of the write seconds, those before `finish`: behind the computation of later chunks
+    hidden_bytes: int = 0  # bytes of writes that completed before `finish`
 
     @property
     def overlap(self) -> float:
-        """The share of the writing that cost no time, 0 to 1; 1 where nothing was written."""
+        """The share of the write seconds that was hidden, 0 to 1; 1 if nothing was written."""
         return self.hidden_seconds / self.write_seconds if self.write_seconds else 1.0
 
     @property
@@ -44,21 +48,22 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """To the source: every target rank has said where its pages go. Nothing needs to be done."""
+    """To the source: every target rank has granted pages. No action is needed."""
 
     request: str
     epoch: int
-    first_page: int  # so many leading pages the target has already (the fewest of all its ranks)
+    first_page: int  # leading pages that the target already has; the fewest of all its ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """To the source, exactly once per `ship`: no write of this epoch is open, none will begin. If every epoch shipped
-    of a request is released, nothing reads its pages any more."""
+    """To the source, exactly once per `ship`: no write of this epoch is open, and none will begin.
+
+    Once every epoch that was shipped of a request is released, no transfer reads the request's pages."""
 
     request: str
     epoch: int
-    arrived: bool  # whether all of it, with the state, was delivered
+    arrived: bool  # whether every page and the state were delivered
     figures: Figures = field(compare=False)
 
 
@@ -73,7 +78,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """To the target: all is in place, and no write will come any more. The good end of an `expect`."""
+    """To the target: every page is in place, and no further write will come. The successful end of an `expect`."""
 
     request: str
     epoch: int
@@ -84,7 +89,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class WriterStopped:
-    """To the target, after `Failed` or `cancel_expect`: nobody will write to the granted pages any more."""
+    """To the target, after `Failed` or `cancel_expect`: no process will write to the granted pages any more."""
 
     request: str
     epoch: int
@@ -92,12 +97,14 @@ class WriterStopped:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """To either side, at most once: the transfer will not be completed. `Released` or `WriterStopped` follows, at
-    once or when it is safe. What a target has committed stays good."""
+    """To either side, at most once: the transfer will not be completed.
+
+    `Released` or `WriterStopped` follows, at once or when that is safe. Tokens that a target has committed stay valid.
+    """
 
     request: str
     epoch: int
-    sending: bool  # whether it was shipped from here, or expected here
+    sending: bool  # True: shipped from this dock; False: expected at this dock
     reason: Reason
     detail: str = field(compare=False)
 

@@ -1,20 +1,22 @@
-"""Which epochs of a request have ended for good: nothing of them may begin again, however late it comes."""
+"""Remembers which epochs of a request have ended, so that no late message can start one of them again."""
 
 from collections import OrderedDict
 
-_MOST = 16_384
-"""Requests remembered. Messages are late by seconds at most; this is minutes of traffic."""
+_MAX_REQUESTS = 16_384
+"""Requests remembered. Messages are late by seconds at most; this many requests are minutes of traffic."""
 
 
 class Fence:
+    """The last ended epoch of each request."""
+
     def __init__(self) -> None:
         self._epochs: OrderedDict[str, int] = OrderedDict()
 
-    def pass_(self, request: str, epoch: int) -> None:
-        """Epochs of `request` up to this one have ended."""
+    def end(self, request: str, epoch: int) -> None:
+        """Note that this epoch of `request`, and every earlier one, has ended."""
         self._epochs[request] = max(epoch, self._epochs.pop(request, -1))
-        if len(self._epochs) > _MOST:
+        if len(self._epochs) > _MAX_REQUESTS:
             self._epochs.popitem(last=False)
 
-    def has_passed(self, request: str, epoch: int) -> bool:
+    def has_ended(self, request: str, epoch: int) -> bool:
         return epoch <= self._epochs.get(request, -1)

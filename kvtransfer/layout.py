@@ -1,9 +1,9 @@
-"""How the KV pool of one rank lies in memory: `[page, kv_head, layer, k|v, token, head_dim]`. Integers only.
+"""The memory layout of one rank's KV pool: `[page, kv_head, layer, k|v, token, head_dim]`. Integers only.
 
-All layers of one head of one page are ONE contiguous byte range, so a page (or any head range of it, for any
-tensor-parallel ratio) moves as a single descriptor. A layer's kernel sees a strided view of the same tensor.
+All layers of one head of one page are ONE contiguous byte range. So a page, or any head range of it for any
+tensor-parallel ratio, moves as a single descriptor. A layer's kernel sees a strided view of the same tensor.
 
-`PoolSpec` says all that another replica must know of a pool before it may write there: whose keys and values, in what
+`PoolSpec` holds everything another replica must know before it may write into a pool: whose keys and values, in what
 shape, and which layers and heads each rank holds.
 """
 
@@ -16,7 +16,7 @@ from itertools import groupby
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps per token: `num_kv_heads` keys of `key_dim` and values of `value_dim` elements."""
+    """The KV cache of one layer per token: `num_kv_heads` keys of `key_dim` and values of `value_dim` elements."""
 
     num_kv_heads: int
     key_dim: int
@@ -34,9 +34,11 @@ class View:
 
 @dataclass(frozen=True)
 class PoolLayout:
-    """The shape of a page. Layers may differ (Gemma 4: fewer, wider heads in full layers; MLA: K and V of different
-    sizes); a head row is as long as all layers together, and a layer with fewer heads leaves its part of the others'
-    rows unused."""
+    """The shape of a page.
+
+    Layers may differ (Gemma 4: fewer, wider heads in full layers; MLA: K and V of different sizes). A head's row is as
+    long as all layers together; a layer with fewer heads leaves its part of the other rows unused.
+    """
 
     layers: Sequence[LayerShape]
     page_size: int  # tokens
@@ -48,7 +50,7 @@ class PoolLayout:
 
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:
-        """Element at which each layer begins within a head's row; one more for the row's length."""
+        """The element at which each layer begins within a head's row, and at the end the row's length."""
         offsets = [0]
         for layer in self.layers:
             offsets.append(offsets[-1] + self.page_size * (layer.key_dim + layer.value_dim))
@@ -71,7 +73,7 @@ class PoolLayout:
         return self.page_bytes // self.page_size
 
     def views(self, layer: int, num_pages: int) -> tuple[View, View]:
-        """Where the keys and the values of `layer` lie."""
+        """Return the windows of the keys and of the values of `layer`."""
         shape = self.layers[layer]
         key_offset = self.layer_offsets[layer]
         value_offset = key_offset + self.page_size * shape.key_dim
@@ -85,10 +87,10 @@ class PoolLayout:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank holds of the model: layers from `first_layer` on, and of each a range of KV heads `[start, stop)`.
+    """The part of the model that one rank holds: layers from `first_layer` on, and KV heads `[start, stop)` of each.
 
-    A range per layer, because layers may have different numbers of heads. Ranks may hold the same head: with fewer
-    heads than ranks, tensor parallelism replicates them.
+    There is a range per layer, because layers may have different numbers of heads. Ranks may hold the same head: with
+    fewer heads than ranks, tensor parallelism replicates heads.
     """
 
     first_layer: int
@@ -96,18 +98,23 @@ class Shard:
 
 
 def head_range(num_kv_heads: int, num_tensor_ranks: int, rank: int) -> tuple[int, int]:
-    """Which KV heads `[start, stop)` tensor rank `rank` holds. At least one: where heads are few, ranks share them."""
+    """Return the KV heads `[start, stop)` that tensor rank `rank` holds: at least one, which ranks share if heads are
+    few."""
     start = rank * num_kv_heads // num_tensor_ranks
     return start, max(start + 1, (rank + 1) * num_kv_heads // num_tensor_ranks)
 
 
 def layer_range(num_layers: int, num_pipeline_ranks: int, stage: int) -> tuple[int, int]:
-    """Which layers `[first, last)` pipeline stage `stage` holds."""
+    """Return the layers `[first, last)` that pipeline stage `stage` holds."""
     return stage * num_layers // num_pipeline_ranks, (stage + 1) * num_layers // num_pipeline_ranks
 
 
 def shard_model(layers: Sequence[LayerShape], num_tensor_ranks: int, num_pipeline_ranks: int = 1) -> tuple[Shard, ...]:
-    """The shards of a model split as evenly as whole heads and layers allow; rank = pipeline rank · T + tensor rank."""
+    """Return the shards of a model, split as evenly as whole heads and layers allow. Rank = stage · T + tensor rank.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+    """
     if not 1 <= num_pipeline_ranks <= len(layers) or num_tensor_ranks < 1:
         raise ValueError(f"{len(layers)} layers cannot be split over {num_tensor_ranks} x {num_pipeline_ranks} ranks")
     stages = [layer_range(len(layers), num_pipeline_ranks, stage) for stage in range(num_pipeline_ranks)]
@@ -120,14 +127,14 @@ def shard_model(layers: Sequence[LayerShape], num_tensor_ranks: int, num_pipelin
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """The KV pool of one rank, as another replica must know it before the two may exchange pages."""
+    """The description of one rank's KV pool that another replica needs before the two may exchange pages."""
 
-    model: str  # names the weights and all that changes keys and values; pages of different models never mix
+    model: str  # names the weights and everything else that changes keys and values; pages of two models never mix
     dtype: str  # "bfloat16"
     itemsize: int  # bytes of an element
     page_size: int  # tokens
     layers: tuple[LayerShape, ...]  # of the whole model
-    shards: tuple[Shard, ...]  # of every rank of this replica: who writes a replicated head follows from all of them
+    shards: tuple[Shard, ...]  # of every rank of this replica: together they decide which rank writes a replicated head
     rank: int
     num_pages: int
 
@@ -138,7 +145,7 @@ class PoolSpec:
             raise ValueError(f"rank must be within 0 and {len(self.shards) - 1}, not {self.rank}")
         for layer in self.layers:
             if min(layer.num_kv_heads, layer.key_dim, layer.value_dim) < 0 or layer.num_kv_heads < 1:
-                raise ValueError(f"no layer can have {layer}")
+                raise ValueError(f"impossible layer: {layer}")
         for shard in self.shards:
             held = self.layers[shard.first_layer : shard.first_layer + len(shard.heads)]
             if shard.first_layer < 0 or not shard.heads or len(held) != len(shard.heads):
@@ -149,7 +156,7 @@ class PoolSpec:
 
     @classmethod
     def whole(cls, layout: PoolLayout, model: str, dtype: str, num_pages: int) -> "PoolSpec":
-        """The pool of a replica with a single rank."""
+        """Return the pool of a replica with a single rank."""
         layers = tuple(layout.layers)
         return cls(model, dtype, layout.itemsize, layout.page_size, layers, shard_model(layers, 1), 0, num_pages)
 
@@ -159,10 +166,11 @@ class PoolSpec:
 
     @cached_property
     def layout(self) -> PoolLayout:
-        """How this rank's pool lies in memory."""
+        """The memory layout of this rank's pool."""
         return self.layout_of(self.rank)
 
     def layout_of(self, rank: int) -> PoolLayout:
+        """Return the memory layout of the pool of any rank of this replica."""
         shard = self.shards[rank]
         layers = self.layers[shard.first_layer : shard.first_layer + len(shard.heads)]
         local = [
@@ -177,12 +185,12 @@ class PoolSpec:
 
     @property
     def compatibility(self) -> str:
-        """Pools that may exchange pages have the same: a hash of what `check_compatible` compares."""
-        its = self.fields()
-        return hashlib.blake2b("\n".join(its[name] for name in _MUST_AGREE).encode(), digest_size=16).hexdigest()
+        """A hash of what `check_compatible` compares: equal for pools that may exchange pages."""
+        texts = self.fields()
+        return hashlib.blake2b("\n".join(texts[name] for name in _MUST_AGREE).encode(), digest_size=16).hexdigest()
 
     def fields(self) -> dict[str, str]:
-        """Field by field, for people."""
+        """Return every field as text, for error messages."""
         shard = self.shard
         return {
             "model": self.model,
@@ -207,7 +215,11 @@ _MUST_AGREE = ("model", "dtype", "page_size", "layers")
 
 
 def check_compatible(ours: PoolSpec, theirs: PoolSpec) -> None:
-    """Raises `IncompatiblePools` unless bytes of one pool mean the same in the other. Shards and sizes may differ."""
+    """Check that bytes of one pool mean the same in the other. Shards and sizes may differ.
+
+    Raises:
+        IncompatiblePools: they do not.
+    """
     left, right = ours.fields(), theirs.fields()
     wrong = [name for name in _MUST_AGREE if left[name] != right[name]]
     if not wrong:

@@ -1,7 +1,7 @@
-"""What the two ends of a transfer say to each other, and how it is written: msgpack, checked field by field.
+"""Messages between the two ends of a transfer, and how they are written: msgpack, checked field by field.
 
-Everything that arrives comes from another process, which may be older, broken or not ours: `decode` either returns a
-message whose every field is in range or raises MalformedMessage. It never builds objects that the bytes name.
+Every message comes from another process, which may be older, broken or foreign. `decode` either returns a message whose
+fields are all in range, or raises MalformedMessage. It never builds objects that the bytes name.
 """
 
 from dataclasses import dataclass, fields
@@ -10,7 +10,7 @@ from typing import TypeAlias, get_type_hints
 import msgpack
 
 MAX_BYTES = 1 << 20
-"""Of one message. A grant of 128k tokens is 40 KB; NIXL was seen to carry 256 KiB (facts: notifications)."""
+"""Bytes of one message, at most. A grant of 128k tokens has 40 KB; NIXL was measured with 256 KiB (docs/nixl.md)."""
 _MAX_INT = 1 << 40
 _MAX_ID = 512  # characters of a request id
 _MAX_SECONDS = 86_400.0
@@ -18,7 +18,7 @@ _MAX_SECONDS = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Source to target: I am about to send this request's pages; tell me where they go."""
+    """Source to target: this request's pages will be sent; grant pages for them."""
 
     request: str
     epoch: int
@@ -26,7 +26,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Target to source: I have the first `first_page` pages; write the others to `pages`, in order."""
+    """Target to source: the first `first_page` pages are here; write the others to `pages`, in order."""
 
     request: str
     epoch: int
@@ -36,7 +36,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Either way: nothing will come from me for about `seconds`, and that is no failure."""
+    """Either way: the sender of this message will send nothing for about `seconds`, which is no failure."""
 
     request: str
     epoch: int
@@ -46,9 +46,9 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Target to source: write no more of this, and say when you have stopped.
+    """Target to source: stop writing, and report when you have stopped.
 
-    `blob` is the target's, for a source that was not told of the transfer and so knows no way to answer."""
+    `blob` is the target's. A source that was never asked to ship this request needs it to answer."""
 
     request: str
     epoch: int
@@ -57,8 +57,9 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Source to target: no write of this is open, and none will begin. If not `is_clean`, one ended in an error, and
-    some of it may still be on its way."""
+    """Source to target: no write of this epoch is open, and none will begin.
+
+    If not `is_clean`, a write ended in an error, and part of its data may still be on the way."""
 
     request: str
     epoch: int
@@ -69,8 +70,8 @@ class Stopped:
 class Pages:
     """Source to target, with the data: pages `first_page` to `first_page + num_pages` of the request are in place.
 
-    `sequence` counts a source's writes from 0, without gaps. `num_tokens` is how many tokens all pages up to and with
-    these hold. The last one has a `state`; a partial page travels only with it.
+    `sequence` counts a source's writes from 0, without gaps. `num_tokens` is how many tokens all pages up to and
+    including these hold. The last message of a source has a `state`; a partial page travels only with that one.
     """
 
     request: str
@@ -84,17 +85,21 @@ class Pages:
     state: bytes | None = None
 
 
-Message: TypeAlias = Hello | Grant | Wait | Abort | Stopped | Pages
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Hello, Grant, Wait, Abort, Stopped, Pages)}
+TransferMessage: TypeAlias = Hello | Grant | Wait | Abort | Stopped | Pages
+_KINDS: dict[str, type[TransferMessage]] = {kind.__name__: kind for kind in (Hello, Grant, Wait, Abort, Stopped, Pages)}
 _HINTS = {kind: [(field.name, get_type_hints(kind)[field.name]) for field in fields(kind)] for kind in _KINDS.values()}
 
 
 class MalformedMessage(Exception):
-    """Not a message of ours. Whoever sent it, the sensible answer is to drop it and count."""
+    """The bytes are no message of this protocol. The receiver drops and counts them."""
 
 
-def encode(message: Message) -> bytes:
-    """The message as bytes. ValueError if these are more than MAX_BYTES: only a huge `state` gets there."""
+def encode(message: TransferMessage) -> bytes:
+    """Return the message as bytes.
+
+    Raises:
+        ValueError: these are more than `MAX_BYTES`, which only a huge `state` reaches.
+    """
     values = [getattr(message, name) for name, _ in _HINTS[type(message)]]
     data: bytes = msgpack.packb([type(message).__name__, *values])
     if len(data) > MAX_BYTES:
@@ -102,7 +107,12 @@ def encode(message: Message) -> bytes:
     return data
 
 
-def decode(data: bytes) -> Message:
+def decode(data: bytes) -> TransferMessage:
+    """Return the message that `encode` made the bytes from.
+
+    Raises:
+        MalformedMessage: the bytes are no message, or a field is out of range; the text names the field.
+    """
     if len(data) > MAX_BYTES:
         raise MalformedMessage(f"{len(data)} bytes")
     try:
@@ -110,7 +120,7 @@ def decode(data: bytes) -> Message:
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise MalformedMessage(f"not msgpack: {error}") from error
     if not isinstance(parts, tuple) or not parts or not isinstance(parts[0], str) or parts[0] not in _KINDS:
-        raise MalformedMessage("of no known kind")
+        raise MalformedMessage("unknown kind")
     kind = _KINDS[parts[0]]
     hints = _HINTS[kind]
     if len(parts) != len(hints) + 1:

@@ -1,11 +1,11 @@
-"""Pages over NIXL and UCX: RDMA between hosts, CMA or TCP on one. What NIXL does and does not do is in facts/nixl.md.
+"""Pages over NIXL and UCX: RDMA between hosts, CMA or TCP on one host. docs/nixl.md has what was measured of NIXL.
 
-The three that shape this file: nothing moves, on either side, unless somebody polls; a finished write is announced to
-the target only when its initiator looks at it again; and a write once begun cannot be called back, by no means.
+Three facts shape this file. Nothing moves, on either side, unless both sides poll. NIXL notifies the target of a
+finished write only when the initiator checks that write again. And a write that has begun cannot be called back.
 
-A GPU's pages are registered as they lie, and move without passing through a host's memory where UCX has a way for that
-(cuda_ipc, RDMA). It reads and writes them outside of every CUDA stream: whoever asks for a write must have waited for
-the kernels that fill the pages, and kernels that read what has arrived must be launched after `poll` has told of it.
+A GPU's pages are registered in place, and move without passing through host memory where UCX can do that (cuda_ipc,
+RDMA). UCX reads and writes them outside of every CUDA stream. So the caller of `write` must have waited for the kernels
+that fill the pages, and kernels that read arrived pages must be launched after `poll` has reported the arrival.
 None of this has been run on a GPU yet.
 """
 
@@ -36,12 +36,13 @@ from crossdock.kvtransfer.transport import (
 )
 
 _WRITING_SECONDS = 0.0002
-"""Between polls while a write of ours is open: a page and its acknowledgement take 0.6 ms so, 1.2 ms at 0.5 ms."""
+"""Pause between polls while a write is open. A page and its acknowledgement take 0.6 ms; at 0.5 ms, 1.2 ms
+(docs/nixl.md)."""
 
 
 @dataclass(slots=True, eq=False)
-class _Route:
-    """A peer's descriptor lists, prepared once: index = range · pages + page, on either side."""
+class _NixlRoute:
+    """The descriptor lists for writes to one peer, prepared once: index = range · pages + page, on either side."""
 
     num_ranges: int
     num_pages: int
@@ -51,34 +52,35 @@ class _Route:
 
 
 class NixlTransport:
-    """`ucx_tls` and `ucx_net_devices` set UCX's own variables, for tests and odd networks; None leaves them alone.
+    """A NIXL agent with the UCX backend.
 
-    NIXL's progress thread is off: it spins, taking a whole core even when idle. With cores to spare, and RDMA, it
-    saves the poll interval; polling goes on all the same.
-    Nobody may fork after `open`: a child that exits normally takes the parent's connections down with it.
+    `ucx_tls` and `ucx_net_devices` set UCX's own variables, for tests and unusual networks; None leaves them alone.
+    NIXL's progress thread is off by default: it spins and takes a whole core even when idle. With cores to spare, and
+    RDMA, the thread saves the poll interval; polling goes on in any case.
+    No process may fork after `open`: a child that exits normally takes the parent's connections down with it.
     """
 
     kind = "nixl"
-    lost_is_fence = False  # the peer may live, and RDMA writes may be on their way
+    lost_is_fence = False  # the peer may be alive, and RDMA writes may be on their way
     busy_seconds = 0.0005
-    idle_seconds = 0.02  # whoever has nothing under way is sent nothing that is urgent
+    idle_seconds = 0.02  # without a transfer under way, no urgent message arrives
 
     def __init__(
         self, ucx_tls: str | None = None, ucx_net_devices: str | None = None, *, progress_thread: bool = False
     ) -> None:
-        # All of this is read when the libraries are loaded or the first agent is made.
-        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # by default it tells stdout of every agent
+        # The libraries read these when they are loaded, or when the first agent is made.
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # by default NIXL writes about every agent to stdout
         os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")  # else registrations pile up; vLLM does the same
         if ucx_tls is not None:
             os.environ["UCX_TLS"] = ucx_tls
         if ucx_net_devices is not None:
             os.environ["UCX_NET_DEVICES"] = ucx_net_devices
-        # nixl configures logging for everyone: it closes all handlers, of which Serve's then write nothing any more,
-        # and turns their errors off.
+        # On import, nixl configures the logging of the whole process: it closes all handlers, after which Serve's write
+        # nothing, and turns off the errors of handlers.
         raise_exceptions, configure = logging.raiseExceptions, logging.config.dictConfig
         logging.config.dictConfig = lambda config: None
         try:
-            self._nixl: Any = importlib.import_module("nixl")  # never nixl_cu12: two variants in one process clash
+            self._nixl: Any = importlib.import_module("nixl")  # not nixl_cu12: two variants in one process clash
         except ImportError as error:
             raise TransportUnavailable(f"nixl cannot be imported ({error}): pip install 'crossdock[nixl]'") from error
         finally:
@@ -92,8 +94,8 @@ class NixlTransport:
         self._agent: Any = None
         self._registration: Any = None
         self._memory = Memory(0, 0)
-        self._has_context = True  # of CUDA, on the polling thread
-        self._routes: dict[str, _Route] = {}
+        self._has_context = True  # whether the polling thread has the CUDA context it needs
+        self._routes: dict[str, _NixlRoute] = {}
         self._open: dict[int, tuple[str, Any]] = {}  # peer, handle
         self._num_writes = 0
         self._events: list[TransportEvent] = []
@@ -106,7 +108,7 @@ class NixlTransport:
         config = api.nixl_agent_config(
             enable_prog_thread=self._progress_thread,
             backends=["UCX"],
-            # The default is none at all, and was seen to hang and to crash (facts/nixl.md, Threads).
+            # The default is no synchronisation, which was seen to hang and to crash (docs/nixl.md, Threads).
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
         try:
@@ -126,7 +128,7 @@ class NixlTransport:
     def connect(self, peer: Peer, page_bytes: int, num_pages: int, ranges: Sequence[ByteRange]) -> None:
         if peer.name in self._routes:
             return
-        route = _Route(len(ranges), num_pages, peer.spec.num_pages)
+        route = _NixlRoute(len(ranges), num_pages, peer.spec.num_pages)
         try:
             metadata, address, device, kind = msgpack.unpackb(peer.address, use_list=False)
             self._agent.add_remote_agent(metadata)
@@ -156,7 +158,7 @@ class NixlTransport:
                 _indices(target_pages, route.num_ranges, route.num_peer_pages),
                 message,
             )
-            state = self._agent.transfer(handle)  # with CMA, the whole copy happens in here
+            state = self._agent.transfer(handle)  # with CMA, this call copies everything
         except self._errors as error:
             self._fail(self._num_writes, peer, error)
             return self._num_writes
@@ -227,7 +229,7 @@ class NixlTransport:
             self._fail(number, peer, RuntimeError(state))
 
     def _fail(self, number: int, peer: str, error: Exception) -> None:
-        """NIXL tells of a write that ends badly by an exception; in all cases seen, the peer was gone."""
+        """Report a failed write and a lost peer. NIXL raises an exception; in all cases seen, the peer was gone."""
         entry = self._open.pop(number, None)
         if entry:
             self._release(entry[1])
@@ -242,18 +244,19 @@ class NixlTransport:
 
 
 def _strided(rows: Sequence[tuple[int, int]], device: int, stride: int, num_pages: int) -> NDArray[np.uint64]:
-    """Each of (address, length) once per page: a row per range, instead of a descriptor per range and page."""
+    """Return one row per (address, length), which NIXL repeats per page, instead of a descriptor per range and page."""
     return np.array([(address, length, device, stride, num_pages) for address, length in rows], dtype=np.uint64)
 
 
 def _indices(pages: Sequence[int], num_ranges: int, num_pages: int) -> NDArray[np.int32]:
+    """Return the index of every range of every page in a prepared descriptor list."""
     starts = np.arange(num_ranges, dtype=np.int32)[:, None] * num_pages
     return np.asarray((starts + np.asarray(pages, dtype=np.int32)).reshape(-1), dtype=np.int32)
 
 
 def _enter_context(device: int) -> None:
-    """Makes PyTorch's context of the device this thread's own. UCX calls CUDA on whichever thread polls, and crashes
-    where it has none (NIXL issue 2102).
+    """Make PyTorch's context of the device current on this thread. UCX calls CUDA on the thread that polls, and crashes
+    if that thread has no context (NIXL issue 2102).
 
     Raises:
         RuntimeError: CUDA refuses.

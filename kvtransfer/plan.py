@@ -1,7 +1,8 @@
-"""Which bytes of a page each source rank writes to each target rank: the intersection of their shards. Pure.
+"""Plans which bytes of a page each source rank writes to each target rank: the intersection of their shards. Pure.
 
-Every used byte of a target page comes from exactly one source rank, also where several hold the same head. With pages
-laid out head by head, ranks that hold the same layers exchange one contiguous range per page, at any ratio of ranks.
+Every used byte of a target page comes from exactly one source rank, even if several source ranks hold the same head.
+Pages are laid out head by head: ranks that hold the same layers exchange one contiguous range per page, at any ratio of
+ranks.
 """
 
 from collections.abc import Iterator
@@ -21,33 +22,35 @@ class ByteRange:
 
 
 def plan_writes(source: PoolSpec, target: PoolSpec) -> tuple[ByteRange, ...]:
-    """What rank `source.rank` writes into each page of rank `target.rank`; empty if the two never meet.
+    """Return what rank `source.rank` writes into each page of rank `target.rank`; empty if the two share no bytes.
 
-    Raises IncompatiblePools if the pools differ in what bytes mean, or no source rank holds what the target needs.
+    Raises:
+        IncompatiblePools: the pools differ in what bytes mean, or no source rank holds what the target needs.
     """
     return _plan(source, target).get(source.rank, ())
 
 
 def source_ranks(source: PoolSpec, target: PoolSpec) -> tuple[int, ...]:
-    """The ranks of `source`'s replica that write into the pages of `target`, in order."""
+    """Return the ranks of `source`'s replica that write into the pages of `target`, in order."""
     return tuple(sorted(_plan(source, target)))
 
 
-@lru_cache(maxsize=256)  # a replica meets few others; a plan of a large model has some thousand cells
+@lru_cache(maxsize=256)  # a replica meets few others, and the plan of a large model has some thousand cells
 def _plan(source: PoolSpec, target: PoolSpec) -> dict[int, tuple[ByteRange, ...]]:
+    """Return the byte ranges that each source rank writes, by rank."""
     check_compatible(target, source)
     offsets = [{key: offset for key, offset, _ in _cells(source, rank)} for rank in range(len(source.shards))]
     plan: dict[int, list[ByteRange]] = {}
-    previous: tuple[int, int] | None = None  # source rank, and how far the source lies from the target
+    previous: tuple[int, int] | None = None  # source rank, and how far the source offset is from the target offset
     for key, offset, length in sorted(_cells(target, target.rank), key=lambda cell: cell[1]):
         holders = [rank for rank, held in enumerate(offsets) if key in held]
         if not holders:
             raise IncompatiblePools(f"no rank of the source holds head {key[1]} of layer {key[0]}: {source.shards}")
-        rank = holders[target.rank % len(holders)]  # replicas of a head share the work
+        rank = holders[target.rank % len(holders)]  # ranks that hold the same head share the work
         begin = offsets[rank][key]
         ranges = plan.setdefault(rank, [])
         if (rank, begin - offset) == previous:
-            # Between two neighbouring cells lie only bytes that no layer uses, so one range may span them.
+            # Bytes between two neighbouring cells are used by no layer: one range may span them.
             first = ranges[-1]
             ranges[-1] = ByteRange(first.source, first.target, offset + length - first.target)
         else:
@@ -57,7 +60,8 @@ def _plan(source: PoolSpec, target: PoolSpec) -> dict[int, tuple[ByteRange, ...]
 
 
 def _cells(spec: PoolSpec, rank: int) -> Iterator[tuple[tuple[int, int], int, int]]:
-    """What one layer keeps of one head: ((layer, head) in the model's numbering, offset in a page, length), bytes."""
+    """Yield every cell, the part of a page that one layer uses for one head: ((layer, head) in the model's numbering,
+    offset in a page, length), in bytes."""
     shard, layout = spec.shards[rank], spec.layout_of(rank)
     for number, (start, stop) in enumerate(shard.heads):
         begin, end = layout.layer_offsets[number : number + 2]

@@ -1,8 +1,8 @@
-"""The target's side of all transfers: what has arrived without gaps, and when granted pages are out of reach again.
+"""The target's side of all transfers: what has arrived without gaps, and when no writer can reach granted pages.
 
 Sans-IO, like the sender. The commit frontier is the number of tokens that every source rank has delivered in an
-unbroken sequence; it only grows. A transfer that ends early keeps its pages until each source has said that it
-stopped, or is dead and a grace period over: a write on its way cannot be called back.
+unbroken sequence; it only grows. A transfer that ends early keeps its pages until each source has reported that it
+stopped, or is dead and a grace period is over: a write on its way cannot be called back.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,36 +10,38 @@ from dataclasses import dataclass, field
 
 from crossdock.kvtransfer.events import Arrived, Committed, Failed, Figures, Reason, WriterStopped
 from crossdock.kvtransfer.fence import Fence
-from crossdock.kvtransfer.messages import Abort, Grant, Hello, Message, Pages, Stopped, Wait
-from crossdock.kvtransfer.sender import Output, Send
+from crossdock.kvtransfer.messages import Abort, Grant, Hello, Pages, Stopped, TransferMessage, Wait
+from crossdock.kvtransfer.sender import ProtocolOutput, Send
 
-_MOST_EARLY = 64
-"""A source has one write open at a time: if more than a few messages wait for an earlier one, that is lost."""
+_MAX_EARLY = 64
+"""Messages that may wait for an earlier one. A source has one write open at a time: if more wait, a message is lost."""
 
 
 @dataclass(slots=True, eq=False)
-class _Source:
-    """One rank that writes to us."""
+class _SourceRank:
+    """One rank that writes to this one."""
 
     rank: int
-    page_bytes: int  # of a page, how much it writes
+    page_bytes: int  # that it writes of each page
     silent_until: float = float("inf")
     next_page: int = 0
     next_sequence: int = 0
-    early: dict[int, Pages] = field(default_factory=dict)  # that arrived before others of a lower sequence number
+    early: dict[int, Pages] = field(default_factory=dict)  # messages that came before one of a lower sequence number
     num_tokens: int = 0
     is_heard: bool = False
     is_complete: bool = False
-    stops_at: float | None = None  # it writes no more from then on
+    stops_at: float | None = None  # from then on it writes no more
 
 
 @dataclass(slots=True, eq=False)
 class _Expectation:
+    """One epoch of one request that is expected."""
+
     request: str
     epoch: int
     deadline_seconds: float
     began: float
-    sources: dict[str, _Source]
+    sources: dict[str, _SourceRank]  # by peer
     grant: Grant | None = None
     wait_until: float | None = None
     num_tokens: int = 0  # the commit frontier
@@ -49,26 +51,26 @@ class _Expectation:
 
 
 class Receiver:
-    """All transfers to one rank; `blob` tells others how to answer it."""
+    """All transfers to one rank. `blob` is what a source needs to answer this rank."""
 
     def __init__(self, page_size: int, blob: bytes, grace_seconds: float) -> None:
         self.page_size = page_size
         self.blob = blob
         self.grace_seconds = grace_seconds
-        self.num_unknown = 0  # messages about nothing we expect: of ended epochs, mostly
+        self.num_unknown = 0  # messages about nothing that is expected: of ended epochs, mostly
         self._expected: dict[tuple[str, int], _Expectation] = {}
         self._fence = Fence()
-        self._out: list[Output] = []
+        self._out: list[ProtocolOutput] = []
 
     def __len__(self) -> int:
         return len(self._expected)
 
     @property
     def next_deadline(self) -> float:
-        """When `tick` may next have something to say; infinity if never."""
-        return min((at for e in self._expected.values() for at in _times(e)), default=float("inf"))
+        """When `tick` may next have an output; infinity if never."""
+        return min((at for expected in self._expected.values() for at in _deadlines(expected)), default=float("inf"))
 
-    # -- what the owner wants --------------------------------------------------------------------------------------
+    # -- the owner's calls -----------------------------------------------------------------------------------------
 
     def expect(
         self,
@@ -77,32 +79,35 @@ class Receiver:
         sources: Mapping[str, tuple[int, int]],
         deadline_seconds: float,
         now: float,
-    ) -> list[Output]:
-        """`sources` (their names, each with its rank and how many bytes of a page it writes) will send this request.
-        An older epoch of it still expected is cancelled."""
+    ) -> list[ProtocolOutput]:
+        """Expect this request from `sources`: their names, each with (rank, bytes it writes of each page). An older
+        epoch of the request that is still expected is cancelled."""
         if (request, epoch) in self._expected:
             return []
-        if self._fence.has_passed(request, epoch):
+        if self._fence.has_ended(request, epoch):
             self._out.append(Failed(request, epoch, False, Reason.SUPERSEDED, "this epoch has ended"))
             self._out.append(WriterStopped(request, epoch))
             return self._flush()
-        for older in [e for e in self._expected.values() if e.request == request]:
+        for older in [expected for expected in self._expected.values() if expected.request == request]:
             self._stop(older, now)
         self._expected[request, epoch] = _Expectation(
-            request, epoch, deadline_seconds, now, {name: _Source(*source) for name, source in sources.items()}
+            request, epoch, deadline_seconds, now, {name: _SourceRank(*source) for name, source in sources.items()}
         )
         return self._flush()
 
-    def wait(self, request: str, epoch: int, seconds: float, now: float) -> list[Output]:
-        """Tells the sources that the grant will take about `seconds`."""
+    def wait(self, request: str, epoch: int, seconds: float, now: float) -> list[ProtocolOutput]:
+        """Notify the sources that the grant will take about `seconds`."""
         expected = self._expected.get((request, epoch))
         if expected and expected.grant is None and not expected.is_stopping:
             expected.wait_until = now + seconds
-            self._tell(expected, Wait(request, epoch, seconds, is_from_source=False))
+            self._send_all(expected, Wait(request, epoch, seconds, is_from_source=False))
         return self._flush()
 
-    def grant(self, request: str, epoch: int, first_page: int, pages: Sequence[int], now: float) -> list[Output]:
-        """The first `first_page` pages are here; the others go to `pages`. From now on the sources have a deadline."""
+    def grant(
+        self, request: str, epoch: int, first_page: int, pages: Sequence[int], now: float
+    ) -> list[ProtocolOutput]:
+        """Grant `pages` for all but the first `first_page` pages, which are here. From now on sources have a
+        deadline."""
         expected = self._expected.get((request, epoch))
         if expected and expected.grant is None and not expected.is_stopping:
             expected.grant = Grant(request, epoch, first_page, tuple(pages))
@@ -111,14 +116,14 @@ class Receiver:
             for source in expected.sources.values():
                 source.next_page, source.num_tokens = first_page, expected.num_tokens
                 source.silent_until = now + expected.deadline_seconds
-            self._tell(expected, expected.grant)
+            self._send_all(expected, expected.grant)
         return self._flush()
 
-    def cancel(self, request: str, epoch: int, now: float) -> list[Output]:
-        """Nothing more of this is wanted. `WriterStopped` answers, also where nothing is expected (any more)."""
+    def cancel(self, request: str, epoch: int, now: float) -> list[ProtocolOutput]:
+        """Stop expecting. `WriterStopped` follows in any case, even if nothing is expected (any more)."""
         expected = self._expected.get((request, epoch))
         if expected is None:
-            self._fence.pass_(request, epoch)
+            self._fence.end(request, epoch)
             self._out.append(WriterStopped(request, epoch))
         else:
             self._stop(expected, now)
@@ -126,15 +131,15 @@ class Receiver:
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
-    def receive(self, peer: str, message: Message, now: float) -> list[Output]:
-        """A Hello, Wait, Stopped or Pages from a source."""
+    def receive(self, peer: str, message: TransferMessage, now: float) -> list[ProtocolOutput]:
+        """Take in a Hello, Wait, Stopped or Pages from a source."""
         key = message.request, message.epoch
         expected = self._expected.get(key)
         source = expected.sources.get(peer) if expected else None
         if expected is None or source is None:
-            if isinstance(message, Hello) and self._fence.has_passed(*key):
+            if isinstance(message, Hello) and self._fence.has_ended(*key):
                 self._out.append(Send(peer, Abort(*key, self.blob)))
-            elif not isinstance(message, Hello):  # a source may well be told before we are
+            elif not isinstance(message, Hello):  # an early Hello is no error: the source may start before the target
                 self.num_unknown += 1
             return self._flush()
         if not source.is_heard:
@@ -157,9 +162,9 @@ class Receiver:
                 pass
         return self._flush()
 
-    def peer_lost(self, peer: str, is_dead: bool, detail: str, now: float) -> list[Output]:
-        """Nothing can be sent to `peer`. Only if `is_dead` does that mean that it writes no more."""
-        for expected in [e for e in self._expected.values() if peer in e.sources]:
+    def peer_lost(self, peer: str, is_dead: bool, detail: str, now: float) -> list[ProtocolOutput]:
+        """Take in that nothing can be sent to `peer`. Only if `is_dead` does that mean that it writes no more."""
+        for expected in [expected for expected in self._expected.values() if peer in expected.sources]:
             source = expected.sources[peer]
             if is_dead and source.stops_at is None:
                 source.stops_at = now + self.grace_seconds
@@ -167,10 +172,10 @@ class Receiver:
                 self._fail(expected, Reason.PEER_LOST, detail, now)
         return self._flush()
 
-    def tick(self, now: float) -> list[Output]:
-        """Fails what is past its deadline, and ends what the dead can no longer reach."""
+    def tick(self, now: float) -> list[ProtocolOutput]:
+        """Fail transfers that are past a deadline, and end those whose dead writers can no longer reach the pages."""
         for expected in list(self._expected.values()):
-            late = [peer for peer, source in expected.sources.items() if _is_awaited(source, expected, now)]
+            late = [peer for peer, source in expected.sources.items() if _is_late(source, now)]
             if late and not expected.is_stopping:
                 detail = f"{', '.join(late)}: no pages for {expected.deadline_seconds:.3g} s"
                 self._fail(expected, Reason.DEADLINE, detail, now)
@@ -180,7 +185,7 @@ class Receiver:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _answer(self, expected: _Expectation, peer: str, now: float) -> None:
-        """To a source that was told after us: it may have missed what we said before."""
+        """Answer a source that began after this target: it may have missed earlier messages."""
         key = expected.request, expected.epoch
         if expected.is_stopping:
             self._out.append(Send(peer, Abort(*key, self.blob)))
@@ -189,9 +194,10 @@ class Receiver:
         elif expected.wait_until is not None:
             self._out.append(Send(peer, Wait(*key, max(0.0, expected.wait_until - now), is_from_source=False)))
 
-    def _arrive(self, expected: _Expectation, peer: str, source: _Source, message: Pages, now: float) -> None:
+    def _arrive(self, expected: _Expectation, peer: str, source: _SourceRank, message: Pages, now: float) -> None:
+        """Take in pages, in the order of their sequence numbers."""
         is_known = message.source_rank == source.rank and message.num_sources == len(expected.sources)
-        if not is_known or not expected.grant or len(source.early) >= _MOST_EARLY:
+        if not is_known or not expected.grant or len(source.early) >= _MAX_EARLY:
             self._fail(expected, Reason.PROTOCOL, f"{peer} wrote what it may not: {message}", now)
             return
         source.early.setdefault(message.sequence, message)
@@ -218,6 +224,7 @@ class Receiver:
         self._commit(expected, now)
 
     def _commit(self, expected: _Expectation, now: float) -> None:
+        """Move the commit frontier, and end the transfer if every source has delivered everything."""
         key = expected.request, expected.epoch
         num_tokens = min(source.num_tokens for source in expected.sources.values())
         if num_tokens > expected.num_tokens:
@@ -226,7 +233,7 @@ class Receiver:
         if all(source.is_complete for source in expected.sources.values()):
             assert expected.state is not None
             del self._expected[key]
-            self._fence.pass_(*key)
+            self._fence.end(*key)
             expected.figures.total_seconds = now - expected.began
             self._out.append(Arrived(*key, num_tokens, expected.state, expected.figures))
 
@@ -246,7 +253,8 @@ class Receiver:
         self._end_if_stopped(expected, now)
 
     def _end_if_stopped(self, expected: _Expectation, now: float) -> None:
-        """Who has delivered all writes no more; and where nothing was granted, nothing can be written."""
+        """End a stopping transfer once no source can write: each has delivered everything or has stopped, or no pages
+        were granted."""
         key = expected.request, expected.epoch
         is_over = expected.grant is None or all(
             source.is_complete or (source.stops_at is not None and source.stops_at <= now)
@@ -254,22 +262,23 @@ class Receiver:
         )
         if expected.is_stopping and is_over and key in self._expected:
             del self._expected[key]
-            self._fence.pass_(*key)
+            self._fence.end(*key)
             self._out.append(WriterStopped(*key))
 
-    def _tell(self, expected: _Expectation, message: Message) -> None:
+    def _send_all(self, expected: _Expectation, message: TransferMessage) -> None:
         self._out.extend(Send(peer, message) for peer in expected.sources)
 
-    def _flush(self) -> list[Output]:
+    def _flush(self) -> list[ProtocolOutput]:
         out, self._out = self._out, []
         return out
 
 
-def _is_awaited(source: _Source, expected: _Expectation, now: float) -> bool:
+def _is_late(source: _SourceRank, now: float) -> bool:
     return source.stops_at is None and not source.is_complete and now >= source.silent_until
 
 
-def _times(expected: _Expectation) -> Iterable[float]:
+def _deadlines(expected: _Expectation) -> Iterable[float]:
+    """Yield the times at which `tick` may have something to do."""
     for source in expected.sources.values():
         if expected.is_stopping:
             if source.stops_at is not None:

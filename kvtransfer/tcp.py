@@ -1,9 +1,9 @@
 """Pages over plain TCP, in pure Python: works wherever two processes reach each other, from and into ordinary memory.
 
-Each side connects to the other for what it has to say, so a connection carries frames one way and acknowledgements
-the other. A frame is a header, a table of byte ranges, a message and the ranges' bytes, which go from pool to pool
-without another copy in Python. Who connects must show the secret from the listener's blob before anything else is
-read. A write is done when its acknowledgement comes: then, and only then, it lies in the target's pool.
+Each side connects to the other in order to send, so frames go one way on a connection and acknowledgements the other.
+A frame is a header, a table of byte ranges, a message and the bytes of the ranges, which go from pool to pool without
+another copy in Python. A process that connects must send the secret from the listener's blob before anything else is
+read. A write is done when its acknowledgement comes: then, and only then, its pages lie in the target's pool.
 """
 
 import contextlib
@@ -42,25 +42,25 @@ _RANGE = struct.Struct("<QQ")  # offset in the pool, length
 _ACK = struct.Struct("<Q")
 _MAX_RANGES = 1 << 18
 _MAX_NAME = 256
-_MAX_STRANGERS = 64  # connections that have not shown the secret yet
+_MAX_STRANGERS = 64  # connections that have not sent the secret yet
 _GREETING_SECONDS = 5.0
 _BATCH_BYTES = 1 << 20  # per system call; 4 MiB saved no CPU time (benchmarks/kvtransfer.py, 2 cores, loopback)
 _BATCH_BUFFERS = 64
-_TURN_BYTES = 8 << 20  # per connection and poll, so that others get their turn
+_TURN_BYTES = 8 << 20  # per connection and poll, so that other connections get their turn
 
 Parser: TypeAlias = Iterator[list[memoryview]]
 
 
 class _Closed(Exception):
-    """The other side closed the connection, or we will not go on with it."""
+    """The other side closed the connection, or broke the rules of this one."""
 
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """Bytes out of a queue, bytes into the buffers that a parser asks for one after the other."""
+    """A socket: bytes from a queue go out, bytes that come in fill the buffers that a parser asks for in turn."""
 
     socket: socket.socket
-    peer: str  # "" until it has greeted
+    peer: str  # "" until the greeting
     is_outgoing: bool
     parser: Parser
     wanted: deque[memoryview] = field(default_factory=deque)
@@ -69,6 +69,7 @@ class _Connection:
     since: float = 0.0
 
     def flush(self) -> None:
+        """Send from the queue as much as the socket takes."""
         for _ in range(_TURN_BYTES // _BATCH_BYTES):
             if not self.queue:
                 return
@@ -79,7 +80,11 @@ class _Connection:
             _advance(self.queue, num_bytes)
 
     def fill(self) -> None:
-        """Reads what is there and lets the parser work on it. Raises _Closed at the end of the stream."""
+        """Read the bytes that are there and let the parser act on them.
+
+        Raises:
+            _Closed: the stream has ended, or the parser refuses it.
+        """
         num_left = _TURN_BYTES
         self._parse()
         while num_left > 0:
@@ -92,7 +97,7 @@ class _Connection:
             _advance(self.wanted, num_bytes)
             self._parse()
             num_left -= num_bytes
-        # What is left keeps the socket readable: the next poll comes back to it.
+        # Bytes that are left keep the socket readable: the next poll comes back to it.
 
     def _parse(self) -> None:
         while not self.wanted:
@@ -100,8 +105,8 @@ class _Connection:
 
 
 @dataclass(slots=True, eq=False)
-class _Route:
-    """How our pages map onto a peer's."""
+class _TcpRoute:
+    """How this pool's pages map onto a peer's, and the connection to it."""
 
     peer: Peer
     page_bytes: int
@@ -111,7 +116,7 @@ class _Route:
 
 
 class TcpTransport:
-    """Listens on `host` (port 0: any free one) and tells others to come to `advertise`, by default the same."""
+    """Listens on `host` (port 0: any free port). Others connect to `advertise`, by default the same host."""
 
     kind = "tcp"
     lost_is_fence = True
@@ -120,19 +125,19 @@ class TcpTransport:
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, advertise: str | None = None) -> None:
         if host in ("", "0.0.0.0", "::") and not advertise:
-            raise ValueError(f"host {host!r} means any: advertise must say under which name others reach this one")
+            raise ValueError(f"host {host!r} means any: advertise must be the name under which others reach this host")
         self._listener = socket.create_server((host, port), family=_family(host), backlog=128)
         self._listener.setblocking(False)
         self._advertise = advertise or host
         self._cookie = secrets.token_bytes(32)
         self._name = ""
         self._memory = memoryview(b"")
-        self._routes: dict[str, _Route] = {}
+        self._routes: dict[str, _TcpRoute] = {}
         self._incoming: set[_Connection] = set()
-        self._refused: set[str] = set()  # lost: a late connection of theirs must not bring a stale write
+        self._refused: set[str] = set()  # lost peers: a late connection of theirs must not bring a stale write
         self._events: list[TransportEvent] = []
         self._num_writes = 0
-        self.num_strangers = 0  # connections refused for want of the secret, or for frames that make no sense
+        self.num_strangers = 0  # connections closed because the secret was wrong or did not come
         self._selector = selectors.DefaultSelector()
         self._waker, self._wakened = socket.socketpair()
         for end in (self._waker, self._wakened):
@@ -150,7 +155,7 @@ class TcpTransport:
     def connect(self, peer: Peer, page_bytes: int, num_pages: int, ranges: Sequence[ByteRange]) -> None:
         self._refused.discard(peer.name)
         if peer.name not in self._routes:
-            self._routes[peer.name] = _Route(peer, page_bytes, ranges)
+            self._routes[peer.name] = _TcpRoute(peer, page_bytes, ranges)
 
     def write(self, peer: str, source_pages: Sequence[int], target_pages: Sequence[int], message: bytes) -> int:
         self._num_writes += 1
@@ -181,7 +186,7 @@ class TcpTransport:
         return events
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # full of earlier wakes: it will wake; or closed meanwhile
+        with contextlib.suppress(OSError):  # full of earlier wakes, so the poll will end; or closed meanwhile
             self._waker.send(b"\0")
 
     def disconnect(self, peer: str) -> None:
@@ -204,7 +209,7 @@ class TcpTransport:
 
     # -- connections -----------------------------------------------------------------------------------------------
 
-    def _enqueue(self, route: _Route, parts: Sequence[bytes | memoryview]) -> None:
+    def _enqueue(self, route: _TcpRoute, parts: Sequence[bytes | memoryview]) -> None:
         try:
             connection = route.connection or self._dial(route)
         except (OSError, ValueError, TypeError) as error:
@@ -213,7 +218,7 @@ class TcpTransport:
         connection.queue.extend(memoryview(part) for part in parts)
         self._watch(connection)
 
-    def _dial(self, route: _Route) -> _Connection:
+    def _dial(self, route: _TcpRoute) -> _Connection:
         host, port, cookie = msgpack.unpackb(route.peer.address)
         sock = socket.socket(_family(host), socket.SOCK_STREAM)
         _tune(sock)
@@ -270,14 +275,14 @@ class TcpTransport:
             self._selector.modify(connection.socket, reading | writing, key.data)
 
     def _lose(self, peer: str, detail: str) -> None:
-        """Both directions at once: after this, nothing of `peer` can reach the pool."""
+        """Close both directions at once: after this, no byte from `peer` can reach the pool."""
         route = self._routes.get(peer)
         if route:
             self._fail_writes(route, detail)
         self.disconnect(peer)
         self._events.append(PeerLost(peer, detail))
 
-    def _fail_writes(self, route: _Route, detail: str) -> None:
+    def _fail_writes(self, route: _TcpRoute, detail: str) -> None:
         self._events.extend(WriteFailed(number, detail) for number in sorted(route.open_writes))
         route.open_writes.clear()
 
@@ -301,22 +306,24 @@ class TcpTransport:
 
     # -- parsers: they yield the buffers to fill next, and act when these are full ----------------------------------
 
-    def _acknowledgements(self, route: _Route) -> Parser:
+    def _acknowledgements(self, route: _TcpRoute) -> Parser:
+        """Parse what comes back on a connection to a peer."""
         ack = bytearray(_ACK.size)
         while True:
             yield [memoryview(ack)]
             (number,) = _ACK.unpack(ack)
             if number not in route.open_writes:
-                raise _Closed("acknowledged what was not written")
+                raise _Closed("acknowledged a write that is not open")
             route.open_writes.remove(number)
             self._events.append(WriteDone(number))
 
     def _frames(self, connection: _Connection) -> Parser:
+        """Parse the greeting and the frames of a process that connected to this one."""
         greeting = bytearray(_GREETING.size)
         yield [memoryview(greeting)]
         magic, cookie, name_length = _GREETING.unpack(greeting)
         if magic != _MAGIC or not hmac.compare_digest(cookie, self._cookie) or not 0 < name_length <= _MAX_NAME:
-            raise _Closed("a stranger")
+            raise _Closed("no valid greeting")
         name = bytearray(name_length)
         yield [memoryview(name)]
         peer = name.decode(errors="replace")
@@ -344,8 +351,8 @@ class TcpTransport:
                 connection.flush()
 
 
-def _merged(route: _Route, source_pages: Sequence[int], target_pages: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(offset in our pool, offset in theirs, length), where neighbours on both sides are one."""
+def _merged(route: _TcpRoute, source_pages: Sequence[int], target_pages: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return (offset in this pool, offset in the peer's, length); ranges that are neighbours on both sides are one."""
     merged: list[tuple[int, int, int]] = []
     target_page_bytes = route.peer.spec.layout.page_bytes
     for source_page, target_page in zip(source_pages, target_pages, strict=True):
@@ -362,6 +369,7 @@ def _merged(route: _Route, source_pages: Sequence[int], target_pages: Sequence[i
 
 
 def _batch(views: deque[memoryview]) -> list[memoryview]:
+    """Return the first views, as many as one system call should take."""
     batch, num_bytes = [], 0
     for view in views:
         batch.append(view)
@@ -372,6 +380,7 @@ def _batch(views: deque[memoryview]) -> list[memoryview]:
 
 
 def _advance(views: deque[memoryview], num_bytes: int) -> None:
+    """Remove the first `num_bytes` bytes."""
     while num_bytes:
         if num_bytes < views[0].nbytes:
             views[0] = views[0][num_bytes:]
@@ -382,7 +391,7 @@ def _advance(views: deque[memoryview], num_bytes: int) -> None:
 def _tune(sock: socket.socket) -> None:
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A host that vanished sends no FIN: ask it now and then. A write to it meets the transfer's own deadline.
+    # A host that vanished sends no FIN: keepalive finds it. A write to it meets the transfer's own deadline.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)

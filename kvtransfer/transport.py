@@ -1,7 +1,7 @@
-"""What moves bytes: one-sided writes of pages, each followed by a message, and messages alone.
+"""The interface that moves bytes: one-sided writes of pages, each followed by a message, and messages alone.
 
-A transport belongs to one thread, which makes progress by calling `poll`; only `wake` may be called from others. It
-knows pages and bytes, not requests. Two exist: tcp.py, which needs nothing, and nixl.py, which is fast.
+A transport belongs to one thread, which makes progress by calling `poll`; only `wake` may be called from others. A
+transport knows pages and bytes, not requests. Two exist: tcp.py, which needs nothing, and nixl.py, which is fast.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A pool as the transports see it. It must stay where it is until the transport is closed and every peer that
-    knew it is gone: NIXL cannot revoke what it has registered (facts/nixl.md)."""
+    """The memory of a pool. It must stay in place until the transport is closed and every peer that knew of it is gone:
+    NIXL cannot revoke access to registered memory (docs/nixl.md)."""
 
     address: int
     nbytes: int
@@ -28,21 +28,22 @@ class Memory:
 
     @classmethod
     def of(cls, buffer: bytearray | memoryview) -> "Memory":
-        """Of anything writable and contiguous with the buffer protocol; the caller keeps it alive."""
+        """Return the memory of any writable, contiguous buffer, which the caller keeps alive."""
         view = memoryview(buffer).cast("B")
         return cls(ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One rank's dock, as another may reach it. `name` is unique to a process: a restarted one has another."""
+    """How another process reaches the dock of one rank. `name` is unique to a process: a restart has another name."""
 
     name: str
     transport: str
-    address: bytes  # the transport's own
+    address: bytes  # in the transport's own format
     spec: PoolSpec
 
     def pack(self) -> bytes:
+        """Return the peer as a blob."""
         spec = self.spec
         layers = [(layer.num_kv_heads, layer.key_dim, layer.value_dim) for layer in spec.layers]
         shards = [(shard.first_layer, shard.heads) for shard in spec.shards]
@@ -52,7 +53,11 @@ class Peer:
 
     @classmethod
     def unpack(cls, blob: bytes) -> "Peer":
-        """ValueError if `blob` is not what `pack` makes."""
+        """Return the peer that `pack` made the blob from.
+
+        Raises:
+            ValueError: `blob` is of no dock, or of another version.
+        """
         try:
             version, name, transport, address, pool = msgpack.unpackb(blob, use_list=False)
             if version != _VERSION:
@@ -74,7 +79,7 @@ class Peer:
 
 
 class TransportUnavailable(Exception):
-    """This transport cannot be used here; the message says why."""
+    """This transport cannot be used on this machine; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +92,15 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class WriteDone:
-    """The pages are in place at the target, and its message is with it or right behind."""
+    """The pages of a write are in place at the target, and its message is there or follows at once."""
 
     write: int
 
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
+    """A write has ended after an unknown part of its data."""
+
     write: int
     detail: str
 
@@ -110,45 +117,52 @@ TransportEvent: TypeAlias = Received | WriteDone | WriteFailed | PeerLost
 
 
 class Transport(Protocol):
-    """See the module. Whatever fails after `open` is told by `poll`, never raised by `write` or `send`."""
+    """A way to move pages. `poll` reports whatever fails after `open`; `write` and `send` never raise."""
 
     kind: str
-    """Both ends must be of one kind."""
+    """The name of the transport. Both ends must use the same one."""
     lost_is_fence: bool
-    """Whether, after PeerLost, nothing of that peer's writes can still change our pool."""
+    """Whether, after PeerLost, no write of that peer can change this pool any more."""
     busy_seconds: float
-    """How long a poll may block while something is awaited; infinity where arrivals wake it."""
+    """How long a poll may block while a transfer is under way; infinity if arrivals wake the poll."""
     idle_seconds: float
-    """The same, while nothing is awaited."""
+    """How long a poll may block while no transfer is under way."""
 
     def open(self, name: str, memory: Memory) -> bytes:
-        """Makes `memory` writable for those who get the address that this returns."""
+        """Make `memory` writable for every process that gets the returned address."""
 
     def connect(self, peer: Peer, page_bytes: int, num_pages: int, ranges: Sequence[ByteRange]) -> None:
-        """Prepares to write `ranges` of our pages (`num_pages` of `page_bytes`) into `peer`'s. Does not wait."""
+        """Prepare writes of `ranges` of this pool's pages (`num_pages` of `page_bytes`) into those of `peer`. Does not
+        block."""
 
     def write(self, peer: str, source_pages: Sequence[int], target_pages: Sequence[int], message: bytes) -> int:
-        """Begins to write pages, one to one, and delivers `message` when they are in place. Returns the write's
-        number for WriteDone or WriteFailed, one of which comes, if ever it ends. Fails if `peer` is not connected."""
+        """Begin to write pages, one to one, and deliver `message` when they are in place. Return the write's number.
+
+        `poll` reports the end as WriteDone or WriteFailed with that number. The write fails if `peer` is not
+        connected."""
 
     def send(self, peer: str, message: bytes) -> None:
-        """Delivers `message`, unless the peer is lost or not connected. One sender's messages and the messages of its
-        completed writes keep their order."""
+        """Deliver `message`, unless the peer is lost or not connected. A sender's messages, and the messages of its
+        completed writes, keep their order."""
 
     def poll(self, seconds: float) -> list[TransportEvent]:
-        """Makes progress and returns what happened; waits up to `seconds` if nothing did."""
+        """Make progress and return what happened. Wait up to `seconds` if nothing did."""
 
     def wake(self) -> None:
-        """Ends a waiting poll. From any thread."""
+        """End a waiting poll. May be called from any thread."""
 
     def disconnect(self, peer: str) -> None:
-        """Forgets `peer`; open writes to it fail."""
+        """Forget `peer`. Open writes to it fail."""
 
     def close(self) -> None: ...
 
 
 def host_view(memory: Memory) -> memoryview:
-    """The bytes of ordinary memory; ValueError for a GPU's."""
+    """Return the bytes of ordinary memory.
+
+    Raises:
+        ValueError: it is a GPU's memory.
+    """
     if memory.cuda_device is not None:
         raise ValueError("this transport reads and writes ordinary memory only, not a GPU's")
     array: Any = (ctypes.c_char * memory.nbytes).from_address(memory.address)

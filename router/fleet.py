@@ -1,7 +1,7 @@
 """One router: it learns what replicas advertise and report, counts what it has placed on them, and places requests.
 
-No clock and no network: time and messages come in, placements go out. Several routers need no coordinator: each hears
-every replica, and counts its own bookings only until the replica has reported something that includes them.
+No clock and no network: time and messages come in, placements go out. Several routers need no coordinator: each gets
+the reports of every replica, and counts its own bookings only until the replica's report includes them.
 """
 
 from collections.abc import Collection, Sequence

@@ -4,8 +4,8 @@ Costs are seconds. Lateness counts `LATE_WEIGHT` times what a second of work doe
 are compared by time alone, the others by what they break, weighed by class. A cached prefix is fewer seconds and needs
 no rule of its own; nor does the choice between one replica and two. Pure functions over arrays of replica slots.
 
-What the constants below do was measured in simulation (`--seeds 2`), with the value given instead. The commands are
-called, in this order, knee, loaded and pools:
+The comments on constants give what another value does in simulation (2026-11-22, means of `--seeds 2`, whose intervals
+are wider than most of these effects). The commands are called, in this order, knee, loaded and pools:
 
     crossdock simulate benchmarks/fleet.yaml -w chat --prompt-tokens 2048 --output-tokens 64 \
         --service-tier interactive --request-rate 45 --duration 20
@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,8 @@ DECODE_WEIGHT = 0.1
 
 TIE_SHARE = 0.02
 """Costs are multiplied by a hash between 1 and 1 + this share, so that routers with the same knowledge do not all
-choose the same one of nearly equal replicas. knee: with 0, good requests fall from 95.4 to 94.6 %; with 0.2 to 95.1 %."""
+choose the same one of nearly equal replicas. knee: with 0, good requests fall from 95.4 to 94.6 %, with 0.2 to
+95.1 %."""
 
 HANDOVER_S = 0.005
 """Seconds that a pair costs besides the transfer of pages, for messages and a registration: of the order of the round
@@ -139,23 +140,23 @@ def _costs(query: Query, prediction: Prediction, slo: SloClass, first: Slots) ->
     """Return the costs, in weighted seconds `[slot]`, of computing the prompt and of making the output."""
     due = DEADLINE_SHARE * slo.ttft_deadline(float(prediction.prefill[first].min()))
     output = min(query.max_tokens, EXPECTED_OUTPUT_TOKENS)
-    prompt = slo.weight * prediction.ttft + prediction.prefill
+    prompt: Floats = slo.weight * prediction.ttft + prediction.prefill
     prompt += LATE_WEIGHT * (slo.weight * np.maximum(prediction.ttft - due, 0.0) + prediction.prompt_lateness)
-    decode = slo.weight * DECODE_WEIGHT * output * prediction.gap
-    decode = decode + prediction.decode_work + LATE_WEIGHT * prediction.decode_lateness
+    pace = slo.weight * DECODE_WEIGHT * output * prediction.gap
+    decode: Floats = pace + prediction.decode_work + LATE_WEIGHT * prediction.decode_lateness
     return prompt, decode
 
 
-def _tie_spread(request_id: str, name_hashes: NDArray[np.uint32]) -> Floats:
+def _tie_spread(request_id: str, name_hashes: NDArray[np.uint32]) -> NDArray[np.floating[Any]]:
     """Return a factor from 1 to 1 + `TIE_SHARE` for every slot, by a hash of request and replica that is the same at
     every router."""
     hashes = (name_hashes ^ np.uint32(zlib.crc32(request_id.encode()))) * np.uint32(2654435761)  # wraps
-    spread: Floats = 1 + TIE_SHARE / 2**32 * hashes
-    return spread
+    return 1 + TIE_SHARE / 2**32 * hashes
 
 
 def _within(slots: Slots, group: np.int64, candidates: Candidates) -> Slots:
-    return slots[candidates.groups[slots] == group]
+    within: Slots = slots[candidates.groups[slots] == group]
+    return within
 
 
 def _cheapest(slots: Slots, costs: Floats) -> Slots:

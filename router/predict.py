@@ -91,7 +91,7 @@ def _prefill_seconds(loads: Loads, num_tokens: int, rest: Floats, cached: Floats
 
 
 def _backlog_ahead(loads: Loads, priority: int, age: Floats, own: Floats) -> Floats:
-    """Return the seconds of waiting prompts that go before a prompt of `own` seconds, as `chunking.predicted_ttft` does
+    """Return the seconds of waiting prompts that go before a prompt of `own` seconds, as `forecast.predicted_ttft` does
     for single prompts. Since a replica last reported, it has worked off some of what it reported."""
     done = np.minimum(age, MAX_UNSEEN_PROGRESS_S) * loads.prefill_share[priority]
     ahead: Floats = np.maximum(loads.urgent_reported[priority] - done, 0.0) + loads.urgent_booked[priority]

@@ -1,6 +1,8 @@
-"""Rewrites a GGUF with all matrices in bf16, so that llama.cpp is measured on the same weights as everybody else.
+"""Rewrite a GGUF with all matrices in bf16, so that llama.cpp is measured on the same weights as the other servers.
 
-python bf16_gguf.py IN.gguf OUT.gguf
+    python benchmarks/peers/bf16_gguf.py IN.gguf OUT.gguf       # seconds
+
+The matrices are equal to the source's, dequantized; vectors stay in fp32.
 """
 
 import sys
@@ -10,7 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
 from gguf.quants import dequantize, quantize
 
-# The writer sets these itself.
+# The writer sets these fields.
 _OWN = {"general.architecture", "general.file_type", "general.quantization_version"}
 
 
@@ -26,7 +28,7 @@ def rewrite(source: str, target: str) -> None:
         writer.add_key_value(name, field.contents(), field.types[0], of)
     for tensor in reader.tensors:
         values: np.ndarray[Any, np.dtype[np.float32]] = dequantize(tensor.data, tensor.tensor_type)
-        # llama.cpp wants vectors (norms, biases) in fp32.
+        # llama.cpp needs vectors (norms, biases) in fp32.
         kind = GGMLQuantizationType.BF16 if values.ndim > 1 else GGMLQuantizationType.F32
         writer.add_tensor(tensor.name, quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()

@@ -1,9 +1,9 @@
-"""Ray Serve LLM with one replica of vLLM's CPU engine, set as vllm.sh sets vLLM. Runs in the peer's own environment.
+"""Serve Ray Serve LLM with one replica of vLLM's CPU engine, with the settings of vllm.sh. rayserve.sh starts this.
 
-python rayserve.py MODEL_DIR PORT BUDGET PRELOAD
+    python benchmarks/peers/rayserve.py MODEL_DIR PORT BUDGET PRELOAD
 
-PRELOAD is the library to load first, as by LD_PRELOAD, in the replica alone. Loaded here, Intel's OpenMP would bind
-what Ray forks from this process, which is everything, to one core.
+Runs in the peer's own environment. PRELOAD is the library for LD_PRELOAD in the replica alone: loaded here, Intel's
+OpenMP would bind all processes that Ray forks from this one to one core.
 """
 
 import sys
@@ -29,7 +29,7 @@ def main(model: str, port: int, budget: int, preload: str) -> None:
             "enable_prefix_caching": False,
         },
     )
-    # More CPUs than there are: Ray counts one for each actor, the router's too; a small machine would have none left.
+    # More CPUs than a small machine has: Ray counts one for each actor, the router's too.
     ray.init(num_cpus=8, include_dashboard=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(build_openai_app({"llm_configs": [config]}), blocking=True)

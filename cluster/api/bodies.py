@@ -1,23 +1,17 @@
-"""OpenAI's API as data: what requests may say, what they mean to the engine, and how answers are written down."""
+"""Bodies of requests: the fields that each endpoint accepts, and their meaning to the engine."""
 
-import json
 from collections.abc import Mapping, Sequence
-from json.encoder import encode_basestring
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from crossdock.cluster.api.errors import ApiError, to_json
-from crossdock.cluster.api.tokenizer import Text
-from crossdock.workers.schedule.request import Grammar, SamplingParams, TokenLogprobs
+from crossdock.cluster.api import constraints
+from crossdock.cluster.api.errors import ApiError
+from crossdock.workers.schedule.request import Grammar, SamplingParams
 
 MAX_CHOICES = 1024  # prompts times n, of one request
 MAX_MESSAGES = 4096  # of a chat: templates are interpreted, message by message, on the event loop
-_LOWEST_LOGPROB = -9999.0  # JSON has no infinities; vLLM's number
-
-
-# -- requests ----------------------------------------------------------------------------------------------------------
 
 
 def _one_or_many(value: Any) -> Any:
@@ -30,7 +24,7 @@ _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class Body(BaseModel):
-    """What every body has in common. Unknown fields are ignored and null means "not given", as OpenAI has it."""
+    """The common part of all bodies. As in OpenAI's API, unknown fields are ignored and null means "not given"."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 
@@ -38,7 +32,7 @@ class Body(BaseModel):
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        """Raises ApiError, naming the first field at fault."""
+        """Parse and validate a body. Raises ApiError, which names the first field at fault."""
         try:
             data = from_json(body, allow_inf_nan=False)
         except ValueError as error:
@@ -48,20 +42,19 @@ class Body(BaseModel):
         try:
             return cls.model_validate({name: value for name, value in data.items() if value is not None})
         except ValidationError as error:
-            raise refusal_of(error) from None
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            raise invalid_field(first["loc"], first["type"], first["msg"]) from None
 
 
-def refusal_of(error: ValidationError) -> ApiError:
-    """It names the first field at fault."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+def invalid_field(loc: Sequence[int | str], kind: str, message: str) -> ApiError:
+    """Return the client's error for one of pydantic's: `loc`, `type` and `msg` of an entry of `errors()`."""
     param = ""
-    for step in first["loc"]:
+    for step in loc:
         param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else step
-    message = first["msg"].removeprefix("Value error, ")
-    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
-    if first["type"] == "missing":
-        return ApiError(f"Missing required parameter: '{param}'.", param=param, code=code)
-    return ApiError(f"Invalid value for '{param}': {message}.", param=param, code=code)
+    if kind == "missing":
+        return ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+    reason = f"Invalid value for '{param}': {message.removeprefix('Value error, ')}."
+    return ApiError(reason, param=param, code="invalid_value")
 
 
 class StreamOptions(BaseModel):
@@ -71,7 +64,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(Body):
-    """The fields that completions and chats share: OpenAI's, then those vLLM adds."""
+    """The fields that completions and chats share: first OpenAI's, then those vLLM adds."""
 
     n: int = Field(1, ge=1, le=128)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -85,7 +78,7 @@ class GenerationBody(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
-    service_tier: str | None = None  # an SLO class, or a tier of OpenAI's; see cluster/api/tiers.py
+    service_tier: str | None = None  # an SLO class, or one of OpenAI's tiers; see cluster/api/tiers.py
 
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -107,43 +100,48 @@ class GenerationBody(Body):
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
 
-    limit_field: ClassVar[str] = "max_tokens"
-    logprobs_field: ClassVar[str] = "logprobs"
+    prompt_field: ClassVar[str]
+    limit_field: ClassVar[str]
+    logprobs_field: ClassVar[str]
+    default_max_tokens: ClassVar[int | None]  # None: the output may fill the context
+
+    def token_limit(self) -> int | None:
+        """Return how many tokens the output may have; None where the client gave no limit."""
+        raise NotImplementedError
 
     def num_logprobs(self) -> int | None:
+        """Return how many alternatives beside each output token the client asks for; None: no log-probabilities."""
         raise NotImplementedError
+
+    def num_prompt_logprobs(self) -> int | None:
+        """Return how many alternatives beside each prompt token the engine has to give; None: no log-probabilities."""
+        return self.prompt_logprobs
+
+    @property
+    def includes_usage(self) -> bool:
+        """A streamed answer ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def check_streaming(self) -> None:
+        """Raise ApiError if fields contradict `stream`."""
+        if self.stream_options is not None and not self.stream:
+            reason = "'stream_options' needs 'stream' to be true."
+            raise ApiError(reason, param="stream_options", code="invalid_value")
+        if self.prompt_logprobs is not None and self.stream:
+            reason = "'prompt_logprobs' cannot be streamed."
+            raise ApiError(reason, param="prompt_logprobs", code="invalid_value")
 
     def sampling(
         self, max_tokens: int, *, defaults: Mapping[str, Any], vocab_size: int, max_logprobs: int
     ) -> SamplingParams:
-        """All but the seed. Raises ApiError where fields contradict each other or the model."""
+        """Return everything but the seed. Raises ApiError if fields contradict each other or the model."""
 
         def given(name: str, otherwise: float) -> Any:
             value = getattr(self, name)
             return value if value is not None else defaults.get(name, otherwise)
 
-        if self.min_tokens > max_tokens:
-            raise ApiError(
-                f"'min_tokens' ({self.min_tokens}) must not be more than '{self.limit_field}' ({max_tokens}).",
-                param="min_tokens",
-                code="invalid_value",
-            )
-        for name, count in ((self.logprobs_field, self.num_logprobs()), ("prompt_logprobs", self.prompt_logprobs)):
-            if count is not None and count > max_logprobs:
-                raise ApiError(
-                    f"Invalid value for '{name}': at most {max_logprobs} are given, not {count}.",
-                    param=name,
-                    code="invalid_value",
-                )
-        bias: list[tuple[int, float]] = []
-        for key, value in self.logit_bias.items():
-            if not (key.isascii() and key.isdigit()):
-                raise ApiError(
-                    f"Invalid key in 'logit_bias': {key[:40]!r} is not a token id.",
-                    param="logit_bias",
-                    code="invalid_value",
-                )
-            bias.append((int(key), value))
+        self._check_counts(max_tokens, max_logprobs)
+        bias = self._bias()
         check_token_ids([token for token, _ in bias], vocab_size, "logit_bias")
         check_token_ids(self.stop_token_ids, vocab_size, "stop_token_ids")
         check_token_ids(self.allowed_token_ids or (), vocab_size, "allowed_token_ids")
@@ -159,31 +157,59 @@ class GenerationBody(Body):
             logit_bias=tuple(bias),
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
             logprobs=self.num_logprobs(),
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs(),
             stop_token_ids=tuple(self.stop_token_ids),
             min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
             grammar=self.grammar(),
         )
 
-    def grammar(self) -> Grammar | None:
-        """The one constraint on the output, whichever of the ways to say it was used."""
-        asked = [
-            (param, grammar)
-            for param, grammar in (
-                ("response_format", _response_format(self.response_format)),
-                ("guided_json", _json_grammar(self.guided_json, "guided_json")),
-                ("guided_regex", None if self.guided_regex is None else Grammar("regex", self.guided_regex)),
-                ("guided_choice", _choice_grammar(self.guided_choice, "guided_choice")),
-                ("guided_grammar", None if self.guided_grammar is None else Grammar("lark", self.guided_grammar)),
-                *(("structured_outputs", grammar) for grammar in _structured_outputs(self.structured_outputs)),
+    def _check_counts(self, max_tokens: int, max_logprobs: int) -> None:
+        if self.min_tokens > max_tokens:
+            raise ApiError(
+                f"'min_tokens' ({self.min_tokens}) must not be more than '{self.limit_field}' ({max_tokens}).",
+                param="min_tokens",
+                code="invalid_value",
             )
-            if grammar is not None
-        ]
-        if len(asked) > 1:
-            names = " and ".join(f"'{param}'" for param, _ in asked)
-            raise ApiError(f"Only one constraint on the output can hold, not {names}.", param=asked[1][0])
-        return asked[0][1] if asked else None
+        for name, count in ((self.logprobs_field, self.num_logprobs()), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None and count > max_logprobs:
+                reason = f"Invalid value for '{name}': {count} is more than this server's maximum of {max_logprobs}."
+                raise ApiError(reason, param=name, code="invalid_value")
+
+    def _bias(self) -> list[tuple[int, float]]:
+        bias: list[tuple[int, float]] = []
+        for key, value in self.logit_bias.items():
+            if not (key.isascii() and key.isdigit()):
+                reason = f"Invalid key in 'logit_bias': {key[:40]!r} is not a token id."
+                raise ApiError(reason, param="logit_bias", code="invalid_value")
+            bias.append((int(key), value))
+        return bias
+
+    def grammar(self) -> Grammar | None:
+        """Return the constraint on the output; None without one. Raises ApiError where there are several."""
+        given = self._constraints()
+        if len(given) > 1:
+            names = " and ".join(f"'{param}'" for param, _ in given)
+            raise ApiError(f"Only one constraint on the output can hold, not {names}.", param=given[1][0])
+        return given[0][1] if given else None
+
+    def _constraints(self) -> list[tuple[str, Grammar]]:
+        """Return the constraints on the output, each with the field that gives it."""
+        possible = (
+            ("response_format", constraints.response_format(self.response_format)),
+            ("guided_json", constraints.json_schema(self.guided_json, "guided_json")),
+            ("guided_regex", None if self.guided_regex is None else Grammar("regex", self.guided_regex)),
+            ("guided_choice", constraints.choice(self.guided_choice, "guided_choice")),
+            ("guided_grammar", None if self.guided_grammar is None else Grammar("lark", self.guided_grammar)),
+            *(("structured_outputs", grammar) for grammar in constraints.structured_outputs(self.structured_outputs)),
+        )
+        return [(param, grammar) for param, grammar in possible if grammar is not None]
+
+    def param_of(self, field: str) -> str | None:
+        """Return the client's name for a field of `Submission` or `SamplingParams`; None where the server sets it."""
+        if field == "grammar":
+            return next((param for param, _ in self._constraints()), None)
+        return field if field == "prompt" or field in type(self).model_fields else None
 
 
 class CompletionRequest(GenerationBody):
@@ -194,11 +220,33 @@ class CompletionRequest(GenerationBody):
     suffix: str | None = None
     add_special_tokens: bool = True
 
+    prompt_field: ClassVar[str] = "prompt"
+    limit_field: ClassVar[str] = "max_tokens"
+    logprobs_field: ClassVar[str] = "logprobs"
+    default_max_tokens: ClassVar[int | None] = 16  # OpenAI's
+
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    def num_prompt_logprobs(self) -> int | None:
+        """Count the echoed prompt too: its tokens have log-probabilities like the output's."""
+        if self.echo and self.logprobs is not None:
+            return max(self.prompt_logprobs or 0, self.logprobs)
+        return self.prompt_logprobs
+
+    def check_supported(self) -> None:
+        """Raise ApiError for OpenAI's fields that this server accepts with one value only."""
+        if self.suffix:
+            raise ApiError("'suffix' is not supported.", param="suffix", code="unsupported_parameter")
+        if self.best_of is not None and self.best_of != self.n:
+            reason = f"'best_of' ({self.best_of}) must equal 'n' ({self.n}): outputs are not ranked."
+            raise ApiError(reason, param="best_of", code="unsupported_value")
+
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, whichever of the four ways to say them was used."""
+        """Return the prompts, whichever of the four accepted forms `prompt` has. Raises ApiError for any other."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -231,17 +279,24 @@ class ChatCompletionRequest(GenerationBody):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
+    prompt_field: ClassVar[str] = "messages"
     limit_field: ClassVar[str] = "max_completion_tokens"
     logprobs_field: ClassVar[str] = "top_logprobs"
-
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+    default_max_tokens: ClassVar[int | None] = None
 
     def token_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check_logprobs(self) -> None:
+        """Raise ApiError for `top_logprobs` without `logprobs`."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs", code="invalid_value")
+
     def template_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the template is told of."""
+        """Return the tools that the template shows to the model. Raises ApiError for a malformed tool or choice."""
         for i, tool in enumerate(self.tools):
             function = tool.get("function")
             if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
@@ -263,7 +318,7 @@ class ChatCompletionRequest(GenerationBody):
 
 
 class TokenizeRequest(Body):
-    """Either `prompt` or `messages`."""
+    """A text (`prompt`) or a chat (`messages`)."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
@@ -281,6 +336,7 @@ class DetokenizeRequest(Body):
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise ApiError for ids that the model does not have."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise ApiError(
@@ -288,237 +344,3 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
             param=param,
             code="invalid_value",
         )
-
-
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them: text content, and the arguments of past tool calls as objects."""
-    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _template_message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise ApiError(f"'{param}.role' must be a string.", param=f"{param}.role", code="invalid_value")
-    content = message.get("content")
-    calls = message.get("tool_calls")
-    if content is None:
-        if role != "assistant":
-            raise ApiError(f"'{param}.content' is missing.", param=f"{param}.content", code="invalid_value")
-        content = ""
-    if isinstance(content, list):
-        content = "\n".join(_part_text(part, f"{param}.content[{i}]") for i, part in enumerate(content))
-    elif not isinstance(content, str):
-        raise ApiError(
-            f"'{param}.content' must be a string or a list of parts.", param=f"{param}.content", code="invalid_value"
-        )
-    result = {**message, "content": content}
-    if calls is not None:
-        result["tool_calls"] = _template_calls(calls, f"{param}.tool_calls")
-    return result
-
-
-def _part_text(part: Any, param: str) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text"):
-        text = part.get("text")
-        if isinstance(text, str):
-            return text
-        raise ApiError(f"'{param}.text' must be a string.", param=f"{param}.text", code="invalid_value")
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise ApiError(f"'{param}' is of type {kind!r}; this model takes text only.", param=param, code="invalid_value")
-
-
-def _template_calls(calls: Any, param: str) -> list[dict[str, Any]]:
-    result = []
-    if not isinstance(calls, list):
-        raise ApiError(f"'{param}' must be a list.", param=param, code="invalid_value")
-    for i, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise ApiError(f"'{param}[{i}].function' must be an object.", param=f"{param}[{i}]", code="invalid_value")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments) if arguments else {}
-            except ValueError:
-                where = f"{param}[{i}].function.arguments"
-                raise ApiError(f"'{where}' is not valid JSON.", param=where, code="invalid_value") from None
-        result.append({**call, "function": {**function, "arguments": arguments}})
-    return result
-
-
-def _response_format(wanted: Mapping[str, Any] | None) -> Grammar | None:
-    if wanted is None:
-        return None
-    kind = wanted.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return Grammar("json_object")
-    if kind == "json_schema":
-        holder = wanted.get("json_schema")
-        schema = holder.get("schema") if isinstance(holder, dict) else None
-        if not isinstance(schema, dict):
-            where = "response_format.json_schema.schema"
-            raise ApiError(f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter")
-        return Grammar("json_schema", json.dumps(schema))
-    raise ApiError(
-        "Invalid value for 'response_format.type': it must be 'text', 'json_object' or 'json_schema'.",
-        param="response_format.type",
-        code="invalid_value",
-    )
-
-
-def _json_grammar(schema: str | Mapping[str, Any] | bool | None, param: str) -> Grammar | None:
-    if schema is None:
-        return None
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except ValueError:
-            raise ApiError(f"'{param}' is not valid JSON.", param=param, code="invalid_value") from None
-    if not isinstance(schema, dict | bool):
-        raise ApiError(f"'{param}' must be a JSON schema.", param=param, code="invalid_value")
-    return Grammar("json_schema", json.dumps(schema))
-
-
-def _choice_grammar(choices: Any, param: str) -> Grammar | None:
-    if choices is None:
-        return None
-    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
-        raise ApiError(f"'{param}' must be a list of strings, none empty.", param=param, code="invalid_value")
-    return Grammar("choice", json.dumps(choices))
-
-
-def _structured_outputs(wanted: Mapping[str, Any] | None) -> list[Grammar]:
-    """vLLM's `structured_outputs`: one of json, regex, choice, grammar, json_object."""
-    given = {name: value for name, value in (wanted or {}).items() if value is not None and value is not False}
-    for name in ("regex", "grammar"):
-        if name in given and not isinstance(given[name], str):
-            where = f"structured_outputs.{name}"
-            raise ApiError(f"'{where}' must be a string.", param=where, code="invalid_value")
-    grammars = (
-        _json_grammar(given.get("json"), "structured_outputs.json"),
-        Grammar("regex", given["regex"]) if "regex" in given else None,
-        _choice_grammar(given.get("choice"), "structured_outputs.choice"),
-        Grammar("lark", given["grammar"]) if "grammar" in given else None,
-        Grammar("json_object") if given.get("json_object") else None,
-    )
-    return [grammar for grammar in grammars if grammar is not None]
-
-
-# -- answers -----------------------------------------------------------------------------------------------------------
-
-
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
-
-
-def completion_logprobs(
-    text: Text, positions: Sequence[tuple[int, TokenLogprobs | None]], offsets: Sequence[int]
-) -> dict[str, Any]:
-    """The older shape. `positions` are (token id, its log-probabilities); a text's first token has none."""
-    result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": list(offsets)}
-    for token_id, position in positions:
-        token = token_name(text, token_id)
-        result["tokens"].append(token)
-        if position is None:
-            result["token_logprobs"].append(None)
-            result["top_logprobs"].append(None)
-            continue
-        result["token_logprobs"].append(_number(position.logprob))
-        top = {token_name(text, other): _number(logprob) for other, logprob in position.top}
-        top.setdefault(token, _number(position.logprob))
-        result["top_logprobs"].append(top)
-    return result
-
-
-def token_name(text: Text, token_id: int) -> str:
-    """A token as text; one that is no whole text, as OpenAI's completions write it: `bytes:\\xe2\\x82`."""
-    raw = text.token_bytes(token_id)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def chat_logprobs(text: Text, positions: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
-    content = []
-    for position in positions:
-        entry = _chat_token(text, position.token_id, position.logprob)
-        ranked = sorted({**dict(position.top), position.token_id: position.logprob}.items(), key=lambda item: -item[1])
-        entry["top_logprobs"] = [_chat_token(text, token_id, logprob) for token_id, logprob in ranked[:num_top]]
-        content.append(entry)
-    return {"content": content, "refusal": None}
-
-
-def _chat_token(text: Text, token_id: int, logprob: float) -> dict[str, Any]:
-    raw = text.token_bytes(token_id)
-    return {"token": raw.decode("utf-8", "replace"), "logprob": _number(logprob), "bytes": list(raw)}
-
-
-def prompt_logprobs(text: Text, positions: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
-    """vLLM's shape: one object a position, from token id to log-probability, rank and text."""
-    result: list[dict[str, Any] | None] = []
-    for position in positions:
-        if position is None:
-            result.append(None)
-            continue
-        ranked = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(position.top, 1)}
-        ranked[position.token_id] = (position.logprob, position.rank)
-        result.append(
-            {
-                str(token_id): {
-                    "logprob": _number(logprob),
-                    "rank": rank,
-                    "decoded_token": text.token_bytes(token_id).decode("utf-8", "replace"),
-                }
-                for token_id, (logprob, rank) in ranked.items()
-            }
-        )
-    return result
-
-
-def _number(logprob: float) -> float:
-    return max(logprob, _LOWEST_LOGPROB)
-
-
-class Chunks:
-    """Server-sent events of one streamed answer. What all of them share is written down once.
-
-    A token costs one event, so the common one (text and nothing else) is put together from strings.
-    """
-
-    def __init__(self, head: Mapping[str, Any], *, is_chat: bool, include_usage: bool) -> None:
-        self._is_chat = is_chat
-        self._prefix = "data: " + to_json(dict(head)).decode()[:-1] + ',"choices":['
-        self._suffix = '],"usage":null}\n\n' if include_usage else "]}\n\n"
-        self._before = '{"index":%d,"delta":{"content":' if is_chat else '{"index":%d,"text":'
-        after = '},"logprobs":null,"finish_reason":null}' if is_chat else ',"logprobs":null,"finish_reason":null}'
-        self._after = after + self._suffix
-        self._befores: dict[int, str] = {}
-
-    def text(self, index: int, text: str) -> bytes:
-        before = self._befores.get(index)
-        if before is None:
-            before = self._befores[index] = self._prefix + self._before % index
-        return (before + encode_basestring(text) + self._after).encode()
-
-    def choice(self, choice: Mapping[str, Any]) -> bytes:
-        return (self._prefix + to_json(choice).decode() + self._suffix).encode()
-
-    def usage(self, numbers: Mapping[str, Any]) -> bytes:
-        return (self._prefix + '],"usage":' + to_json(numbers).decode() + "}\n\n").encode()
-
-
-DONE = b"data: [DONE]\n\n"
-
-
-def error_event(error: ApiError) -> bytes:
-    return b"data: " + error.body() + b"\n\n"

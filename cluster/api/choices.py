@@ -1,4 +1,4 @@
-"""From an engine's deltas to the outputs of an answer, however many submissions it took."""
+"""The choices of an answer: each reads the deltas of one submission and turns them into outputs."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -16,16 +16,18 @@ _Item = TypeVar("_Item")
 
 @dataclass(slots=True)
 class Output:
-    """What one delta adds to one choice; or, added up, the whole choice."""
+    """The part of one choice that one delta adds; or, extended by all later parts, the whole choice."""
 
     index: int
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    positions: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)  # token id, its log-probabilities
-    offsets: list[int] = field(default_factory=list)  # where in the text each position's token begins
+    positions: list[tuple[int, TokenLogprobs | None]] = field(
+        default_factory=list
+    )  # token ids, their log-probabilities
+    offsets: list[int] = field(default_factory=list)  # where each position's token begins in the text, in characters
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None = None  # the stop string or stop token id that ended it (vLLM's field)
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended the choice (vLLM's field)
 
     @property
     def text(self) -> str:
@@ -33,7 +35,7 @@ class Output:
 
     @property
     def is_acceptance(self) -> bool:
-        """It adds nothing: a replica has taken the choice's request, and no token has come yet."""
+        """Whether the output adds nothing: a replica has accepted the submission, and there is no token yet."""
         return not self.token_ids and self.finish_reason is None
 
     def extend(self, more: "Output") -> None:
@@ -48,27 +50,35 @@ class Output:
 
 @dataclass(slots=True)
 class Prompt:
+    """One prompt of an HTTP request."""
+
     token_ids: list[int]
-    echo: str | None = None  # as text, where it is part of the answer
-    offsets: list[int] = field(default_factory=list)  # of its tokens in that text
+    echo: str | None = None  # the prompt as text, where the answer repeats it
+    offsets: list[int] = field(default_factory=list)  # where each of its tokens begins in that text, in characters
 
 
 @dataclass(slots=True)
 class Choice:
-    """One submission, and the reading of its deltas."""
+    """One submission, and how far its deltas have been read."""
 
     index: int
     prompt: Prompt
     submission: Submission
     stream: TextStream
     shows_stop_token: bool
-    is_prompt_only: bool  # max_tokens was 0: the engine samples a token (it must), nobody sees it
-    account: Account | None = None  # which pays for the tokens; None: nobody counts them
+    is_prompt_only: bool  # max_tokens is 0: the engine must sample one token, which is not shown
+    account: Account | None = None  # charged for the tokens; None: no API keys are in use
     num_tokens: int = 0
     num_cached_tokens: int = 0
     has_begun: bool = False
 
     def read(self, delta: TokenDelta) -> Output:
+        """Return what `delta` adds.
+
+        Raises:
+            RuntimeError: the engine ended the request with an error.
+            ReplicaLost: the replica aborted the request.
+        """
         output = Output(self.index)
         if not self.has_begun:
             self._begin(delta, output)
@@ -121,7 +131,7 @@ class Choice:
 
 
 async def merge(streams: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerator[_Item, None]:
-    """The items of all streams as they come. The first error, or closing the result, closes every stream."""
+    """Yield the items of all streams as they come. The first error, or closing this iterator, closes every stream."""
     queue: asyncio.Queue[_Item | Exception | None] = asyncio.Queue(maxsize=2 * len(streams))
 
     async def pump(stream: AsyncGenerator[_Item, None]) -> None:

@@ -4,9 +4,26 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
+
+class ErrorDetail(BaseModel):
+    """The fields of an error. `param`: the field of the request at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer with a status of 400 or more. Describes the API only: `ApiError.body` writes it."""
+
+    error: ErrorDetail
+
 
 class ApiError(Exception):
-    """A request that is not answered, and what its client is told."""
+    """The reason why a request is not answered, as its client receives it."""
 
     def __init__(
         self,

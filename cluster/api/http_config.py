@@ -6,33 +6,35 @@ from crossdock.cluster.api.keys import ApiKey
 
 
 class HttpConfig(BaseModel):
-    """How the API meets the network."""
+    """How the API is reached, and by whom."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)  # some of it is secret
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)  # some fields are secret
 
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535)
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 is every address of the machine.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on.")
     replicas: int = Field(1, ge=1, description="Ingress replicas.")
     direct: bool = Field(
         False, description="Ingresses listen on host and port themselves, without Serve's proxies: for one node."
     )
-    drain_timeout_s: float = Field(60.0, ge=0, description="How long requests may run on after a stop is asked for.")
+    drain_timeout_s: float = Field(60.0, ge=0, description="How long running requests may go on after a stop.")
     api_keys: tuple[ApiKey, ...] = Field(
         (),
         repr=False,
         description="Strings, or objects with key, classes, limits and more. None here and no file: open to all.",
     )
     api_keys_file: str | None = Field(
-        None, description="A file of further keys, looked at every second: as api_keys in YAML, or one on each line."
+        None, description="A file with further keys, checked every second: YAML as in api_keys, or one key a line."
     )
     max_body_bytes: int = Field(20 << 20, ge=1)
-    request_timeout_s: float | None = Field(None, gt=0, description="For a whole request, streams included.")
+    request_timeout_s: float | None = Field(None, gt=0, description="Limit of a whole request, streams included.")
     otlp_endpoint: str | None = Field(
-        None, description="Where traces go, by OTLP over HTTP: http://collector:4318/v1/traces; null: nowhere."
+        None, description="Where traces go, by OTLP over HTTP: http://collector:4318/v1/traces; null: no traces."
     )
     trace_sample_ratio: float = Field(
-        0.01, ge=0, le=1, description="Share of requests that are traced, of those that come without a trace."
+        0.01, ge=0, le=1, description="Share of requests that are traced, among those that arrive without a trace."
     )
     model_aliases: tuple[str, ...] = Field((), description="Further names that the served model answers to.")
     max_logprobs: int = Field(20, ge=0, description="Most alternatives a request may ask for, per token.")
-    trust_request_chat_template: bool = Field(False, description="A template is a program; whose, is your decision.")
+    trust_request_chat_template: bool = Field(
+        False, description="Accept chat templates in requests. A template is a program: trust every client first."
+    )

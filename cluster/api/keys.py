@@ -1,4 +1,4 @@
-"""Who asks: API keys, where they come from, what each may use, and whose requests each may look at."""
+"""API keys: where they come from, what each may use, and whose requests each may see."""
 
 import hashlib
 import hmac
@@ -16,24 +16,24 @@ from crossdock.cluster.api.errors import ApiError
 
 logger = logging.getLogger("ray.serve")
 
-_LOOK_S = 1.0  # between two looks at the file of keys
+_CHECK_S = 1.0  # between two checks of the file of keys
 
 
 class ApiKey(BaseModel):
-    """One key. A plain string is a key for every class."""
+    """One API key. A plain string is a key for every class."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     key: str = Field(min_length=1, repr=False, description="What clients send as 'Authorization: Bearer …'.")
     classes: tuple[str, ...] | None = Field(None, min_length=1, description="The SLO classes it may use; null: all.")
     default: str | None = Field(None, description="The class of its requests that name none; null: the engine's.")
-    sees_all_requests: bool = Field(False, description="It may look at the requests of every key, not its own alone.")
+    sees_all_requests: bool = Field(False, description="It may see the requests of every key, not only its own.")
     cache_group: str | None = Field(
-        None, description="Keys of one group share cached prefixes, which their timing shows; null: with nobody."
+        None, description="Keys of one group share cached prefixes, which response times reveal; null: no sharing."
     )
     requests_per_minute: int | None = Field(None, ge=1, description="How many it may begin; null: any number.")
     tokens_per_minute: int | None = Field(
-        None, ge=1, description="Prompt tokens and the output asked for, together; what is not generated counts back."
+        None, ge=1, description="Tokens of prompts, charged at once, and of outputs, charged as they come; null: any."
     )
     max_concurrent_requests: int | None = Field(None, ge=1, description="How many may run at once; null: any number.")
 
@@ -57,20 +57,22 @@ class ApiKey(BaseModel):
     def allows(self, slo_class: str) -> bool:
         return self.classes is None or slo_class in self.classes
 
-    def cache_salt(self, asked: str) -> str:
-        """What its cached pages are kept apart by; `asked`: the request's own `cache_salt`."""
+    def cache_salt(self, requested: str) -> str:
+        """Return the salt of the key's cached pages. `requested`: the `cache_salt` of the request."""
         group = self.tenant if self.cache_group is None else self.cache_group
-        return f"{len(group)}:{group}{asked}"  # the length: no pair of names reads as another
+        return f"{len(group)}:{group}{requested}"  # with the length, no two pairs of names give the same salt
 
     @cached_property
     def tenant(self) -> str:
-        """A name for whoever has this key, the same in every process, which does not give the key away."""
+        """Return a name for the key's owner: the same in every process, and useless for guessing the key."""
         return hashlib.blake2b(self.key.encode(), digest_size=16, person=b"crossdock tenant").hexdigest()
 
 
 class KeyRing:
-    """The keys in force: those of the configuration, and those of a file, which is read again whenever it changes, so
-    that a key is given or taken away without a restart."""
+    """The keys in force: those of the configuration and those of a file.
+
+    The file is read again whenever it changes, so that keys can be added and revoked without a restart.
+    """
 
     def __init__(
         self,
@@ -79,41 +81,48 @@ class KeyRing:
         classes: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`path`: YAML, a list like `http.api_keys`, or plain text with a key on each line. `classes`: the names that
-        keys may speak of. ValueError if the file cannot be used: without it everyone would be let in."""
+        """Read the file.
+
+        Args:
+            path: YAML, a list like `http.api_keys`, or plain text with a key on each line.
+            classes: the class names that keys may use.
+
+        Raises:
+            ValueError: the file cannot be used. To go on without its keys would open the API to everyone.
+        """
         self._own = tuple(keys)
         self._path = path
         self._classes = classes
         self._clock = clock
         self._keys = self._own
         self._stamp: object = None
-        self._looked = clock()
+        self._checked_at = clock()
         if path is not None:
             self._stamp = _stamp(path)
             self._keys = (*self._own, *read_keys(path, classes))
 
     @property
     def is_open(self) -> bool:
-        """Nobody is asked for a key. A file asks for one even while it holds none."""
+        """No key is required. With a file a key is required, even while the file holds none."""
         return self._path is None and not self._own
 
     def find(self, authorization: bytes) -> ApiKey:
-        """The key that an `Authorization` header holds. ApiError 401 where it holds none."""
-        self._look()
+        """Return the key in an `Authorization` header. Raises ApiError 401 if it holds none."""
+        self._check_file()
         return find_key(self._keys, authorization)
 
-    def _look(self) -> None:
+    def _check_file(self) -> None:
         now = self._clock()
-        if self._path is None or now - self._looked < _LOOK_S:
+        if self._path is None or now - self._checked_at < _CHECK_S:
             return
-        self._looked = now
+        self._checked_at = now
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return
         self._stamp = stamp
         try:
             keys = read_keys(self._path, self._classes)
-        except ValueError as error:  # half written, perhaps: who had a key yesterday has it until that is mended
+        except ValueError as error:  # perhaps half written: the keys read before stay valid until the file is mended
             logger.error("the API keys in force stay as they were: %s", error)
             return
         logger.info("%d API keys were read from %s", len(keys), self._path)
@@ -121,7 +130,7 @@ class KeyRing:
 
 
 def read_keys(path: Path, classes: Collection[str] = ()) -> tuple[ApiKey, ...]:
-    """The keys of a file. ValueError says what is wrong, and never shows a key."""
+    """Return the keys of a file. Raises ValueError with the reason, which never shows a key."""
     try:
         data = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -141,7 +150,7 @@ def read_keys(path: Path, classes: Collection[str] = ()) -> tuple[ApiKey, ...]:
 
 
 def check_keys(keys: Sequence[ApiKey], classes: Collection[str], where: str) -> None:
-    """ValueError if two are the same, or one speaks of a class that is none of `classes`."""
+    """Raise ValueError if two keys are the same, or if one names a class that is not in `classes`."""
     names = [key.key for key in keys]
     for place, key in enumerate(keys):
         if key.key in names[:place]:
@@ -155,7 +164,7 @@ def check_keys(keys: Sequence[ApiKey], classes: Collection[str], where: str) -> 
 
 
 def _stamp(path: Path) -> object:
-    """Differs when the file does: Kubernetes replaces a mounted Secret by turning a link."""
+    """Return a value that differs when the file does. Kubernetes replaces a mounted Secret by changing a link."""
     try:
         stat = path.stat()
     except OSError:
@@ -164,9 +173,9 @@ def _stamp(path: Path) -> object:
 
 
 def find_key(keys: Sequence[ApiKey], authorization: bytes) -> ApiKey:
-    """The one of `keys` that an `Authorization` header holds. ApiError 401 where it holds none."""
+    """Return the one of `keys` that is in an `Authorization` header. Raises ApiError 401 if there is none."""
     scheme, _, given = authorization.partition(b" ")
-    # All are compared, in constant time, whichever fits: the time taken tells nothing.
+    # Every key is compared, in constant time, so that the time taken reveals nothing.
     fitting = [key for key in keys if hmac.compare_digest(key.key.encode(), given.strip())]
     if fitting and scheme.lower() == b"bearer":
         return fitting[0]

@@ -1,5 +1,7 @@
-"""How much each API key may ask for: requests and tokens per minute, and requests at once. Every ingress keeps its own
-account of a key, with its share of what the key may do: proxies spread requests evenly over ingresses."""
+"""Limits of API keys: requests and tokens per minute, and requests at once.
+
+Each ingress accounts for each key by itself, with an equal share of its limits: proxies spread requests evenly.
+"""
 
 import math
 import time
@@ -14,10 +16,13 @@ _MINUTE = 60.0
 
 @dataclass(slots=True)
 class Bucket:
-    """A minute's worth, which fills up at an even pace. What is only known later may draw it below nothing."""
+    """A token bucket that holds what one minute allows, and fills at an even pace.
+
+    The level may become negative: outputs are charged only after they were generated.
+    """
 
     capacity: float
-    filled_at: float  # on the clock of `now`
+    filled_at: float  # on the clock that `now` is read from
     level: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -36,7 +41,7 @@ class Account:
     """One key at one ingress."""
 
     key: ApiKey
-    share: int  # one in so many of what the key may do
+    share: int  # the number of ingresses, among which the key's limits are divided
     clock: Callable[[], float]
     num_running: int = 0
     requests: Bucket | None = field(init=False)
@@ -50,7 +55,7 @@ class Account:
         )
 
     def begin(self) -> None:
-        """One request more, until `end`. ApiError 429 where the key may have none now."""
+        """Count one more request, until `end`. Raises ApiError 429 if the key is at one of its limits."""
         most = self.key.max_concurrent_requests
         if most is not None and self.num_running >= self._share_of(most):
             raise self._refusal(f"{most} requests at once", 1.0)
@@ -66,7 +71,7 @@ class Account:
         self.num_running -= 1
 
     def prompt(self, num_tokens: int) -> None:
-        """Prompts of so many tokens begin. ApiError 429 where that is more than is left of the minute."""
+        """Charge the tokens of prompts that begin. Raises ApiError 429 if fewer tokens are left."""
         if self.tokens is None:
             return
         self.tokens.fill(self.clock())
@@ -84,20 +89,20 @@ class Account:
         self.tokens.level -= num_tokens
 
     def output(self, num_tokens: int) -> None:
-        """So many tokens were generated, which the next request pays for."""
+        """Charge tokens that were generated; they count against the next request."""
         if self.tokens is not None:
             self.tokens.level -= num_tokens
 
     def headers(self) -> dict[str, str]:
-        """What is left, in OpenAI's words; nothing of what is not limited."""
+        """Return OpenAI's headers on what is left of each limit that the key has."""
         now, headers = self.clock(), {}
         limits = (self.key.requests_per_minute, self.key.tokens_per_minute)
-        for what, limit, bucket in zip(("requests", "tokens"), limits, (self.requests, self.tokens), strict=True):
+        for name, limit, bucket in zip(("requests", "tokens"), limits, (self.requests, self.tokens), strict=True):
             if bucket is not None:
                 bucket.fill(now)
-                headers[f"x-ratelimit-limit-{what}"] = str(limit)
-                headers[f"x-ratelimit-remaining-{what}"] = str(max(int(bucket.level), 0) * self.share)
-                headers[f"x-ratelimit-reset-{what}"] = _duration(bucket.seconds_until(bucket.capacity))
+                headers[f"x-ratelimit-limit-{name}"] = str(limit)
+                headers[f"x-ratelimit-remaining-{name}"] = str(max(int(bucket.level), 0) * self.share)
+                headers[f"x-ratelimit-reset-{name}"] = _duration(bucket.seconds_until(bucket.capacity))
         return headers
 
     def _share_of(self, limit: int) -> int:
@@ -123,7 +128,7 @@ class Ledger:
         self._accounts: dict[str, Account] = {}
 
     def account(self, key: ApiKey) -> Account:
-        """The key's account; a new one where its limits have changed, which knows nothing of what runs already."""
+        """Return the key's account: a new one after a change of its limits, which does not count running requests."""
         known = self._accounts.get(key.tenant)
         if known is None or known.key != key:
             known = self._accounts[key.tenant] = Account(key, self._num_ingresses, self._clock)
@@ -131,7 +136,7 @@ class Ledger:
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it: 20ms, 6s, 1m30s."""
+    """Return a duration as OpenAI writes it: 20ms, 6s, 1m30s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)

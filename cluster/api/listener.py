@@ -1,4 +1,4 @@
-"""Where an ingress listens itself: uvicorn, with bounds on what a connection may cost before there is a request."""
+"""An ingress's own listener: uvicorn, with bounds on the cost of a connection before there is a request."""
 
 import asyncio
 import socket
@@ -8,7 +8,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 << 10  # of request line and headers together; uvicorn has no limit with this parser
-HEAD_TIMEOUT_S = 30.0  # in which they must have come
+HEAD_TIMEOUT_S = 30.0  # in which they must have arrived
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -56,8 +56,11 @@ class BoundedHead(HttpToolsProtocol):
 
 
 async def listen(api: Any, host: str, port: int) -> uvicorn.Server:
-    """Serves `api` on a port that several ingresses of this node may share. A token then costs a quarter of the CPU
-    that it costs through Serve's proxy; on few cores that CPU is the engine's."""
+    """Serve `api` on a port that several ingresses of this node may share.
+
+    A token costs a quarter of the CPU time that it costs through Serve's proxy; on few cores the engine needs that
+    time.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -1,10 +1,13 @@
-"""What the scheduler does with streams that run and prompts that come: the real one, on predicted seconds, no model."""
+"""GET /v1/playground/scheduler: the real scheduler in a given scenario, on predicted seconds, without a model."""
 
+import asyncio
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from fastapi import Query, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from crossdock.cluster.api.http_json import json_answer
 from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost import StepCost
@@ -14,12 +17,12 @@ from crossdock.workers.schedule.scheduler import Scheduler
 
 PAGE_SIZE = 16
 _MOST_STEPS = 1000
-_STEPS_BEFORE = 12  # of decodes alone, for the eye to compare with
+_STEPS_BEFORE = 12  # with decodes alone, for comparison
 _STEPS_AFTER = 12
 
 
 class Scenario(BaseModel):
-    """Streams that run, and prompts that come at once a moment later."""
+    """Running streams, and prompts that arrive together a moment later."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,8 +32,8 @@ class Scenario(BaseModel):
     decode_context: int = Field(1024, ge=1, le=32768, description="Tokens that each stream has already.")
     num_prompts: int = Field(1, ge=1, le=8)
     prompt_tokens: int = Field(8192, ge=1, le=65536)
-    tpot_s: float = Field(0.05, ge=0.001, le=10, description="What the streams' class promises, per token.")
-    base: float = Field(0.004, ge=0, le=10, description="Of `StepCost`, as are those below: seconds.")
+    tpot_s: float = Field(0.05, ge=0.001, le=10, description="Target of the streams' SLO class, per token.")
+    base: float = Field(0.004, ge=0, le=10, description="Seconds; a coefficient of `StepCost`, like those below.")
     per_prefill_token: float = Field(2e-5, ge=0, le=1)
     per_attended: float = Field(2e-9, ge=0, le=1)
     per_decode: float = Field(5e-5, ge=0, le=1)
@@ -71,13 +74,15 @@ class Scenario(BaseModel):
 
 
 @dataclass(slots=True)
-class _Play:
+class _Run:
+    """A run of the scheduler: its clock, and the steps and tokens so far."""
+
     scheduler: Scheduler
     now: float = 0.0
     steps: list[dict[str, Any]] = field(default_factory=list)
-    first_tokens: dict[str, float] = field(default_factory=dict)  # of prompts, when they came
-    gaps: list[float] = field(default_factory=list)  # between the tokens of streams
-    last: dict[str, float] = field(default_factory=dict)  # by stream
+    first_tokens: dict[str, float] = field(default_factory=dict)  # by prompt: when its first token came, in seconds
+    gaps: list[float] = field(default_factory=list)  # between the tokens of streams, in seconds
+    last: dict[str, float] = field(default_factory=dict)  # by stream: when its newest token came
 
     def add(self, name: str, num_tokens: int, leg: Leg = Leg.LOCAL) -> None:
         sampling = SamplingParams(max_tokens=2 * _MOST_STEPS, ignore_eos=True)
@@ -125,31 +130,44 @@ class _Play:
 
 
 def play(scenario: Scenario) -> dict[str, Any]:
-    """Every step from a moment before the prompts come to a moment after the last of them has its first token. As JSON;
-    seconds count from the beginning. `is_cut`: there were too many steps to go on to the end."""
-    it = _Play(scenario.scheduler())
+    """Return every step from shortly before the prompts arrive until shortly after each has its first token, as JSON.
+
+    Times are seconds from the beginning. `is_cut`: the run ended after too many steps, before the last first token.
+    """
+    run = _Run(scenario.scheduler())
     for number in range(scenario.num_decodes):
         name = f"stream-{number}"
-        it.add(name, scenario.decode_context, Leg.RECEIVE)
-        it.last[name] = 0.0
-    for request in it.scheduler.grant(0.0):  # their contexts are there, as if another replica had sent them
-        it.scheduler.start_decoding(request.id, 0, 0.0)
+        run.add(name, scenario.decode_context, Leg.RECEIVE)
+        run.last[name] = 0.0
+    for request in run.scheduler.grant(0.0):  # their contexts are here already, as if another replica had sent them
+        run.scheduler.start_decoding(request.id, 0, 0.0)
     for _ in range(_STEPS_BEFORE if scenario.num_decodes else 0):
-        it.step()
-    arrived = it.now
+        run.step()
+    arrived = run.now
     for number in range(scenario.num_prompts):
-        it.add(f"prompt-{number}", scenario.prompt_tokens)
-    while len(it.first_tokens) < scenario.num_prompts and len(it.steps) < _MOST_STEPS:
-        it.step()
+        run.add(f"prompt-{number}", scenario.prompt_tokens)
+    while len(run.first_tokens) < scenario.num_prompts and len(run.steps) < _MOST_STEPS:
+        run.step()
     for _ in range(_STEPS_AFTER):
-        it.step()
-    gaps = sorted(it.gaps)
+        run.step()
+    gaps = sorted(run.gaps)
     return {
-        "steps": it.steps,
+        "steps": run.steps,
         "arrived": round(arrived, 6),
-        "first_tokens_s": [round(when - arrived, 6) for when in it.first_tokens.values()],
+        "first_tokens_s": [round(when - arrived, 6) for when in run.first_tokens.values()],
         "gap_p50_s": round(gaps[len(gaps) // 2], 6) if gaps else None,
         "gap_max_s": round(gaps[-1], 6) if gaps else None,
         "late_share": round(sum(gap > 1.25 * scenario.tpot_s for gap in gaps) / len(gaps), 6) if gaps else None,
-        "is_cut": len(it.first_tokens) < scenario.num_prompts,
+        "is_cut": len(run.first_tokens) < scenario.num_prompts,
     }
+
+
+class Playground:
+    """The endpoint. One run at a time: the playground must leave the cores to real requests."""
+
+    def __init__(self) -> None:
+        self._running = asyncio.Lock()
+
+    async def run(self, scenario: Annotated[Scenario, Query()]) -> Response:
+        async with self._running:
+            return json_answer(await asyncio.to_thread(play, scenario))

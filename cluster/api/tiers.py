@@ -1,4 +1,4 @@
-"""Which SLO class a request gets: from its `service_tier`, its header, its API key, and the engine's default."""
+"""The SLO class of a request: chosen by its `service_tier`, its header, its API key, or the engine's default."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.keys import ApiKey
 from crossdock.workers.schedule.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass
 
-HEADER = "X-SLO-Class"
-_LEFT_TO_THE_SERVER = ("auto", "default")  # of OpenAI's tiers; the others are `priority` and `flex`
+SLO_CLASS_HEADER = "X-SLO-Class"
+_SERVER_DECIDES = ("auto", "default")  # of OpenAI's tiers; the others are `priority` and `flex`
 
 
 class Tiers:
@@ -18,27 +18,31 @@ class Tiers:
         self._default = default
 
     def choose(self, service_tier: str | None, header: str | None, key: ApiKey | None) -> str:
-        """The class of a request whose body has `service_tier`, whose `X-SLO-Class` is `header`, and that came with
-        `key`. Body and header may both speak if they say the same; `auto`, like nothing at all, leaves it to the other.
+        """Return the class of a request with this `service_tier`, this `X-SLO-Class` header and this key.
 
-        Raises ApiError: 400 for an unknown name or a contradiction, 403 for a class that the key may not use.
+        Tier and header may both be given if they agree; the tier `auto` gives way to the header.
+
+        Raises:
+            ApiError: 400 for an unknown name or a contradiction, 403 for a class that the key may not use.
         """
         by_body = None if service_tier is None else self._of_tier(service_tier, key)
         by_header = None if header is None else self._of_header(header)
         if service_tier == "auto" and service_tier not in self.names and by_header is not None:
             by_body = None
         if by_body is not None and by_header is not None and by_body != by_header:
-            reason = f"'service_tier' asks for the class {by_body!r} and the header '{HEADER}' for {by_header!r}"
+            reason = (
+                f"'service_tier' asks for the class {by_body!r} and the header '{SLO_CLASS_HEADER}' for {by_header!r}"
+            )
             raise ApiError(f"{reason}: give one of them.", param="service_tier", code="invalid_value")
         name = by_header or by_body or self._default_of(key)
         if key is not None and not key.allows(name):
             reason = f"This API key may not use the class {name!r}. It may use {', '.join(key.classes or ())}."
-            param = "service_tier" if by_header is None else HEADER
+            param = "service_tier" if by_header is None else SLO_CLASS_HEADER
             raise ApiError(reason, status=403, kind="permission_error", param=param, code="slo_class_not_allowed")
         return name
 
     def _default_of(self, key: ApiKey | None) -> str:
-        """The key's, or the engine's; for a key that may not use that one, the first it may use."""
+        """Return the key's default or the engine's; if the key may not use the engine's, the first class it may use."""
         if key is not None and key.default is not None:
             return key.default
         if key is not None and key.classes is not None and self._default not in key.classes:
@@ -48,18 +52,18 @@ class Tiers:
     def _of_tier(self, tier: str, key: ApiKey | None) -> str:
         if tier in self.names:
             return tier
-        if tier in _LEFT_TO_THE_SERVER:
+        if tier in _SERVER_DECIDES:
             return self._default_of(key)
         if tier == "priority":
             return self.names[0]
         if tier == "flex":
             return self.names[-1]
-        accepted = [*self.names, *_LEFT_TO_THE_SERVER, "priority", "flex"]
+        accepted = [*self.names, *_SERVER_DECIDES, "priority", "flex"]
         raise _unknown("'service_tier'", "service_tier", tier, accepted)
 
     def _of_header(self, name: str) -> str:
         if name not in self.names:
-            raise _unknown(f"the header '{HEADER}'", HEADER, name, self.names)
+            raise _unknown(f"the header '{SLO_CLASS_HEADER}'", SLO_CLASS_HEADER, name, self.names)
         return name
 
 

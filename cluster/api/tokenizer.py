@@ -1,8 +1,8 @@
 """Text and tokens: encoding, chat templates, and tokens back into text one at a time.
 
-A token's text cannot be had from the token alone: a character may span tokens, and a stop string may too. Yet for the
-decoders that language models use, a token's *bytes* can; so detokenising is a table of bytes and an incremental UTF-8
-decoder, exact and O(1) per token, and a sliding window of whole decodes is left for the others.
+A token has no text of its own: characters and stop strings may span tokens. With the decoders that language models
+use, a token does have *bytes* of its own. So detokenising is a table of bytes and an incremental UTF-8 decoder, exact
+and O(1) per token; for other decoders a sliding window of tokens is decoded again and again.
 """
 
 import codecs
@@ -16,13 +16,13 @@ from transformers import AutoTokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ONE_EACH = "crossdock.one_each"
-# As the ByteFallback decoder has it: one U+FFFD for every byte that belongs to no character.
+# Like the ByteFallback decoder: one U+FFFD for every byte that belongs to no character.
 codecs.register_error(_ONE_EACH, lambda error: ("\ufffd" * (error.end - error.start), error.end))  # type: ignore[attr-defined]
 _PRIMING = 4  # tokens; no UTF-8 character is longer than four bytes
 
 
 class Detokenizer(Protocol):
-    """Turns tokens into text as they come. `add` never gives half a character; `flush` awaits the rest no more."""
+    """Turns tokens into text as they come. `add` returns whole characters only; `flush` returns what is incomplete."""
 
     def add(self, token_id: int) -> str: ...
     def flush(self) -> str: ...
@@ -31,19 +31,19 @@ class Detokenizer(Protocol):
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-class Text:
-    """A model's tokenizer, as the API needs it. `defaults` are sampling parameters for requests that give none."""
+class ModelTokenizer:
+    """A model's tokenizer and chat template. `defaults`: sampling parameters for requests that give none."""
 
     def __init__(self, tokenizer: Any, *, defaults: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
         self.defaults: dict[str, Any] = dict(defaults or {})
         self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-        self._pieces = _Pieces.of(tokenizer)
-        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)  # characters, and more than it stands for
+        self._bytes = _TokenBytes.of(tokenizer)
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)  # characters; an upper bound
 
     @classmethod
     def load(cls, model: Path) -> Self:
-        """The tokenizer of a Hugging Face directory, and the sampling its authors recommend (as vLLM applies it)."""
+        """Load a Hugging Face directory: the tokenizer, and the sampling its authors recommend (as vLLM does)."""
         recommended = model / "generation_config.json"
         settings = json.loads(recommended.read_text()) if recommended.is_file() else {}
         defaults = {name: settings[name] for name in _RECOMMENDED if settings.get(name) is not None}
@@ -52,6 +52,11 @@ class Text:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def has_token_bytes(self) -> bool:
+        """Every token has bytes of its own, so detokenising is exact and O(1) per token."""
+        return self._bytes is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
@@ -64,11 +69,11 @@ class Text:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token adds in the middle of a text."""
-        return self._pieces[token_id] if self._pieces is not None else self.decode([token_id]).encode()
+        """Return the bytes that a token adds in the middle of a text."""
+        return self._bytes[token_id] if self._bytes is not None else self.decode([token_id]).encode()
 
     def vocabulary_name(self, token_id: int) -> str:
-        """The token as the vocabulary writes it (`Ġthe`, `▁the`)."""
+        """Return the token as the vocabulary writes it (`Ġthe`, `▁the`)."""
         name: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         return name or ""
 
@@ -82,7 +87,7 @@ class Text:
         chat_template: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt a chat stands for. Whatever the template raises (it judges the messages) comes as ValueError."""
+        """Return the prompt of a chat. Raises ValueError without a template, or where the template raises anything."""
         if chat_template is None and not self.has_chat_template:
             raise ValueError("this model has no chat template, so messages cannot be turned into a prompt")
         try:
@@ -100,22 +105,21 @@ class Text:
         return text
 
     def detokenizer(self, *, after: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
-        """For text that goes on where the tokens of `after` end; without them, for a text from its start.
+        """Return a detokenizer for a text that follows the tokens of `after`; without them, for a text from its start.
 
-        Some tokenizers drop a text's leading space, and a prompt may end in half a character: both make the first
-        output tokens depend on the prompt.
+        The text of the first output tokens depends on the prompt: some tokenizers drop a text's leading space, and a
+        prompt may end in half a character.
         """
         skip = self._special if skip_special_tokens else frozenset()
-        if self._pieces is None:
+        if self._bytes is None:
             return _WindowDetokenizer(self.decode, skip, after[-_PRIMING:])
-        return _ByteDetokenizer(self._pieces, skip, after[-_PRIMING:])
+        return _ByteDetokenizer(self._bytes, skip, after[-_PRIMING:])
 
 
 class TextStream:
-    """The text of one output that may be shown: whole characters, and nothing that may yet turn out a stop string.
+    """The text of one output that may be shown: whole characters, and no beginning of a stop string.
 
-    Stop strings are looked for after `min_tokens` tokens. Once one is found its text is in `stopped` and the stream
-    is over.
+    Stop strings count after `min_tokens` tokens. When one is found, `stopped` holds its text and the stream is over.
     """
 
     __slots__ = ("_detokenizer", "_held", "_include", "_min_tokens", "_num_tokens", "_stops", "num_chars", "stopped")
@@ -151,15 +155,15 @@ class TextStream:
         return text[:end]
 
     def finish(self) -> str:
-        """What was held back, at the end of the output. Half a character is not shown even now."""
+        """Return the text held back, at the end of the output. Half a character is not shown even now."""
         text, self._held = self._held, ""
         return text
 
 
 class StopStrings:
-    """Finds stop strings in a growing text, whatever its pieces: one Knuth-Morris-Pratt automaton each.
+    """Finds stop strings in a growing text, with one Knuth-Morris-Pratt automaton for each.
 
-    `held` is how many characters at the end of the text are the beginning of some stop string.
+    `held`: how many characters at the end of the text are the beginning of some stop string.
     """
 
     __slots__ = ("_failures", "_matched", "_stops", "held")
@@ -171,8 +175,10 @@ class StopStrings:
         self.held = 0
 
     def find(self, text: str, *, ignore: bool = False) -> tuple[int, str] | None:
-        """Goes on with `text`: where in it the first stop string to be complete ends, and which (of several, the
-        longest)."""
+        """Append `text`, and return the end in it of the first complete stop string, and that string.
+
+        Of several that end at the same character, the longest counts.
+        """
         matched = self._matched
         for position, char in enumerate(text, 1):
             hit = ""
@@ -193,7 +199,7 @@ class StopStrings:
 
 
 def _failures(stop: str) -> list[int]:
-    """For every prefix, the length of its longest proper prefix that is also its suffix."""
+    """Return, for every prefix, the length of its longest proper prefix that is also its suffix."""
     table = [0] * len(stop)
     n = 0
     for i in range(1, len(stop)):
@@ -204,8 +210,8 @@ def _failures(stop: str) -> list[int]:
     return table
 
 
-class _Pieces(dict[int, bytes]):
-    """The bytes of every token, worked out at first use."""
+class _TokenBytes(dict[int, bytes]):
+    """The bytes of every token, computed at first use."""
 
     def __init__(
         self, name: Callable[[int], str | None], rule: Callable[[str], bytes], errors: str, strip: tuple[str, int]
@@ -213,17 +219,17 @@ class _Pieces(dict[int, bytes]):
         super().__init__()
         self._name = name
         self._rule = rule
-        self.errors = errors  # how undecodable bytes show
-        self.strip = strip  # a character, and how many of it a text loses at its start
+        self.errors = errors  # handler for undecodable bytes
+        self.strip = strip  # a character, and how many of them a text loses at its start
 
     def __missing__(self, token_id: int) -> bytes:
         name = self._name(token_id)
-        piece = self[token_id] = self._rule(name) if name is not None else b""
-        return piece
+        raw = self[token_id] = self._rule(name) if name is not None else b""
+        return raw
 
     @classmethod
     def of(cls, tokenizer: Any) -> Self | None:
-        """None where the decoder is not one whose tokens have bytes of their own."""
+        """Return None for a decoder whose tokens have no bytes of their own."""
         if not tokenizer.is_fast:
             return None
         backend = tokenizer.backend_tokenizer
@@ -253,7 +259,7 @@ class _Pieces(dict[int, bytes]):
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's way to write any byte as a printable character."""
+    """Return GPT-2's way to write any byte as a printable character."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -281,28 +287,28 @@ def _sentencepiece(replace: Mapping[str, str], has_byte_tokens: bool) -> Callabl
 
 
 class _ByteDetokenizer:
-    """Tokens by their bytes.
+    """Decodes the bytes of each token.
 
-    Equals the tokenizer's own decoding, but for one case: a run of byte tokens that is partly undecodable shows the
-    characters that it does hold, where the ByteFallback decoder, which sees the whole run first, shows none.
+    Equals the tokenizer's own decoding except in one case: a partly undecodable run of byte tokens shows the characters
+    that it contains, where the ByteFallback decoder, which sees the whole run first, shows none.
     """
 
-    __slots__ = ("_decode", "_pieces", "_skip", "_strip")
+    __slots__ = ("_bytes", "_decode", "_skip", "_strip")
 
-    def __init__(self, pieces: _Pieces, skip: frozenset[int], after: Sequence[int]) -> None:
-        self._pieces = pieces
+    def __init__(self, token_bytes: _TokenBytes, skip: frozenset[int], after: Sequence[int]) -> None:
+        self._bytes = token_bytes
         self._skip = skip
-        self._strip = pieces.strip[1]
-        self._decode = codecs.getincrementaldecoder("utf-8")(pieces.errors).decode
+        self._strip = token_bytes.strip[1]
+        self._decode = codecs.getincrementaldecoder("utf-8")(token_bytes.errors).decode
         for token_id in after:
             self.add(token_id)
 
     def add(self, token_id: int) -> str:
         if token_id in self._skip:
             return ""
-        text = self._decode(self._pieces[token_id])
+        text = self._decode(self._bytes[token_id])
         if self._strip and text:
-            n = min(self._strip, len(text) - len(text.lstrip(self._pieces.strip[0])))
+            n = min(self._strip, len(text) - len(text.lstrip(self._bytes.strip[0])))
             self._strip = self._strip - n if n == len(text) else 0
             text = text[n:]
         return text
@@ -312,10 +318,10 @@ class _ByteDetokenizer:
 
 
 class _WindowDetokenizer:
-    """Tokens by decoding the last few anew: what the newest adds is what their text is longer by.
+    """Decodes the last few tokens together: the newest token adds what their text has become longer by.
 
-    The window reaches back to the token before the last one that gave text, so decoders that look at their left
-    neighbour see it.
+    The window begins at the token before the last one that gave text, for decoders that look at their left neighbour.
+    `tokenizers.DecodeStream` does the same, but has no flush, and waits without end for bytes that become no character.
     """
 
     __slots__ = ("_decode", "_ids", "_read", "_shown", "_skip")
@@ -332,7 +338,7 @@ class _WindowDetokenizer:
             return ""
         self._ids.append(token_id)
         text = self._decode(self._ids)
-        # A wait for the rest of a character ends: what four tokens do not complete is no character.
+        # The wait for the rest of a character ends: what four tokens do not complete is no character.
         if len(text) <= len(self._shown) or (text.endswith("\ufffd") and len(self._ids) - self._read < _PRIMING):
             return ""
         return self._advance(text)

@@ -24,17 +24,20 @@ from crossdock.cluster.api.http_guard import as_api_error
 
 logger = logging.getLogger("ray.serve")
 
-_SETTLE_S = (0.2, 1.0, 5.0)  # waits for replicas to end their parts, which they do soon after the answer
-_LAST_S = 3.0  # at the end, for what is not yet told, and again for what is not yet sent
+SETTLE_S = (0.2, 1.0, 5.0)  # waits until replicas have ended their parts, which they do soon after the answer
+LAST_S = 3.0  # at the end: wait for spans not yet made, and again for spans not yet exported
 _NS = 1_000_000_000
-_CLIENT_LEFT = 499  # as proxies count it; here also: its time was over
+_CLIENT_LEFT = 499  # as proxies report it; here also a request over its time limit
 
 Timelines = Callable[[str, str | None], Awaitable[Sequence[Mapping[str, Any]]]]
 
 
 class Tracing:
-    """ASGI middleware inside the gate, whose `state` it reads: the request's id and key, and, from the application,
-    `submission_ids`. What an error became is told as the gate tells it."""
+    """ASGI middleware inside `HttpGuard`.
+
+    Reads the scope's `state`: `request_id` and `api_key` from the guard, `submission_ids` from the application. Spans
+    show an error's status as the guard answers it.
+    """
 
     def __init__(
         self,
@@ -45,13 +48,15 @@ class Tracing:
         timelines: Timelines,
         paths: Collection[str],
     ) -> None:
-        """`sample_ratio`: of requests that come without a trace; what a client's own says of sampling is kept to.
-        `timelines` fetches what became of a request by its id and tenant; `paths`: whose requests are traced."""
+        """`sample_ratio`: share of the requests that arrive without a trace; a client's own trace decides for itself.
+
+        `timelines` fetches the timelines of a request by its id and tenant. `paths`: the paths to trace.
+        """
         self._app = app
         self._exporter = exporter
         resource = Resource.create({SERVICE_NAME: "crossdock"})
         self._provider = TracerProvider(ParentBased(TraceIdRatioBased(sample_ratio)), resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))  # has a thread and drops what is too much
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))  # has a thread; drops spans at overload
         self._tracer = self._provider.get_tracer("crossdock")
         self._timelines = timelines
         self._paths = paths
@@ -74,13 +79,13 @@ class Tracing:
         return ended
 
     async def close(self) -> None:
-        """Sends what there is, for some seconds at most."""
+        """Export the remaining spans, within twice `LAST_S` seconds."""
         if self._background:
-            await asyncio.wait(self._background, timeout=_LAST_S)
+            await asyncio.wait(self._background, timeout=LAST_S)
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
-        await asyncio.to_thread(sending.join, _LAST_S)
-        if sending.is_alive():  # no collector answers; this ends its retries
+        await asyncio.to_thread(sending.join, LAST_S)
+        if sending.is_alive():  # the collector does not answer; this ends the retries
             self._exporter.shutdown()
 
     async def _traced(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,10 +113,10 @@ class Tracing:
         try:
             await self._app(scope, receive, watched)
         except Exception as error:
-            told = as_api_error(error)
-            status = status or told.status
-            if told.status >= 500:
-                span.set_status(trace.StatusCode.ERROR, str(told))
+            api_error = as_api_error(error)
+            status = status or api_error.status
+            if api_error.status >= 500:
+                span.set_status(trace.StatusCode.ERROR, str(api_error))
             raise
         finally:
             span.set_attribute("http.response.status_code", status or _CLIENT_LEFT)
@@ -119,10 +124,10 @@ class Tracing:
             ids = state.get("submission_ids", ())
             if ids and span.get_span_context().trace_flags.sampled:
                 key = state["api_key"]
-                self._spawn(self._tell(span, state["request_id"], None if key is None else key.tenant, ids))
+                self._spawn(self._add_parts(span, state["request_id"], None if key is None else key.tenant, ids))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Outside the request: Serve would cancel its calls when that client leaves."""
+        """Run `work` outside the request's context: Serve would cancel its calls when that client leaves."""
         task = contextvars.Context().run(asyncio.get_running_loop().create_task, work)
         self._background.add(task)
         task.add_done_callback(self._forget)
@@ -132,41 +137,41 @@ class Tracing:
         if not task.cancelled() and task.exception() is not None:
             logger.warning("a request could not be traced", exc_info=task.exception())
 
-    async def _tell(self, root: trace.Span, request_id: str, tenant: str | None, ids: Collection[str]) -> None:
-        """What was on a replica that is lost is lost with it; the rest is told."""
-        legs: list[Mapping[str, Any]] = []
-        for wait in _SETTLE_S:
+    async def _add_parts(self, root: trace.Span, request_id: str, tenant: str | None, ids: Collection[str]) -> None:
+        """Add the spans of every replica's part. A lost replica's part is lost with it."""
+        parts: list[Mapping[str, Any]] = []
+        for wait in SETTLE_S:
             await asyncio.sleep(wait)
             # A client may use its id twice.
-            legs = [it for it in await self._timelines(request_id, tenant) if it["id"] in ids]
-            if all(it["ended_s"] is not None for it in legs):
+            parts = [part for part in await self._timelines(request_id, tenant) if part["id"] in ids]
+            if all(part["ended_s"] is not None for part in parts):
                 break
-        for leg in legs:
-            self._leg(root, leg)
+        for part in parts:
+            self._add_part(root, part)
 
-    def _leg(self, root: trace.Span, it: Mapping[str, Any]) -> None:
-        """A replica's part of the request, and what it was made of. Times in timelines are seconds after arrival."""
-        arrived: float = it["arrived"]
-        end: float = time.time() - arrived if it["ended_s"] is None else it["ended_s"]
-        name = {"local": "serve", "send": "prefill", "receive": "decode"}[it["leg"]]
-        told = _named(
-            it, "replica", "slo_class", "epoch", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "state"
-        )
-        if it["finish_reason"] is not None:
-            told |= _named(it, "finish_reason")
-        span = self._span(root, name, arrived, 0.0, end, told)
-        if it["chunks"]:
-            self._span(span, "queue", arrived, 0.0, it["queued_s"], {})
-        for chunk in it["chunks"]:
-            told = _named(chunk, "start", "num_tokens", "num_decodes", "reason", "limit")
-            self._span(span, "chunk", arrived, chunk["started_s"], chunk["started_s"] + chunk["step_s"], told)
-        for transfer in it["transfers"]:
-            told = _named(transfer, "direction", "outcome", "num_bytes", "num_pages", "num_writes")
+    def _add_part(self, root: trace.Span, part: Mapping[str, Any]) -> None:
+        """Add a span for a replica's part of the request, with children. Timelines are in seconds after arrival."""
+        arrived: float = part["arrived"]
+        end: float = time.time() - arrived if part["ended_s"] is None else part["ended_s"]
+        name = {"local": "serve", "send": "prefill", "receive": "decode"}[part["leg"]]
+        counts = ("epoch", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
+        attributes = _named(part, "replica", "slo_class", *counts, "state")
+        if part["finish_reason"] is not None:
+            attributes |= _named(part, "finish_reason")
+        span = self._span(root, name, arrived, 0.0, end, attributes)
+        if part["chunks"]:
+            self._span(span, "queue", arrived, 0.0, part["queued_s"], {})
+        for chunk in part["chunks"]:
+            attributes = _named(chunk, "start", "num_tokens", "num_decodes", "reason", "limit")
+            self._span(span, "chunk", arrived, chunk["started_s"], chunk["started_s"] + chunk["step_s"], attributes)
+        for transfer in part["transfers"]:
+            attributes = _named(transfer, "direction", "outcome", "num_bytes", "num_pages", "num_writes")
             ended = transfer["ended_s"]
-            self._span(span, "transfer", arrived, max(ended - transfer["total_s"], 0.0), ended, told)
-        if it["num_decode_steps"]:
-            told = _named(it, "num_decode_steps", "gap_p50_s", "gap_max_s")
-            self._span(span, "tokens", arrived, max(end - it["tpot_s"] * it["num_decode_steps"], 0.0), end, told)
+            self._span(span, "transfer", arrived, max(ended - transfer["total_s"], 0.0), ended, attributes)
+        if part["num_decode_steps"]:
+            attributes = _named(part, "num_decode_steps", "gap_p50_s", "gap_max_s")
+            start = max(end - part["tpot_s"] * part["num_decode_steps"], 0.0)
+            self._span(span, "tokens", arrived, start, end, attributes)
 
     def _span(
         self, parent: trace.Span, name: str, arrived: float, start: float, end: float, attributes: Mapping[str, Any]
@@ -183,7 +188,7 @@ def _named(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def otlp_exporter(endpoint: str) -> SpanExporter:
-    """Sends spans to a collector. ValueError where the package for that is missing."""
+    """Return an exporter to a collector. Raises ValueError if its package is not installed."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError:

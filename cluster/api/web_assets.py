@@ -1,4 +1,4 @@
-"""The pages that an ingress serves to people, `/dashboard` and `/playground/scheduler`, and what they are made of."""
+"""The pages for people, `/dashboard` and `/playground/scheduler`, with their scripts and styles."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -10,9 +10,9 @@ _TYPES = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-_PLACES = {"dashboard.html": "/dashboard", "playground.html": "/playground/scheduler"}  # others: /web/NAME
-PAGE_HEADERS = {
-    # Nothing comes from elsewhere, nothing goes elsewhere, and no other site may show these pages inside its own.
+_PATHS = {"dashboard.html": "/dashboard", "playground.html": "/playground/scheduler"}  # others: /web/NAME
+ASSET_HEADERS = {
+    # Pages load from and connect to this server only, and no other site may embed them.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -22,18 +22,20 @@ PAGE_HEADERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class WebAsset:
+    """One file as HTTP serves it."""
+
     content: bytes
     media_type: str
 
 
 @cache
-def pages() -> dict[str, Page]:
-    """By path. They hold nothing of anyone's: what they show they ask the API for, with the viewer's key."""
+def web_assets() -> dict[str, WebAsset]:
+    """Return the assets by path. They contain no data: pages fetch it from the API, with the viewer's key."""
     folder = files("crossdock.cluster").joinpath("web")
     found = {}
     for file in folder.iterdir():
         suffix = file.name.rpartition(".")[2]
         if suffix in _TYPES:
-            found[_PLACES.get(file.name, f"/web/{file.name}")] = Page(file.read_bytes(), _TYPES[suffix])
+            found[_PATHS.get(file.name, f"/web/{file.name}")] = WebAsset(file.read_bytes(), _TYPES[suffix])
     return found

@@ -1,1 +1,1 @@
-"""`crossdock bench`: a load generator for any OpenAI endpoint, and what it makes of what it saw."""
+"""`crossdock bench`: a load generator for any OpenAI endpoint, and the report of what its clients saw."""

@@ -1,4 +1,4 @@
-"""Knows an OpenAI endpoint: how it wants to be asked, how long a prompt really is, and what came back for each job."""
+"""One OpenAI endpoint under test: the request fields that it takes, prompts of exact length, one request per job."""
 
 import asyncio
 import json
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from crossdock.cluster.bench.http import Address, BenchError, TokenStream, error_text
+from crossdock.cluster.bench.http import BenchError, Endpoint, TokenStream, error_text
 from crossdock.cluster.bench.metrics import Sample
 from crossdock.cluster.bench.workloads import WORDS, Job, Segment
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """What of our way of asking the server takes, found out by asking."""
+    """The request fields that the server takes, as its answers to small requests show."""
 
     chat: bool = False  # /v1/chat/completions instead of /v1/completions
     token_ids: bool = True  # the prompt as token ids; else as text
@@ -26,8 +26,9 @@ class Dialect:
     service_tier: bool = True  # where a job names one
 
 
-# What can be done without, and the field a server's refusal would name. Unnamed, they are given up in this order.
-_NICETIES = {
+# Optional parts of a request, and the field that a server's refusal would name. If it names none, they are dropped
+# in this order.
+_OPTIONAL = {
     "service_tier": "service_tier",
     "continuous_usage": "continuous_usage_stats",
     "token_ids": "prompt",
@@ -38,7 +39,7 @@ _NICETIES = {
 
 @dataclass
 class Server:
-    """An OpenAI endpoint: its address, and after `connect` its model, its dialect and how long a text of it must be."""
+    """An OpenAI endpoint. `connect` finds its model, its dialect and the words that make a prompt of some length."""
 
     url: str
     model: str | None = None
@@ -48,48 +49,48 @@ class Server:
     chat: bool = False
     tokenizer: Path | None = None
     seed: int = 0
-    service_tier: str | None = None  # one that jobs will ask for, to find out whether the server knows it
-    salt: str = ""  # differs from run to run, so that no prefix cache remembers the last run
+    service_tier: str | None = None  # one that jobs will ask for; `connect` tries whether the server knows the field
+    salt: str = ""  # differs from run to run, so that prompts of the last run are in no prefix cache
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         bearer = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        self._address = Address(self.url, {**bearer, **self.headers})
-        self.url = self._address.url
+        self._endpoint = Endpoint(self.url, {**bearer, **self.headers})
+        self.url = self._endpoint.url
         has_tiers = self.service_tier is not None
         self._dialect = Dialect(chat=self.chat, token_ids=not self.chat, service_tier=has_tiers)
-        self.max_model_len: int | None = None  # tokens; None where the server does not say
+        self.max_model_len: int | None = None  # tokens; None: the server does not report it
         self._ids: Sequence[int] = ()  # ordinary tokens of the vocabulary
         self._words = (0.0, 1.0)  # prompt tokens of a text = first + second x words
 
     # ---- one exchange
 
     async def fetch(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
-        """Status and body of a plain request.
+        """Send a plain request and return the status and body of its response.
 
         Raises:
             BenchError: the server cannot be reached, or does not answer in time.
         """
         try:
             async with asyncio.timeout(self.timeout):
-                exchange = await self._address.exchange(method, path, b"" if body is None else _encode(body))
+                exchange = await self._endpoint.exchange(method, path, b"" if body is None else _encode(body))
         except TimeoutError:
             raise BenchError(f"{self.url}{path} did not answer within {self.timeout:.0f} s") from None
         except ConnectionError as error:
             raise BenchError(f"{self.url}{path}: {error}") from None
-        return exchange.response.status, bytes(exchange.kept)
+        return exchange.response.status, bytes(exchange.body)
 
     async def run(self, job: Job, sample: Sample) -> Sample:
-        """Makes a request and fills in its sample as tokens come. Cancelling closes the connection, on purpose."""
+        """Send a job's request and fill in its sample as tokens arrive. Cancelling closes the connection."""
         path, body = self._body(job)
         content = _encode(body)
         stream = TokenStream(sample)
         sample.sent = time.perf_counter()
         try:
             async with asyncio.timeout(self.timeout):
-                exchange = await self._address.exchange("POST", path, content, stream.feed)
+                exchange = await self._endpoint.exchange("POST", path, content, stream.feed)
             if exchange.response.status != 200:
-                sample.error = f"HTTP {exchange.response.status}: {error_text(exchange.kept)}"
+                sample.error = f"HTTP {exchange.response.status}: {error_text(exchange.body)}"
                 sample.refused = exchange.response.status == 429
             elif sample.error is None and not stream.done:
                 sample.error = "the stream ended without a finish reason"
@@ -113,7 +114,7 @@ class Server:
             "temperature": 0,
         }
         if dialect.ignore_eos:
-            # min_tokens beside it would ask the same of vLLM a second time, at the price of a logits mask in each step.
+            # Not min_tokens too: vLLM would compute a logits mask in each step, for the same output.
             body["ignore_eos"] = True
         if dialect.service_tier and job.service_tier is not None:
             body["service_tier"] = job.service_tier
@@ -139,18 +140,18 @@ class Server:
         words: list[str] = []
         tokens = 0
         for part in parts:
-            # Rounding on the running sum keeps the whole within a word of its length, however many the segments.
+            # Rounding on the running sum keeps the prompt within a word of its length, however many segments it has.
             tokens += part.tokens
             words += self._draw(part, WORDS, max(0, round((tokens - fixed) / per_word) - len(words)))
         return " ".join(words) or WORDS[0]
 
-    # ---- getting to know the server
+    # ---- connecting
 
     async def connect(self) -> None:
-        """Finds the model, the dialect, and how prompts of an exact length are made.
+        """Find the model, the dialect, and how prompts of an exact length are made.
 
         Raises:
-            BenchError: the server is not there, or takes none of the forms known here.
+            BenchError: there is no server, or it refuses every form of request known here.
         """
         await self._read_models()
         if self._dialect.token_ids:
@@ -164,21 +165,21 @@ class Server:
             await self._calibrate()
 
     async def _read_models(self) -> None:
-        """The first model the server names, unless one is given, and its context, where it says."""
+        """Read the first model that the server lists, unless one is given, and its context where reported."""
         status, answer = await self.fetch("GET", "/v1/models")
         try:
             models = json.loads(answer)["data"]
-            card = next(it for it in models if self.model in (None, it["id"]))
+            card = next(model for model in models if self.model in (None, model["id"]))
             self.model = str(card["id"])
             self.max_model_len = card["max_model_len"] if isinstance(card.get("max_model_len"), int) else None
         except (ValueError, LookupError, TypeError, StopIteration):
             if self.model is None:
-                text = f"{self.url}/v1/models names no model (HTTP {status}); give one with --model"
+                text = f"{self.url}/v1/models lists no model (HTTP {status}); give one with --model"
                 raise BenchError(text) from None
 
     @staticmethod
     def _local_ids(directory: Path) -> list[int]:
-        from tokenizers import Tokenizer  # here: only this option needs it
+        from tokenizers import Tokenizer  # only this option needs tokenizers
 
         file = directory / "tokenizer.json"
         if not file.is_file():
@@ -186,8 +187,10 @@ class Server:
         return sorted(set(Tokenizer.from_file(str(file)).encode(" ".join(WORDS), add_special_tokens=False).ids))
 
     async def _server_ids(self) -> list[int]:
-        """Ordinary token ids, from the server's own tokenizer (vLLM and Crossdock ask for `prompt`, llama.cpp for
-        `content`); none if it has no such endpoint."""
+        """Return ordinary token ids from the server's own tokenizer; none if it has no such endpoint.
+
+        vLLM and Crossdock take the text as `prompt`, llama.cpp as `content`.
+        """
         text = " ".join(WORDS)
         body = {"model": self.model, "prompt": text, "content": text, "add_special_tokens": False, "add_special": False}
         status, answer = await self.fetch("POST", "/tokenize", body)
@@ -198,7 +201,10 @@ class Server:
         return sorted({token for token in ids if isinstance(token, int)})
 
     async def _negotiate(self) -> tuple[int, bytes]:
-        """Gives up one nicety after the other until a small request passes; the last answer otherwise."""
+        """Drop optional fields one by one until a small request passes. Return its status and body.
+
+        If none passes, return the first refusal.
+        """
         probe = Job((Segment("probe", 16),), 2, service_tier=self.service_tier)
         path, body = self._body(probe)
         first = status, answer = await self.fetch("POST", path, body)
@@ -209,24 +215,24 @@ class Server:
             first = status, answer = await self.fetch("POST", path, body)
         while status in (400, 422, 500, 501):
             refusal = error_text(answer)
-            left = [name for name in _NICETIES if getattr(self._dialect, name)]
+            left = [name for name in _OPTIONAL if getattr(self._dialect, name)]
             if not left:
                 break
-            missing = next((name for name in left if _NICETIES[name] in refusal), left[0])
+            missing = next((name for name in left if _OPTIONAL[name] in refusal), left[0])
             self._dialect = replace(self._dialect, **{missing: False})
-            self.notes.append(f"asking without {missing}: the server says {refusal}")
+            self.notes.append(f"asking without {missing}: the server answered {refusal}")
             path, body = self._body(probe)
             status, answer = await self.fetch("POST", path, body)
         return (status, answer) if status == 200 else first
 
     async def _calibrate(self) -> None:
-        """Tokens of a text as a line over its words, from two small requests: template first, then tokens per word."""
+        """Fit the tokens of a text to its words, from two small requests: tokens of the template, tokens per word."""
         counted = []
         for words in (16, 144):
             sample = Sample("request", 1, 0)
             await self.run(Job((Segment(f"calibrate/{words}", words),), 1), sample)
             if not sample.prompt_tokens:
-                self.notes.append("the server counts no prompt tokens: prompts are taken as one token per word")
+                self.notes.append("the server counts no prompt tokens: one token per word is assumed")
                 return
             counted.append(sample.prompt_tokens)
         per_word = (counted[1] - counted[0]) / 128

@@ -1,9 +1,9 @@
-"""From what a client saw of its requests to figures: times to first token, gaps, throughput, goodput. Pure functions.
+"""Figures from what a client saw of its requests: times to first token, gaps, throughput, goodput. Pure functions.
 
-Definitions. *TTFT*: from sending the request (before the connection is made) to its first token. *Gap*: time between
-two moments at which tokens of one stream reached the client; tokens that arrive together are one moment, so a server
-that delivers in bunches shows long gaps, not many zeros. *TPOT*: time from first to last token over the tokens after
-the first moment. *E2E*: from sending to the end of the response.
+*TTFT*: from sending the request (before the connection is made) to its first token. *Gap*: time between two moments
+at which tokens of one stream reached the client. Tokens that arrive together are one moment, so a server that sends
+tokens in groups has long gaps, not many zeros. *TPOT*: time from first to last token over the tokens after the first
+moment. *E2E*: from sending to the end of the response.
 """
 
 from collections.abc import Iterable, MutableSequence, Sequence
@@ -25,16 +25,16 @@ class Sample:
 
     role: Role
     asked_tokens: int
-    prompt_tokens: int  # asked for; replaced by what the server counted, where it says
+    prompt_tokens: int  # asked for; replaced by the server's own count where there is one
     sent: float = 0.0
     times: MutableSequence[float] = field(default_factory=list)  # moments at which tokens arrived
-    counts: MutableSequence[int] = field(default_factory=list)  # how many, at each
+    counts: MutableSequence[int] = field(default_factory=list)  # tokens at each of these moments
     ended: float = 0.0
     usage_tokens: int | None = None  # the server's own count of output tokens
     error: str | None = None
     stopped: bool = False  # closed by the client, on purpose
     service_tier: str | None = None  # the SLO class it asked for
-    refused: bool = False  # answered 429: the server said at once that it would be late
+    refused: bool = False  # answered 429: the server predicted that it would be late
 
     @property
     def output_tokens(self) -> int:
@@ -54,7 +54,7 @@ class Sample:
 
     @property
     def tpot(self) -> float | None:
-        """None when all tokens came at once."""
+        """Seconds per token after the first moment; None when all tokens arrived at once."""
         later = self.output_tokens - self.counts[0]
         return (self.times[-1] - self.times[0]) / later if later > 0 and len(self.times) > 1 else None
 
@@ -64,7 +64,7 @@ class Sample:
 
 
 def spread_ms(seconds: Iterable[float] | Floats) -> dict[str, float | int]:
-    """Percentiles in milliseconds and the count; an empty series gives the count alone."""
+    """Return percentiles in milliseconds and the count; of an empty series the count alone."""
     values = np.asarray(seconds if isinstance(seconds, np.ndarray) else list(seconds), dtype=np.float64) * 1000
     if not values.size:
         return {"count": 0}
@@ -83,9 +83,12 @@ GOODPUT_KEYS = ("ttft", "tpot", "gap", "e2e")
 
 
 def parse_goodput(specs: Sequence[str]) -> dict[str, float]:
-    """Limits in seconds from `ttft:500 tpot:50` (milliseconds; separated by spaces or commas, or given apart).
+    """Return limits in seconds from `ttft:500 tpot:50` (ms; separated by spaces or commas, or in several strings).
 
     `gap` limits the longest gap of a request, `e2e` its whole time.
+
+    Raises:
+        ValueError: names the part that is not KEY:MS.
     """
     limits: dict[str, float] = {}
     for item in " ".join(specs).replace(",", " ").split():
@@ -107,7 +110,11 @@ DEFAULT_TARGETS: Targets = {slo.name: {"ttft": slo.ttft_s, "tpot": slo.tpot_s} f
 
 
 def parse_targets(specs: Sequence[str], known: Targets = DEFAULT_TARGETS) -> Targets:
-    """The `known` classes, and what `interactive=ttft:500,tpot:50` (milliseconds) changes or adds."""
+    """Return the `known` classes with what `interactive=ttft:500,tpot:50` (milliseconds) changes or adds.
+
+    Raises:
+        ValueError: names the spec that is not CLASS=KEY:MS,….
+    """
     targets = {name: dict(limits) for name, limits in known.items()}
     for spec in specs:
         name, equals, limits = spec.partition("=")
@@ -121,7 +128,7 @@ def parse_targets(specs: Sequence[str], known: Targets = DEFAULT_TARGETS) -> Tar
 
 
 def meets(sample: Sample, limits: dict[str, float]) -> bool:
-    """Whether a request succeeded within every limit. One with a single token has no TPOT and no gap to miss."""
+    """Return whether a request succeeded within every limit. A single token has no TPOT and no gap to miss."""
     if not sample.ok:
         return False
     gaps = sample.gaps
@@ -135,10 +142,10 @@ def meets(sample: Sample, limits: dict[str, float]) -> bool:
 
 
 def summarize(samples: Sequence[Sample], duration: float, limits: dict[str, float] | None = None) -> dict[str, Any]:
-    """Figures of a set of requests that were offered over `duration` seconds. Failed and refused ones count nowhere
-    but as such, and as not good.
+    """Return the figures of requests that were offered over `duration` seconds.
 
-    Requests the client closed on purpose count their tokens and gaps, but have no end-to-end time.
+    Failed and refused requests count as failed or refused and as not good, and in no other figure. A request that the
+    client closed on purpose counts its tokens and gaps, but has no end-to-end time.
     """
     ok = [s for s in samples if s.ok]
     whole = [s for s in ok if not s.stopped]
@@ -149,7 +156,7 @@ def summarize(samples: Sequence[Sample], duration: float, limits: dict[str, floa
         "requests_ok": len(ok),
         "requests_refused": sum(s.refused for s in samples),
         "requests_failed": sum(not s.ok and not s.refused for s in samples),
-        "first_error": next((s.error or "no token came" for s in samples if not s.ok and not s.refused), None),
+        "first_error": next((s.error or "no token arrived" for s in samples if not s.ok and not s.refused), None),
         "short_outputs": sum(s.output_tokens < s.asked_tokens for s in whole),
         "duration_s": duration,
         "requests_per_s": len(ok) / seconds,
@@ -171,18 +178,17 @@ def summarize(samples: Sequence[Sample], duration: float, limits: dict[str, floa
 
 
 def by_class(samples: Sequence[Sample], duration: float, targets: Targets) -> dict[str, Any]:
-    """The figures of every SLO class that was asked for, each with its goodput under its own targets, and the goodput
-    of all together.
+    """Return the figures of each SLO class with its goodput under its own targets, and the goodput of all together.
 
-    A prompt of any length is held to its class's plain targets: a client cannot know what the server allows a prompt
-    that takes longer than `ttft` even alone.
+    A prompt of any length has its class's plain targets. The server allows more time to a prompt that takes longer
+    than `ttft` even alone, but a client cannot know how much.
     """
     tiers = {s.service_tier: None for s in samples if s.service_tier is not None}
     names = [*(name for name in targets if name in tiers), *(name for name in tiers if name not in targets)]
     classes = {}
     for name in names:
-        its = [s for s in samples if s.service_tier == name]
-        classes[name] = summarize(its, duration, targets.get(name))
+        of_class = [s for s in samples if s.service_tier == name]
+        classes[name] = summarize(of_class, duration, targets.get(name))
     tiered = [s for s in samples if s.service_tier is not None]
     good = sum(meets(s, targets.get(s.service_tier or "", {})) for s in tiered)
     return {"classes": classes, "goodput": _goodput(good, len(tiered), max(duration, 1e-9))}
@@ -193,10 +199,10 @@ def _goodput(good: int, offered: int, seconds: float) -> dict[str, Any]:
 
 
 def gaps_within(sample: Sample, windows: Sequence[tuple[float, float]]) -> Floats:
-    """The gaps whose middle lies in one of the windows.
+    """Return the gaps whose middle lies in one of the windows.
 
-    The middle, since a long prompt arrives in the middle of a step that knows nothing of it, and its first token leaves
-    in the same step as the last gap it caused: whole gaps at either edge would be credited by microseconds.
+    The middle decides because a long prompt arrives during a step that does not compute it, and its first token leaves
+    in the step that ends the last gap it caused: either edge of a gap may miss the window by microseconds.
     """
     times = np.asarray(sample.times, dtype=np.float64)
     middles = (times[1:] + times[:-1]) / 2
@@ -207,8 +213,10 @@ def gaps_within(sample: Sample, windows: Sequence[tuple[float, float]]) -> Float
 
 
 def interference(samples: Sequence[Sample], quiet: tuple[float, float]) -> dict[str, Any]:
-    """What long prompts did to established streams: the streams' gaps in the quiet window, and in the windows from each
-    long prompt's sending to its first token."""
+    """Return the gaps of established streams in the quiet window and while long prompts are prefilled.
+
+    A long prompt is prefilled from its sending to its first token.
+    """
     streams = [s for s in samples if s.role == "stream" and s.ok]
     long = [s for s in samples if s.role == "long" and s.ok]
     windows = [(s.sent, s.times[0]) for s in long]
@@ -227,8 +235,10 @@ def interference(samples: Sequence[Sample], quiet: tuple[float, float]) -> dict[
 
 
 def short_vs_long(samples: Sequence[Sample], quiet: tuple[float, float]) -> dict[str, Any]:
-    """The time to first token of short requests sent in the quiet window, and of those sent while a long prompt had
-    not had its first token yet."""
+    """Return the TTFT of short requests sent in the quiet window and of those sent while long prompts are prefilled.
+
+    A long prompt is prefilled from its sending to its first token.
+    """
     short = [s for s in samples if s.role == "short" and s.ok]
     long = [s for s in samples if s.role == "long" and s.ok]
     windows = [(s.sent, s.times[0]) for s in long]

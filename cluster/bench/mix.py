@@ -1,8 +1,8 @@
-"""Chats and long prompts at once, of several SLO classes: an open loop in which everything is decided by the seed.
+"""Chats and long prompts at once, of several SLO classes: an open loop in which the seed decides everything.
 
-A chat arrival is the next turn of a conversation that is ready for one, or the first turn of a new one. A turn's prompt
-is all that was said before plus something new, so a prefix cache has most of it; the answers in it are drawn, as
-the real ones are not known when the load is decided.
+A chat arrival is the next turn of a conversation that is ready for one, or the first turn of a new one. The prompt of a
+turn is all turns and answers before plus a new text, so a prefix cache has most of it. The answers in it are drawn,
+since the real ones are not known when the load is decided.
 """
 
 import random
@@ -12,22 +12,22 @@ from heapq import heappop, heappush
 
 from crossdock.cluster.bench.workloads import Job, Segment, arrival_times
 
-Range = tuple[int, int]  # tokens, both ends included, every length as likely
+Range = tuple[int, int]  # tokens, both ends included, all lengths equally likely
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What arrives. The shares of conversations and of arrivals are expectations."""
+    """The parameters of the arrivals. Shares are expectations."""
 
     rate: float  # arrivals per second, chats and long prompts together
     long_share: float  # of the arrivals
     burstiness: float = 1.0  # 1 is Poisson; below it arrivals come in bursts
     interactive_share: float = 0.7  # of conversations; the others are `standard`
     batch_share: float = 0.5  # of long prompts; the others are `standard`
-    turn_tokens: Range = (24, 192)  # what a user says
+    turn_tokens: Range = (24, 192)  # what a user writes
     answer_tokens: Range = (32, 96)
     turns: float = 4.0  # of a conversation, on average
-    think_s: float = 8.0  # on average, from the arrival of a turn to that of the next, at the earliest
+    think_s: float = 8.0  # seconds on average from the arrival of a turn to the earliest arrival of the next
     long_tokens: Range = (4096, 16384)
     long_answer_tokens: Range = (16, 64)
 
@@ -42,7 +42,7 @@ class Mix:
             raise ValueError(f"long_tokens: must be 1 or more, the smaller first, got {self.long_tokens}")
 
     def within(self, context: int) -> "Mix":
-        """The same with long prompts, and their answers, that fit a context of so many tokens."""
+        """Return the mix with long prompts that fit, with their answers, a context of `context` tokens."""
         most = context - self.long_answer_tokens[1]
         return replace(self, long_tokens=(min(self.long_tokens[0], most), min(self.long_tokens[1], most)))
 
@@ -56,24 +56,27 @@ MIXES = {
 
 
 @dataclass(slots=True)
-class _Conversation:
+class _ChatSession:
+    """A conversation: the text so far, which the prompt of its next turn repeats."""
+
     name: str
     service_tier: str
-    said: tuple[Segment, ...] = ()
+    history: tuple[Segment, ...] = ()
     turns: int = 0
 
     def turn(self, mix: Mix, rng: random.Random) -> Job:
-        prompt = (*self.said, Segment(f"{self.name}/user/{self.turns}", rng.randint(*mix.turn_tokens)))
+        """Return the next turn's request and add it, with a drawn answer, to the history."""
+        prompt = (*self.history, Segment(f"{self.name}/user/{self.turns}", rng.randint(*mix.turn_tokens)))
         answer = rng.randint(*mix.answer_tokens)
-        self.said = (*prompt, Segment(f"{self.name}/answer/{self.turns}", answer))
+        self.history = (*prompt, Segment(f"{self.name}/answer/{self.turns}", answer))
         self.turns += 1
         return Job(prompt, answer, service_tier=self.service_tier)
 
 
 def mix_jobs(mix: Mix, seed: int) -> Iterator[Job]:
-    """Endlessly many jobs in order of arrival."""
+    """Yield jobs in order of arrival, without end."""
     rng = random.Random(f"mix/{seed}")
-    ready: list[tuple[float, int, _Conversation]] = []  # a heap: when its next turn may come, and whose
+    ready: list[tuple[float, int, _ChatSession]] = []  # heap: (earliest next turn, …)
     for number, due in enumerate(arrival_times(mix.rate, random.Random(f"arrivals/{seed}"), mix.burstiness)):
         if rng.random() < mix.long_share:
             tier = "batch" if rng.random() < mix.batch_share else "standard"
@@ -84,7 +87,7 @@ def mix_jobs(mix: Mix, seed: int) -> Iterator[Job]:
             _, _, conversation = heappop(ready)
         else:
             tier = "interactive" if rng.random() < mix.interactive_share else "standard"
-            conversation = _Conversation(f"chat/{number}", tier)
+            conversation = _ChatSession(f"chat/{number}", tier)
         yield replace(conversation.turn(mix, rng), due=due)
         if rng.random() < 1 - 1 / mix.turns:
             heappush(ready, (due + rng.expovariate(1 / mix.think_s), number, conversation))

@@ -1,4 +1,4 @@
-"""Shows a benchmark's result: a table for the eye, JSON for programs, a plot of the gaps."""
+"""The report of a benchmark: a table for people, JSON for programs, a plot of the gaps."""
 
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -13,13 +13,35 @@ from crossdock.cluster.bench.run import BenchResult
 
 
 def table(result: BenchResult) -> Table:
-    """A two-column table; times in milliseconds."""
+    """Return a two-column table; times in milliseconds."""
     summary = result.summary
-    # A client that needs a good part of a core has measured itself as well as the server.
-    cpu = f"{result.client_cpu_share:.1%} of a core"
     out = Table(title=f"{result.options.workload} on {result.model}", show_header=False, title_justify="left")
     out.add_column(style="bold")
     out.add_column(justify="right")
+    _add_requests(out, summary)
+    if "interference" in summary:
+        _add_interference(out, summary["interference"])
+    elif "short_vs_long" in summary:
+        _add_short_vs_long(out, summary["short_vs_long"])
+    else:
+        _add_latencies(out, summary)
+    if "goodput" in summary:
+        out.add_section()
+        out.add_row(*_goodput("goodput", summary["goodput"]))
+    if "slo" in summary:
+        add_classes(out, summary["slo"])
+    if "server" in summary:
+        _add_server(out, summary["server"])
+    out.add_section()
+    # A client that needs a good part of a core has measured itself as well as the server.
+    style = "yellow" if result.client_cpu_share > 0.1 else "dim"
+    out.add_row("client CPU", f"{result.client_cpu_share:.1%} of a core", style=style)
+    for note in result.notes:
+        out.add_row("note", escape(note), style="yellow")
+    return out
+
+
+def _add_requests(out: Table, summary: dict[str, Any]) -> None:
     failed, refused = summary["requests_failed"], summary["requests_refused"]
     counts = f"{summary['requests_ok']} / {failed}" + (f", {refused} refused (429)" if refused else "")
     out.add_row("requests ok / failed", counts, style="red" if failed else None)
@@ -29,48 +51,40 @@ def table(result: BenchResult) -> Table:
         out.add_row("outputs shorter than asked", str(summary["short_outputs"]), style="yellow")
     out.add_row("duration", f"{summary['duration_s']:.2f} s")
     out.add_row("output", f"{summary['output_tokens_per_s']:.1f} tok/s")
-    if "interference" in summary:
-        what = summary["interference"]
-        out.add_section()
-        out.add_row("streams / long prompts", f"{what['streams']} / {what['long_prompts']}")
-        out.add_row("gap, quiet        p50 / p99 / max", _spread(what["quiet_gap_ms"]))
-        out.add_row("gap, interfered   p50 / p99 / max", _spread(what["interfered_gap_ms"]))
-        out.add_row("stream output while prefilling", f"{what['interfered_tokens_per_s']:.1f} tok/s")
-        out.add_row("long prompt TTFT  p50 / p99 / max", _spread(what["long_ttft_ms"]))
-        out.add_row("long prompt speed", f"{what['long_prompt_tokens_per_s']:.0f} tok/s")
-    elif "short_vs_long" in summary:
-        what = summary["short_vs_long"]
-        out.add_section()
-        out.add_row("short TTFT, quiet             p50 / p99 / max", _spread(what["quiet_ttft_ms"]))
-        out.add_row("short TTFT, while prefilling  p50 / p99 / max", _spread(what["short_ttft_ms"]))
-        out.add_row("short requests while prefilling", str(what["short_ttft_ms"]["count"]))
-        out.add_row("long prompt TTFT              p50 / p99 / max", _spread(what["long_ttft_ms"]))
-        out.add_row("long prompt speed", f"{what['long_prompt_tokens_per_s']:.0f} tok/s")
-    else:
-        out.add_row("prompts", f"{summary['prompt_tokens_per_s']:.1f} tok/s")
-        out.add_row("requests", f"{summary['requests_per_s']:.2f} /s")
-        out.add_section()
-        out.add_row("TTFT      p50 / p90 / p99", _spread(summary["ttft_ms"], "p50", "p90", "p99"))
-        if summary["gap_ms"]["count"]:
-            out.add_row("token gap p50 / p99 / max", _spread(summary["gap_ms"]))
-            out.add_row("TPOT      p50 / p99", _spread(summary["tpot_ms"], "p50", "p99"))
-        out.add_row("E2E       p50 / p90 / p99", _spread(summary["e2e_ms"], "p50", "p90", "p99"))
-    if "goodput" in summary:
-        out.add_section()
-        out.add_row(*_goodput("goodput", summary["goodput"]))
-    if "slo" in summary:
-        add_classes(out, summary["slo"])
-    if "server" in summary:
-        _add_server(out, summary["server"])
+
+
+def _add_interference(out: Table, figures: dict[str, Any]) -> None:
     out.add_section()
-    out.add_row("client CPU", cpu, style="yellow" if result.client_cpu_share > 0.1 else "dim")
-    for note in result.notes:
-        out.add_row("note", escape(note), style="yellow")
-    return out
+    out.add_row("streams / long prompts", f"{figures['streams']} / {figures['long_prompts']}")
+    out.add_row("gap, quiet        p50 / p99 / max", _spread(figures["quiet_gap_ms"]))
+    out.add_row("gap, interfered   p50 / p99 / max", _spread(figures["interfered_gap_ms"]))
+    out.add_row("stream output while prefilling", f"{figures['interfered_tokens_per_s']:.1f} tok/s")
+    out.add_row("long prompt TTFT  p50 / p99 / max", _spread(figures["long_ttft_ms"]))
+    out.add_row("long prompt speed", f"{figures['long_prompt_tokens_per_s']:.0f} tok/s")
+
+
+def _add_short_vs_long(out: Table, figures: dict[str, Any]) -> None:
+    out.add_section()
+    out.add_row("short TTFT, quiet             p50 / p99 / max", _spread(figures["quiet_ttft_ms"]))
+    out.add_row("short TTFT, while prefilling  p50 / p99 / max", _spread(figures["short_ttft_ms"]))
+    out.add_row("short requests while prefilling", str(figures["short_ttft_ms"]["count"]))
+    out.add_row("long prompt TTFT              p50 / p99 / max", _spread(figures["long_ttft_ms"]))
+    out.add_row("long prompt speed", f"{figures['long_prompt_tokens_per_s']:.0f} tok/s")
+
+
+def _add_latencies(out: Table, summary: dict[str, Any]) -> None:
+    out.add_row("prompts", f"{summary['prompt_tokens_per_s']:.1f} tok/s")
+    out.add_row("requests", f"{summary['requests_per_s']:.2f} /s")
+    out.add_section()
+    out.add_row("TTFT      p50 / p90 / p99", _spread(summary["ttft_ms"], "p50", "p90", "p99"))
+    if summary["gap_ms"]["count"]:
+        out.add_row("token gap p50 / p99 / max", _spread(summary["gap_ms"]))
+        out.add_row("TPOT      p50 / p99", _spread(summary["tpot_ms"], "p50", "p99"))
+    out.add_row("E2E       p50 / p90 / p99", _spread(summary["e2e_ms"], "p50", "p90", "p99"))
 
 
 def add_classes(out: Table, slo: dict[str, Any]) -> None:
-    """Rows for what `metrics.by_class` found."""
+    """Add the rows of each SLO class, as `metrics.by_class` returns them."""
     for name, figures in slo["classes"].items():
         out.add_section()
         answers = (figures[f"requests_{how}"] for how in ("ok", "refused", "failed"))
@@ -83,11 +97,11 @@ def add_classes(out: Table, slo: dict[str, Any]) -> None:
     out.add_section()
     out.add_row(*_goodput("all classes: good", slo["goodput"]))
     # The server allows such a prompt twice the time it takes alone (SloClass.ttft_deadline), which no client can know.
-    out.caption = "Long prompts are held to their class's plain TTFT too."
+    out.caption = "A long prompt, too, must meet its class's plain TTFT to be good."
 
 
 def _add_server(out: Table, server: dict[str, Any]) -> None:
-    """Of the server's own account, what says how well it knows itself, and how it cut prompts."""
+    """Add the server's own figures: prediction errors, step times, speed and size of prefill chunks."""
     out.add_section()
     if "step_error_p50" in server and "step_error_p90" in server:
         errors = f"{server['step_error_p50']:.1%} / {server['step_error_p90']:.1%}"
@@ -111,7 +125,7 @@ def _spread(spread: dict[str, Any], *names: str) -> str:
 
 
 def as_json(result: BenchResult) -> dict[str, Any]:
-    """Everything but the API key and headers; one row per request, times in seconds from the start of the run."""
+    """Return all but the API key and headers: one row per request, times in seconds from the start of the run."""
     options = {
         name: value
         for name, value in vars(result.options).items()
@@ -147,14 +161,16 @@ def as_json(result: BenchResult) -> dict[str, Any]:
 
 
 def require_plotting() -> None:
-    """Raises ValueError when matplotlib is missing."""
+    """Raise ValueError if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise ValueError("plot: needs matplotlib: pip install 'crossdock[plot]'")
 
 
 def plot(result: BenchResult, path: Path) -> None:
-    """Above, every gap at the moment it ended, with the spans in which long prompts were prefilled; below, the share
-    of gaps longer than a given time."""
+    """Draw every gap at the moment it ended, and below the share of gaps longer than a given time.
+
+    Spans in which a long prompt is prefilled are shaded.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,4 @@
-"""Drives a benchmark: sends a workload's jobs when their turn comes and gathers what the client saw."""
+"""The run of a benchmark: send a workload's jobs when they are due and collect a sample of each."""
 
 import asyncio
 import itertools
@@ -35,13 +35,13 @@ SendOne = Callable[[Job], Coroutine[Any, Any, Sample]]
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure. None means the workload's own default."""
+    """The workload, the server and the limits of a run. None: the workload's own default."""
 
     url: str
     workload: str = "chat"
     num_requests: int | None = None
-    duration: float | None = None  # seconds; requests under way at its end are waited for
-    concurrency: int | None = None  # closed loop; in an open loop a ceiling on requests under way
+    duration: float | None = None  # seconds; the run waits for requests in flight at its end
+    concurrency: int | None = None  # closed loop: slots; open loop: most requests in flight
     request_rate: float | None = None  # per second; makes the loop open
     prompt_tokens: int | None = None
     output_tokens: int | None = None
@@ -83,12 +83,12 @@ class BenchOptions:
 
     @property
     def seconds(self) -> float | None:
-        """The duration, with the mix's own."""
+        """The duration in seconds, with the mix's own default."""
         return _MIX_SECONDS if self.workload == "mix" and not self.num_requests and not self.duration else self.duration
 
     @property
     def shape(self) -> Shape:
-        """The workload's shape with the user's numbers in place of its own. A trace and a mix have none."""
+        """The workload's shape with the user's numbers. A trace and a mix have no shape."""
         given = {
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
@@ -101,7 +101,7 @@ class BenchOptions:
 
 @dataclass
 class BenchResult:
-    """A finished run. Times in the samples are on a monotonic clock that read `origin` at the first request."""
+    """A finished run. Times in the samples are on a monotonic clock, which showed `origin` at the first request."""
 
     options: BenchOptions
     date: str
@@ -114,7 +114,7 @@ class BenchResult:
 
 
 def bench_jobs(options: BenchOptions) -> Iterator[Job]:
-    """The jobs of a workload; of interference its streams, of short-vs-long its short requests."""
+    """Return the jobs of a workload; of interference its streams, of short-vs-long its short requests."""
     limit = options.num_requests
     if options.trace is not None:
         jobs = iter(read_trace(options.trace, speed=options.trace_speed, length_scale=options.length_scale))
@@ -135,11 +135,11 @@ def bench_jobs(options: BenchOptions) -> Iterator[Job]:
 
 
 async def closed_loop(jobs: Iterator[Job], send: SendOne, concurrency: int, duration: float | None = None) -> None:
-    """Keeps `concurrency` requests under way until the jobs or the time run out."""
+    """Keep `concurrency` requests in flight until the jobs end or `duration` seconds have passed."""
     until = time.perf_counter() + duration if duration else float("inf")
 
     async def slot() -> None:
-        for job in jobs:  # one iterator for all slots: whoever is free takes the next
+        for job in jobs:  # one iterator for all slots: a free slot takes the next job
             await send(job)
             if time.perf_counter() >= until:
                 return
@@ -152,7 +152,7 @@ async def closed_loop(jobs: Iterator[Job], send: SendOne, concurrency: int, dura
 async def open_loop(
     jobs: Iterator[Job], send: SendOne, ceiling: int | None = None, duration: float | None = None
 ) -> None:
-    """Sends every job when it is due, whatever became of those before it."""
+    """Send every job when it is due, whether or not the jobs before it have ended."""
     start = time.perf_counter()
     free = asyncio.Semaphore(ceiling) if ceiling else nullcontext()
 
@@ -172,10 +172,10 @@ async def open_loop(
 async def interfere(
     streams: Iterator[Job], plan: Interference, send: SendOne, samples: list[Sample]
 ) -> tuple[float, float]:
-    """Lets streams run undisturbed for a while, then sends long prompts among them. Returns the quiet window.
+    """Start streams, wait until they are established, then send long prompts. Return the quiet window.
 
     Raises:
-        BenchError: no stream came to life, so that there is nothing to disturb.
+        BenchError: no stream was established, so long prompts have nothing to disturb.
     """
     tasks = [asyncio.ensure_future(send(job)) for job in streams]
     try:
@@ -191,8 +191,7 @@ async def interfere(
 
 
 async def _disturb(plan: Interference, send: SendOne) -> tuple[float, float]:
-    """Leaves what runs in peace for a while, then sends the long prompts one after the other. Returns the quiet
-    window."""
+    """Wait for the plan's quiet seconds, then send the long prompts one after the other. Return the quiet window."""
     quiet_start = time.perf_counter()
     await asyncio.sleep(plan.quiet)
     quiet = (quiet_start, time.perf_counter())
@@ -204,8 +203,7 @@ async def _disturb(plan: Interference, send: SendOne) -> tuple[float, float]:
 
 
 async def keep_arriving(shorts: Iterator[Job], plan: Interference, send: SendOne) -> tuple[float, float]:
-    """Short requests come at a steady rate, at first alone, then while long prompts are prefilled. Returns the quiet
-    window."""
+    """Send short requests at a steady rate, first alone, then beside long prompts. Return the quiet window."""
 
     async def arrive(group: asyncio.TaskGroup) -> None:
         for job in shorts:
@@ -220,13 +218,44 @@ async def keep_arriving(shorts: Iterator[Job], plan: Interference, send: SendOne
 
 
 async def run_bench(options: BenchOptions, on_done: Callable[[Sample], None] = lambda _: None) -> BenchResult:
-    """Runs a benchmark; `on_done` sees every request as it ends.
+    """Run a benchmark. `on_done` is called with every request as it ends.
 
     Raises:
         BenchError: the server cannot be measured.
         ValueError: an option or a trace is wrong.
     """
-    jobs = bench_jobs(options)
+    jobs = bench_jobs(options)  # reads a trace, so that a wrong one is reported before the server is asked
+    server = await _connect(options)
+    fitted = _fit_to_context(options, server)
+    if fitted is not options:
+        options, jobs = fitted, bench_jobs(fitted)
+    samples: list[Sample] = []
+
+    async def send(job: Job) -> Sample:
+        sample = Sample(job.role, job.output_tokens, job.prompt_tokens, service_tier=job.service_tier)
+        samples.append(sample)
+        await server.run(job, sample)
+        on_done(sample)
+        return sample
+
+    await _warm_up(options, server)
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    before = await _scrape(server)
+    cpu, origin = time.process_time(), time.perf_counter()
+    quiet = await _drive(options, jobs, send, samples)
+    cpu_share = (time.process_time() - cpu) / max(time.perf_counter() - origin, 1e-9)
+    after = await _scrape(server)
+
+    duration = max((sample.ended for sample in samples), default=origin) - origin
+    summary = _summary(options, samples, duration, quiet)
+    if before is not None and after is not None:
+        summary["server"] = serverside.figures(before, after)
+    if options.workload == "interference" and any(s.role == "stream" and not s.stopped for s in samples):
+        server.notes.append("a stream ended before the long prompts did: raise the output tokens")
+    return BenchResult(options, date, server.model or "", server.notes, samples, origin, cpu_share, summary)
+
+
+async def _connect(options: BenchOptions) -> Server:
     server = Server(
         url=options.url,
         model=options.model,
@@ -240,57 +269,53 @@ async def run_bench(options: BenchOptions, on_done: Callable[[Sample], None] = l
         salt="" if options.repeat_prompts else secrets.token_hex(8),
     )
     await server.connect()
-    if options.workload == "mix" and server.max_model_len is not None:
-        mix = options.mix.within(server.max_model_len)
-        if mix != options.mix:
-            low, high = mix.long_tokens
-            server.notes.append(
-                f"the server's context is {server.max_model_len:,}: long prompts are {low:,} to {high:,} tokens"
-            )
-            options = replace(options, mix=mix)
-            jobs = bench_jobs(options)
-    samples: list[Sample] = []
+    return server
 
-    async def send(job: Job) -> Sample:
-        sample = Sample(job.role, job.output_tokens, job.prompt_tokens, service_tier=job.service_tier)
-        samples.append(sample)
-        await server.run(job, sample)
-        on_done(sample)
-        return sample
 
-    if options.warmup:
-        shape = replace(options.shape if options.workload in SHAPES else SHAPES["chat"], output_tokens=8)
-        await closed_loop(
-            itertools.islice(shaped_jobs(shape, name="warmup"), options.warmup),
-            lambda job: server.run(job, Sample(job.role, job.output_tokens, job.prompt_tokens)),
-            shape.concurrency,
-        )
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    before = await _scrape(server)
-    cpu, origin = time.process_time(), time.perf_counter()
-    quiet = await _drive(options, jobs, send, samples)
-    cpu_share = (time.process_time() - cpu) / max(time.perf_counter() - origin, 1e-9)
-    after = await _scrape(server)
+def _fit_to_context(options: BenchOptions, server: Server) -> BenchOptions:
+    """Return the options with a mix whose long prompts fit the server's context, which the server's notes report."""
+    if options.workload != "mix" or server.max_model_len is None:
+        return options
+    mix = options.mix.within(server.max_model_len)
+    if mix == options.mix:
+        return options
+    low, high = mix.long_tokens
+    server.notes.append(
+        f"the server's context is {server.max_model_len:,}: long prompts are {low:,} to {high:,} tokens"
+    )
+    return replace(options, mix=mix)
 
-    duration = max((s.ended for s in samples), default=origin) - origin
+
+async def _warm_up(options: BenchOptions, server: Server) -> None:
+    """Send requests that are not counted, of the workload's prompt length."""
+    if not options.warmup:
+        return
+    shape = replace(options.shape if options.workload in SHAPES else SHAPES["chat"], output_tokens=8)
+    await closed_loop(
+        itertools.islice(shaped_jobs(shape, name="warmup"), options.warmup),
+        lambda job: server.run(job, Sample(job.role, job.output_tokens, job.prompt_tokens)),
+        shape.concurrency,
+    )
+
+
+def _summary(
+    options: BenchOptions, samples: list[Sample], duration: float, quiet: tuple[float, float]
+) -> dict[str, Any]:
+    """Return the client's figures: of all requests, of each SLO class, and those of the workload."""
     summary = metrics.summarize(samples, duration, options.goodput)
     if any(sample.service_tier is not None for sample in samples):
         summary["slo"] = metrics.by_class(samples, duration, options.targets)
-    if before is not None and after is not None:
-        summary["server"] = serverside.figures(before, after)
     if options.workload == "interference":
         summary["interference"] = metrics.interference(samples, quiet)
-        if any(s.role == "stream" and not s.stopped for s in samples):
-            server.notes.append("a stream ended before the long prompts did: raise the output tokens")
     elif options.workload == "short-vs-long":
         summary["short_vs_long"] = metrics.short_vs_long(samples, quiet)
-    return BenchResult(options, date, server.model or "", server.notes, samples, origin, cpu_share, summary)
+    return summary
 
 
 async def _drive(
     options: BenchOptions, jobs: Iterator[Job], send: SendOne, samples: list[Sample]
 ) -> tuple[float, float]:
-    """Makes the workload's requests. Returns the window in which nothing long disturbed; it is empty for most."""
+    """Send the workload's requests. Return the quiet window, which is empty for workloads without long prompts."""
     if options.workload == "interference":
         return await interfere(jobs, options.interference, send, samples)
     if options.workload == "short-vs-long":
@@ -303,7 +328,7 @@ async def _drive(
 
 
 async def _scrape(server: Server) -> Scrape | None:
-    """The server's own account so far; None if it is not Crossdock's."""
+    """Return the server's /metrics; None if the server is not Crossdock."""
     try:
         status, text = await server.fetch("GET", "/metrics")
         scrape = Scrape.parse(text.decode(), time.perf_counter())

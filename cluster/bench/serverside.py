@@ -1,25 +1,28 @@
-"""What a Crossdock server said of itself over a run: figures that no client can see."""
+"""Figures from a Crossdock server's own /metrics over a run, which no client can see."""
 
 from typing import Any
 
-from crossdock.cluster.watch import scrape as names
+from crossdock.cluster.watch import scrape
 from crossdock.cluster.watch.scrape import Scrape
 
 
 def figures(before: Scrape, after: Scrape) -> dict[str, Any]:
-    """Of all replicas together; of their prediction errors, which each keeps over its last steps, the largest. A
-    figure that the server does not give is left out."""
+    """Return the figures of all replicas together, between two scrapes.
+
+    The prediction error is the largest of any replica; each replica reports the error of its recent steps. A figure
+    that the server does not report is left out.
+    """
     change = after.since(before)
-    errors = {q: after.by(names.STEP_ERROR, names.REPLICA, **{names.QUANTILE: q}) for q in ("0.5", "0.9")}
+    errors = {q: after.by(scrape.STEP_ERROR, scrape.REPLICA, **{scrape.QUANTILE: q}) for q in ("0.5", "0.9")}
     found = {
-        "steps": {kind: int(count) for kind, count in change.by(names.STEPS, names.KIND).items()},
-        "step_s_p50": change.quantile(names.STEP_SECONDS, 0.5),
-        "step_s_p99": change.quantile(names.STEP_SECONDS, 0.99),
+        "steps": {kind: int(count) for kind, count in change.by(scrape.STEPS, scrape.KIND).items()},
+        "step_s_p50": change.quantile(scrape.STEP_SECONDS, 0.5),
+        "step_s_p99": change.quantile(scrape.STEP_SECONDS, 0.99),
         "step_error_p50": max(errors["0.5"].values(), default=None),
         "step_error_p90": max(errors["0.9"].values(), default=None),
-        "chunk_tokens_p50": change.quantile(names.CHUNK_TOKENS, 0.5),
-        "prefill_tokens_per_s": change.rate(names.PROMPT_TOKENS),
-        "cached_tokens": change.total(names.CACHED_TOKENS),
-        "preemptions": change.total(names.PREEMPTIONS),
+        "chunk_tokens_p50": change.quantile(scrape.CHUNK_TOKENS, 0.5),
+        "prefill_tokens_per_s": change.rate(scrape.PROMPT_TOKENS),
+        "cached_tokens": change.total(scrape.CACHED_TOKENS),
+        "preemptions": change.total(scrape.PREEMPTIONS),
     }
     return {name: value for name, value in found.items() if value is not None}

@@ -1,7 +1,7 @@
-"""What a benchmark sends and when: jobs as plain data, drawn from a seed or read from a trace. No network here.
+"""The jobs of a benchmark as plain data, drawn from a seed or read from a trace. No network.
 
-A prompt is a chain of segments, each text decided by its key alone: two prompts share a prefix exactly when they start
-with the same segments. That one idea gives unique prompts, shared prefixes and the block hashes of a Mooncake trace.
+A prompt is a chain of segments. A segment's key alone decides its text, so two prompts share a prefix exactly when they
+start with the same segments: that is how unique prompts, shared prefixes and a Mooncake trace's block hashes are made.
 """
 
 import csv
@@ -18,8 +18,8 @@ Role = Literal["request", "stream", "short", "long"]
 
 MOONCAKE_BLOCK_TOKENS = 512  # one entry of hash_ids, https://github.com/kvcache-ai/Mooncake (FAST'25 traces)
 
-# Short common words: with a leading space nearly every one is a single token in nearly every vocabulary, so that even a
-# prompt sent as text comes out close to the length asked for.
+# Short common words: with a leading space nearly every one is a single token in nearly every vocabulary, so that a
+# prompt sent as text is close to the length asked for.
 _WORD_TEXT = """
 able about above across add after again against age agree air all allow alone along also always among animal answer
 any appear area arm army around art ask away baby back bad ball bank base be bear beat beauty bed before begin
@@ -41,7 +41,7 @@ WORDS = tuple(_WORD_TEXT.split())
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of prompt. The same key gives the same text in one run; a shorter segment is a prefix of a longer."""
+    """A part of a prompt. In one run a key has one text; a shorter segment is a prefix of a longer one."""
 
     key: str
     tokens: int
@@ -49,7 +49,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request to make. `due` is in seconds after the start; None means as soon as a slot is free (closed loop)."""
+    """One request to send. `due`: seconds after the start; None: as soon as a slot is free (closed loop)."""
 
     prompt: tuple[Segment, ...]
     output_tokens: int
@@ -64,23 +64,23 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The defaults of a workload: lengths in tokens, and how the load is offered."""
+    """The defaults of a workload: lengths in tokens, number of requests and of slots."""
 
     prompt_tokens: int
     output_tokens: int
     num_requests: int
     concurrency: int
-    prefix_tokens: int = 0  # shared by all
+    prefix_tokens: int = 0  # shared by all prompts
 
 
 SHAPES = {
     "chat": Shape(prompt_tokens=128, output_tokens=64, num_requests=64, concurrency=8),
     "shared-prefix": Shape(prompt_tokens=64, output_tokens=32, num_requests=16, concurrency=4, prefix_tokens=2048),
     "prefill": Shape(prompt_tokens=2048, output_tokens=1, num_requests=8, concurrency=1),
-    # The streams of the interference workload; its long prompts are an Interference beside it. The output is long only
-    # so that it outlasts the long prompts: the client closes the streams once it has seen what it came for.
+    # The streams of the interference workload; its long prompts are an Interference. The output is long so that it
+    # outlasts the long prompts: the client closes the streams after the last of them.
     "interference": Shape(prompt_tokens=128, output_tokens=4096, num_requests=4, concurrency=4),
-    # The short requests of short-vs-long, one every `short_interval`; its long prompts are an Interference too.
+    # The short requests of short-vs-long, one every `short_interval`; its long prompts are an Interference.
     "short-vs-long": Shape(prompt_tokens=64, output_tokens=8, num_requests=1, concurrency=1),
 }
 WORKLOADS = (*SHAPES, "mix", "trace")
@@ -88,14 +88,14 @@ WORKLOADS = (*SHAPES, "mix", "trace")
 
 @dataclass(frozen=True, slots=True)
 class Interference:
-    """Long prompts arrive, one after the other, while streams decode or short requests keep coming."""
+    """Long prompts that arrive one after the other while streams decode or short requests arrive."""
 
     long_prompts: int = 4
     long_prompt_tokens: int = 4096
     long_output_tokens: int = 4
     interval: float = 1.0  # seconds from the end of one long prompt to the arrival of the next
-    quiet: float = 4.0  # seconds measured undisturbed, before the first long prompt
-    established_tokens: int = 4  # a stream counts as established from this token on
+    quiet: float = 4.0  # seconds measured before the first long prompt
+    established_tokens: int = 4  # a stream with this many tokens is established
     short_interval: float = 0.5  # seconds from one short request to the next
     service_tier: str | None = None  # of the long prompts
 
@@ -106,17 +106,20 @@ class Interference:
 
 
 def shaped_jobs(shape: Shape, role: Role = "request", name: str = "unique") -> Iterator[Job]:
-    """Endlessly many jobs of one shape; prompts share the shape's prefix and nothing more."""
+    """Yield jobs of one shape without end. Prompts share the shape's prefix and nothing more."""
     prefix = (Segment("prefix", shape.prefix_tokens),) if shape.prefix_tokens else ()
     for i in itertools.count():
         yield Job((*prefix, Segment(f"{name}/{i}", shape.prompt_tokens)), shape.output_tokens, role=role)
 
 
 def arrival_times(rate: float, rng: random.Random, burstiness: float = 1.0) -> Iterator[float]:
-    """Endless arrival times, in seconds, at `rate` per second on average. The first is at 0.
+    """Yield arrival times in seconds without end, at `rate` per second on average. The first is at 0.
 
-    `burstiness` is the shape of the gamma distribution of the times between, as in vLLM's benchmark: 1 is a Poisson
-    process, less comes in bursts (their coefficient of variation is 1/sqrt(burstiness)), more is evener.
+    `burstiness` is the shape of the gamma distribution of the times between arrivals, as in vLLM's benchmark: 1 is a
+    Poisson process, less comes in bursts (the coefficient of variation is 1/sqrt(burstiness)), more is more even.
+
+    Raises:
+        ValueError: the rate or the burstiness is not above 0.
     """
     for name, value in (("request rate", rate), ("burstiness", burstiness)):
         if not value > 0:
@@ -128,13 +131,13 @@ def arrival_times(rate: float, rng: random.Random, burstiness: float = 1.0) -> I
 
 
 def at_rate(jobs: Iterator[Job], rate: float, seed: int, burstiness: float = 1.0) -> Iterator[Job]:
-    """The same jobs, due at arrivals that depend on the seed alone."""
+    """Yield the same jobs, due at arrival times that depend on the seed alone."""
     arrivals = arrival_times(rate, random.Random(f"arrivals/{seed}"), burstiness)
     return (replace(job, due=due) for job, due in zip(jobs, arrivals, strict=False))
 
 
 def read_trace(path: Path, *, speed: float = 1.0, length_scale: float = 1.0) -> list[Job]:
-    """Jobs of a recorded trace, in order of arrival, the first due at 0.
+    """Return the jobs of a recorded trace in order of arrival, the first due at 0.
 
     Args:
         path: JSONL with `timestamp` (ms), `input_length`, `output_length` and optionally `hash_ids` (Mooncake), or
@@ -143,7 +146,7 @@ def read_trace(path: Path, *, speed: float = 1.0, length_scale: float = 1.0) -> 
         length_scale: multiplies all lengths, so that a trace of a large model fits a small one's context.
 
     Raises:
-        ValueError: names the file and line that cannot be read.
+        ValueError: the message names the file and line that cannot be read.
     """
     for name, value in (("trace speed", speed), ("length scale", length_scale)):
         if not value > 0:

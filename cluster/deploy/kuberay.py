@@ -172,7 +172,7 @@ def _disruption_budget(name: str, node: NodeConfig) -> dict[str, Any]:
 
 
 def _network_policy(config: ClusterConfig) -> dict[str, Any]:
-    """Return the rules of who may connect to the pods.
+    """Return the rules for connections to the pods.
 
     Among themselves the pods need every port: Ray's ports, and those of KV transfers. The rest of the cluster reaches
     the API alone. The operator reaches the head's dashboard, through which it deploys the application.

@@ -23,7 +23,7 @@ from ray.serve.schema import LoggingConfig
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.listener import listen
 from crossdock.cluster.api.tiers import Tiers
-from crossdock.cluster.api.tokenizer import Text
+from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.dispatch.client import follow_members
 from crossdock.cluster.dispatch.dispatch import Dispatcher
@@ -55,9 +55,9 @@ class Ingress:
         context = serve.get_replica_context()
         self._every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
         self._every_ingress._init()
-        text = await asyncio.to_thread(Text.load, path)
+        tokenizer = await asyncio.to_thread(ModelTokenizer.load, path)
         tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
-        self._api = build_api(self.dispatcher, text, config.http, tiers)
+        self._api = build_api(self.dispatcher, tokenizer, config.http, tiers)
         follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
         with suppress(TimeoutError):  # without this wait an upgrade would route requests to an ingress without replicas
             async with asyncio.timeout(_FIRST_REPLICA_S):

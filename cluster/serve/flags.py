@@ -22,7 +22,10 @@ from crossdock.cluster.config_file import load
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag, or the argument if `names` is ("MODEL",). What is left out comes from the field of the setting `key`."""
+    """A flag, or the argument if `names` is ("MODEL",).
+
+    Its type, metavar and help are those of the field of the setting `key`, unless they are given here.
+    """
 
     key: str  # dotted name of the setting, or the flag's own name where several settings or none follow from it
     names: tuple[str, ...] = ()
@@ -53,13 +56,13 @@ class Flag:
                 envvar=self.envvar,
                 rich_help_panel=panel,
             )
-        annotation = Annotated[kind | None, info]
+        annotation = Annotated[kind | None, info]  # type: ignore[valid-type]  # made here, for typer alone to read
         return inspect.Parameter(self.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
     def _names(self) -> tuple[str, ...]:
         """Return the option's names; by default the last part of the key, and for booleans also its `--no-` form."""
-        if self.names:
-            return self.names
+        if self.names or self.key.startswith("--"):
+            return self.names or (self.key,)
         name = self.key.rpartition(".")[2].replace("_", "-")
         field = field_at(self.key.split("."))
         assert field is not None, self.key
@@ -96,7 +99,6 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("engine.long_prefill_token_threshold"),
         Flag(
             "--chunked-prefill-size",
-            ("--chunked-prefill-size",),
             kind=int,
             help="As in SGLang: N is --max-num-batched-tokens N; -1 is --no-enable-chunked-prefill, which needs a "
             "--max-num-batched-tokens of the whole context.",
@@ -112,8 +114,8 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("engine.enable_prefix_caching"),
     ),
     "HTTP": (
-        Flag("http.host", help="Address to listen on; 0.0.0.0 is every address of the machine."),
-        Flag("http.port", help="Port to listen on."),
+        Flag("http.host"),
+        Flag("http.port"),
         Flag(
             "http.api_keys",
             ("--api-key",),
@@ -125,7 +127,6 @@ PANELS: dict[str, tuple[Flag, ...]] = {
     "Cluster and file": (
         Flag(
             "pools",
-            ("--pools",),
             kind=str,
             metavar="NAME=REPLICAS[xtpN][xppN],…",
             help="Pools of replicas, by name, and their ranks: mixed=2, or prefill=2xtp1,decode=1xtp2.",
@@ -143,7 +144,6 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("--config", ("--config", "-c"), kind=Path, help="YAML file; flags win over it."),
         Flag(
             "--set",
-            ("--set",),
             kind=list[str],
             metavar="KEY=VALUE",
             help="Any setting by its dotted name, as in `crossdock config`.",

@@ -1,1 +1,1 @@
-"""`crossdock tune`: what chunks of every size cost here, and the settings that follow."""
+"""`crossdock tune`: measure steps with chunks of every size on this machine, and recommend settings."""

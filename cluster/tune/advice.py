@@ -1,4 +1,4 @@
-"""The settings that a sweep speaks for, given a target."""
+"""The settings that follow from a sweep and a target."""
 
 from dataclasses import dataclass
 
@@ -8,41 +8,47 @@ from crossdock.workers.schedule.chunking import SLACK_SHARE
 
 @dataclass(frozen=True, slots=True)
 class Attainable:
-    """What streams can be promised while a prompt prefills beside them. Seconds, tokens, tokens per second."""
+    """The target that a number of streams can meet while a prompt prefills in the same steps."""
 
     decodes: int
-    alone_s: float | None  # a step without a chunk; None: not measured
-    tpot_s: float  # the tightest target that leaves room for the smallest chunk in every step
-    chunk: int  # the largest chunk inside the target asked for; 0: it is not attainable
-    rate: float  # prompt tokens per second with it
+    alone_s: float | None  # seconds of a step without a chunk; None: not measured
+    tpot_s: float  # seconds: the tightest target that leaves room for the smallest chunk in every step
+    chunk: int  # tokens of the largest chunk inside the target asked for; 0: the target is not attainable
+    rate: float  # prompt tokens per second with that chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to set, and what it was set for."""
+    """The recommended settings and the reasons for them."""
 
     max_num_batched_tokens: int
     min_chunk_tokens: int
-    streams: int  # how many running at once the floor is sized for
-    is_attainable: bool  # for so many
+    streams: int  # running at once, for which min_chunk_tokens is sized
+    is_attainable: bool  # the target, for that many streams
     fixed_tokens: int  # with `chunk_policy: fixed`: the budget whose steps stay inside the target; 0: none does
-    ceiling_chunk: int
-    ceiling_decodes: int  # beside how many it is within 10 % of the best
+    ceiling_chunk: int  # tokens: larger chunks gain less than 10 %
+    ceiling_decodes: int  # streams beside which the ceiling was measured
     attainable: tuple[Attainable, ...]
 
 
 def advise(curves: Curves, tpot_s: float, streams: int | None, page_size: int, max_num_seqs: int) -> Advice:
-    """Settings for streams that must have a token every `tpot_s` seconds.
+    """Return settings for streams that must have a token every `tpot_s` seconds.
 
-    The ceiling is the smallest chunk that even beside the most streams measured is within 10 % of the best tokens/s,
-    and a token for each of `max_num_seqs` streams: a larger one gains little, and makes whoever comes meanwhile wait.
-    The floor is the largest chunk that can be in every step without breaking the promise to `streams` streams (None:
-    as many of those measured as the target allows), whose contexts are as deep as any measured. Both are filled to
-    the same share of the target that the scheduler fills.
+    max_num_batched_tokens (the ceiling): the smallest chunk that is within 10 % of the best tokens/s beside the most
+    streams measured, and one token for each of `max_num_seqs` streams. A larger chunk gains little, and requests that
+    arrive during its step wait longer.
+
+    min_chunk_tokens (the floor): the largest chunk that can be in every step while `streams` streams meet the target.
+    `streams` None: the most streams measured that can meet it. Their contexts are the longest measured.
+
+    A step may fill the share SLACK_SHARE of the target, as in the scheduler.
+
+    Raises:
+        ValueError: no chunk was measured beside streams, or none beside that many.
     """
     rows = [_attainable(curves, decodes, tpot_s, page_size) for decodes in curves.decodes if decodes]
     if not rows:
-        raise ValueError("no chunk was measured beside streams: there must be one to size it for them")
+        raise ValueError("no chunk was measured beside streams: measure at least one")
     if streams is None:
         streams = max((row.decodes for row in rows if row.chunk), default=rows[0].decodes)
     chosen = next((row for row in rows if row.decodes == streams), None)

@@ -1,4 +1,4 @@
-"""Shows what a sweep found: tables for the eye, JSON for programs, a plot, and the configuration that follows."""
+"""The report of a sweep: tables for people, JSON for programs, a plot, and the recommended configuration."""
 
 import datetime
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from crossdock.workers.report.profile import SchedulingProfile
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """One run of `crossdock tune`."""
+    """The results of one run of `crossdock tune`."""
 
     device: str
     config: ClusterConfig
@@ -27,11 +27,11 @@ class Findings:
     curves: Curves
     advice: Advice
     profile: SchedulingProfile  # as a replica advertises it when it has started
-    dropped: Sequence[Cell]  # what the KV pool or the model's length left no room for
+    dropped: Sequence[Cell]  # cells that did not fit into the KV pool or the model's length
 
 
 def stalls(found: Findings) -> Table:
-    """Rows are chunks, columns streams: the longest step over all contexts, and the prefill rate against the best."""
+    """Return a table of the longest step over all contexts and the prefill rate: rows are chunks, columns streams."""
     curves = found.curves
     contexts = sorted({cell.context for cell in curves.cells})
     out = Table(
@@ -59,12 +59,12 @@ def _streams(decodes: int) -> str:
 
 def _cell(stall: float | None, efficiency: float | None) -> str:
     if stall is None:
-        return "–"  # noqa: RUF001  # an en dash is what tables leave empty cells with
+        return "–"  # noqa: RUF001  # the en dash of an empty table cell
     return f"{stall * 1e3:.0f} ms" + (f" {efficiency:4.0%}" if efficiency is not None else "")
 
 
 def promises(found: Findings) -> Table:
-    """What each number of streams can be promised while prompts prefill beside them."""
+    """Return a table of the target that each number of streams can meet while prompts prefill."""
     out = Table(title=f"Target: a token every {found.tpot_s * 1e3:g} ms", box=SIMPLE_HEAD, title_justify="left")
     for name in ("streams", "step without chunk", "attainable tpot", "largest chunk", "prompt tokens/s"):
         out.add_column(name, justify="right")
@@ -77,7 +77,7 @@ def promises(found: Findings) -> Table:
 
 
 def sentences(found: Findings) -> list[str]:
-    """What the tables mean."""
+    """Return the conclusions of the tables in words."""
     advice, fit, knee = found.advice, found.curves.fit(), found.curves.knee(0)
     half = fit.base / fit.per_prefill_token if fit.per_prefill_token else float("inf")
     ninety = half * NEAR_BEST / (1 - NEAR_BEST)
@@ -90,29 +90,29 @@ def sentences(found: Findings) -> list[str]:
     ]
     if advice.is_attainable:
         lines += [
-            f"min_chunk_tokens {advice.min_chunk_tokens}: so much in every step keeps {_streams(advice.streams)} "
-            f"inside the target.",
-            f"With chunk_policy fixed, max_num_batched_tokens {advice.fixed_tokens} would do that.",
+            f"min_chunk_tokens {advice.min_chunk_tokens}: with this chunk in every step {_streams(advice.streams)} "
+            f"can meet the target.",
+            f"With chunk_policy fixed, set max_num_batched_tokens {advice.fixed_tokens} for the same effect.",
         ]
     else:
         lines.append(
-            f"min_chunk_tokens {advice.min_chunk_tokens}: one page. {_streams(advice.streams)} cannot be kept inside "
-            f"the target while a prompt prefills: see what is attainable."
+            f"min_chunk_tokens {advice.min_chunk_tokens}: one page. {_streams(advice.streams)} cannot meet the target "
+            f"while a prompt prefills; the table shows the attainable tpot."
         )
     own, started = _quantiles(found.curves.held_out_errors()), _quantiles(_errors_at_start(found))
     lines.append(
-        f"StepCost predicts these steps with a median error of {own[0]:.1%}, p90 {own[1]:.1%} (each fifth of them "
-        f"from the other four); as a replica fits it when it starts {started[0]:.1%}, p90 {started[1]:.1%}."
+        f"StepCost predicts these steps with a median error of {own[0]:.1%}, p90 {own[1]:.1%} (each fifth of the steps "
+        f"from the other four); as fitted when a replica starts: {started[0]:.1%}, p90 {started[1]:.1%}."
     )
     if found.dropped:
-        what = sorted({(cell.decodes, cell.context) for cell in found.dropped})
-        listed = ", ".join(f"{_streams(decodes)} at {context} tokens" for decodes, context in what)
-        lines.append(f"Not all measured, for want of KV pages or of max_model_len: {listed}.")
+        kinds = sorted({(cell.decodes, cell.context) for cell in found.dropped})
+        listed = ", ".join(f"{_streams(decodes)} at {context} tokens" for decodes, context in kinds)
+        lines.append(f"Not all measured, because KV pages or max_model_len do not suffice: {listed}.")
     return lines
 
 
 def as_json(found: Findings) -> dict[str, Any]:
-    """Every measured cell and all that was made of them; times in seconds."""
+    """Return every measured cell and all figures computed from them; times in seconds."""
     own, started = _quantiles(found.curves.held_out_errors()), _quantiles(_errors_at_start(found))
     return {
         "date": datetime.date.today().isoformat(),
@@ -141,12 +141,12 @@ def _quantiles(errors: Sequence[float]) -> tuple[float, float]:
 
 
 def profile(found: Findings) -> str:
-    """The JSON that `crossdock simulate` takes: a replica of this kind, as this sweep measured it."""
+    """Return the profile of a replica on this machine, as JSON for `crossdock simulate`."""
     return found.profile.model_copy(update={"cost": found.curves.fit()}).model_dump_json(indent=1) + "\n"
 
 
 def snippet(found: Findings) -> str:
-    """The YAML that `crossdock serve --config` takes: model and engine as tuned, with the new settings."""
+    """Return YAML for `crossdock serve --config`: the model and engine that were measured, with the new settings."""
     advice, config = found.advice, found.config
     data = {
         section: part.model_dump(mode="json", exclude_defaults=True)
@@ -167,7 +167,7 @@ def snippet(found: Findings) -> str:
 
 
 def plot(found: Findings, path: Path) -> None:
-    """Prefill efficiency against the worst stall: one line per number of streams, one point per size of chunk."""
+    """Draw prefill efficiency against the worst stall: a line per number of streams, a point per size of chunk."""
     import matplotlib as mpl
 
     mpl.use("Agg")

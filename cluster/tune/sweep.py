@@ -1,4 +1,4 @@
-"""Measures the cells of a sweep on an engine, one step at a time."""
+"""The measurement of a sweep on an engine, one step at a time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ from crossdock.workers.replica.engine import Engine, measure_step
 
 
 def grid(chunks: Sequence[int], decodes: Sequence[int], contexts: Sequence[int]) -> list[Cell]:
-    """All combinations, chunks alone and decodes alone among them."""
+    """Return a cell for every combination, with chunks alone and decodes alone among them."""
     return [
         Cell(chunk, streams, context)
         for context in sorted(set(contexts))
@@ -19,8 +19,8 @@ def grid(chunks: Sequence[int], decodes: Sequence[int], contexts: Sequence[int])
     ]
 
 
-def held(engine: Engine, cells: Sequence[Cell]) -> list[Cell]:
-    """Those cells that the model's length and the KV pool leave room for."""
+def fitting(engine: Engine, cells: Sequence[Cell]) -> list[Cell]:
+    """Return the cells that fit into the model's length and the KV pool."""
     size, longest = engine.config.page_size, engine.model.max_model_len
 
     def pages(tokens: int) -> int:
@@ -35,14 +35,16 @@ def held(engine: Engine, cells: Sequence[Cell]) -> list[Cell]:
 
 
 def sweep(engine: Engine, cells: Sequence[Cell], repeats: int, measured: Callable[[Cell], None]) -> list[Cell]:
-    """The same cells with their seconds: the median of `repeats` rounds, so that what else the machine does for a
-    while meets all alike. `measured` is called after each step."""
+    """Return the cells with their seconds: medians of `repeats` rounds. `measured` is called after each step.
+
+    Each round measures all cells, so that a load from elsewhere on the machine affects all of them alike.
+    """
     seconds: list[list[float]] = [[] for _ in cells]
     for _ in range(repeats):
-        for cell, its in zip(cells, seconds, strict=True):
+        for cell, times in zip(cells, seconds, strict=True):
             chunk = (cell.context, cell.chunk) if cell.chunk else None
             step = measure_step(engine, chunk, cell.decodes, cell.context, repeats=1)
             assert step is not None, "the pool holds every cell of an idle engine"
-            its += step[1]
+            times += step[1]
             measured(cell)
-    return [replace(cell, seconds=median(its)) for cell, its in zip(cells, seconds, strict=True)]
+    return [replace(cell, seconds=median(times)) for cell, times in zip(cells, seconds, strict=True)]

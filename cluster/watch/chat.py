@@ -1,4 +1,4 @@
-"""A terminal client: one conversation with any OpenAI endpoint, streamed as it comes."""
+"""`crossdock chat`: one conversation with any OpenAI endpoint in the terminal, streamed."""
 
 import contextlib
 import json
@@ -16,42 +16,45 @@ from rich.markdown import Markdown
 from rich.markup import escape
 from rich.segment import Segment, Segments
 
-HELP = "/reset forgets the conversation · /system TEXT sets the system prompt · /quit leaves · Ctrl-C stops an answer"
+HELP = "/reset forgets the conversation · /system TEXT sets the system prompt · /quit exits · Ctrl-C stops an answer"
 
 
 class ChatError(Exception):
-    """The server cannot be had, or refused; the message is for the user."""
+    """The server cannot be reached, or refused the request; the message is for the user."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far. `http` has the server's address (ending in /v1) as its base URL."""
+    """The messages so far. The base URL of `http` is the server's address, ending in /v1."""
 
     http: httpx.Client
     model: str
     system: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # of the request: temperature, max_tokens, …
+    options: dict[str, Any] = field(default_factory=dict)  # fields of the request: temperature, max_tokens, …
     turns: list[dict[str, str]] = field(default_factory=list)
-    usage: dict[str, Any] | None = None  # of the last answer, where it came to its end
+    usage: dict[str, Any] | None = None  # of the last answer, if that was complete
 
     def say(self, text: str) -> Generator[str, None, None]:
-        """Streams the answer. Close the iterator to stop the server: what it said until then is kept.
+        """Yield the pieces of the answer. Closing the iterator stops the server; the answer so far stays in `turns`.
 
-        A turn that got no answer at all is forgotten.
+        A message without any answer is removed from `turns`.
+
+        Raises:
+            ChatError: the server cannot be reached, refused the request, or broke off.
         """
         self.turns.append({"role": "user", "content": text})
         self.usage = None
-        said: list[str] = []
+        answer: list[str] = []
         try:
             for event in self._events():
                 self.usage = event.get("usage") or self.usage
                 for choice in event.get("choices", ()):
                     if piece := choice.get("delta", {}).get("content"):
-                        said.append(piece)
+                        answer.append(piece)
                         yield piece
         finally:
-            if said:
-                self.turns.append({"role": "assistant", "content": "".join(said)})
+            if answer:
+                self.turns.append({"role": "assistant", "content": "".join(answer)})
             else:
                 self.turns.pop()
 
@@ -85,15 +88,15 @@ class Conversation:
 
 
 def connect(url: str, api_key: str | None = None) -> httpx.Client:
-    """A client for the API at `url`, which may end in /v1 or not."""
+    """Return a client for the API at `url`, which may end in /v1 or not."""
     base = url.rstrip("/").removesuffix("/v1") + "/v1/"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    # No limit on reading: a prompt may have to wait its turn, and Ctrl-C is at hand.
+    # No limit on reading: a prompt may wait in the server's queue, and Ctrl-C stops the answer.
     return httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(None, connect=10))
 
 
 def first_model(http: httpx.Client) -> str:
-    """The model that the server names first."""
+    """Return the first model that the server lists."""
     with _reachable(http):
         response = http.get("models")
         if response.is_error:
@@ -105,9 +108,9 @@ def first_model(http: httpx.Client) -> str:
 
 
 def chat(
-    message: Annotated[str | None, typer.Argument(help="Say this, print the answer, and leave.")] = None,
+    message: Annotated[str | None, typer.Argument(help="Send this, print the answer, and exit.")] = None,
     url: Annotated[str, typer.Option(help="Address of the server, with or without /v1.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="Default: the first the server names.")] = None,
+    model: Annotated[str | None, typer.Option(help="Default: the first model that the server lists.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
@@ -116,7 +119,7 @@ def chat(
         str | None, typer.Option(help="Sent as bearer token.", envvar=["CROSSDOCK_API_KEY", "OPENAI_API_KEY"])
     ] = None,
 ) -> None:
-    """Talk to a served model in the terminal. What comes through a pipe is one message."""
+    """Talk to a served model in the terminal. Text from a pipe is one message."""
     options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     options = {name: value for name, value in options.items() if value is not None}
     try:
@@ -136,7 +139,7 @@ def chat(
 
 
 class _Terminal:
-    """Reads lines, renders answers."""
+    """The dialogue at a terminal: reads lines, renders answers."""
 
     def __init__(self, talk: Conversation) -> None:
         with contextlib.suppress(ImportError):
@@ -164,19 +167,19 @@ class _Terminal:
         match command:
             case "/reset":
                 self.talk.reset()
-                told = "forgotten"
+                reply = "conversation forgotten"
             case "/system":
                 self.talk.system = rest.strip() or None
-                told = "system prompt set" if self.talk.system else "no system prompt"
+                reply = "system prompt set" if self.talk.system else "no system prompt"
             case "/help":
-                told = HELP
+                reply = HELP
             case _:
-                told = f"no such command: {command}. {HELP}"
-        self.console.print(f"[dim]{escape(told)}[/dim]", highlight=False)
+                reply = f"no such command: {command}. {HELP}"
+        self.console.print(f"[dim]{escape(reply)}[/dim]", highlight=False)
 
     def _answer(self, line: str) -> None:
         text, asked, first = "", time.perf_counter(), None
-        # While it grows only the end is shown, which fits the screen; the whole is printed once it is complete.
+        # Only the end of a growing answer fits the screen; the whole answer is printed when it is complete.
         with contextlib.closing(self.talk.say(line)) as pieces, Live(console=self.console, transient=True) as live:
             try:
                 for piece in pieces:
@@ -213,7 +216,7 @@ def _print_plain(pieces: Generator[str, None, None]) -> None:
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines as server-sent events have them. httpx's own would also split at U+2028, which JSON leaves in texts."""
+    """Yield the lines of server-sent events. httpx's `iter_lines` also splits at U+2028, which JSON may contain."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -231,7 +234,7 @@ def _reachable(http: httpx.Client) -> Iterator[None]:
     except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
         raise ChatError(f"url: {error}") from None
     except httpx.HTTPError as error:
-        raise ChatError(f"the connection to {http.base_url} broke: {error or type(error).__name__}") from None
+        raise ChatError(f"the connection to {http.base_url} failed: {error or type(error).__name__}") from None
 
 
 def _reason(response: httpx.Response) -> str:

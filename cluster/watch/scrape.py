@@ -1,4 +1,4 @@
-"""What a deployment's /metrics says: totals, what changed between two scrapes, and quantiles of histograms."""
+"""A deployment's /metrics as data: totals, the change between two scrapes, and quantiles of histograms."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from math import inf
 
 from prometheus_client.parser import text_string_to_metric_families
 
-# Every name that is read here, in `crossdock top` or in `crossdock bench`. What a server has not reads as None.
+# Every name that this module, `crossdock top` and `crossdock bench` read. A name that a server lacks reads as None.
 STEPS = "crossdock_steps_total"  # by KIND
 STEP_SECONDS = "crossdock_step_seconds"  # histogram, by KIND
 STEP_ERROR = "crossdock_step_relative_error"  # |predicted - actual| / actual, by QUANTILE: "0.5" and "0.9"
@@ -41,12 +41,16 @@ Series = frozenset[tuple[str, str]]  # the labels of one sample
 class Scrape:
     """The samples of one exposition, or the differences of two."""
 
-    seconds: float  # when it was taken, on the reader's clock; of a difference: how long it covers
+    seconds: float  # of a scrape: its time on the reader's clock; of a difference: the time between the two
     samples: Mapping[str, Mapping[Series, float]]  # by the sample's name
 
     @classmethod
     def parse(cls, text: str, seconds: float) -> "Scrape":
-        """Reads Prometheus's text format. ValueError if it is none."""
+        """Read Prometheus's text format.
+
+        Raises:
+            ValueError: the text is in another format.
+        """
         samples: dict[str, dict[Series, float]] = defaultdict(dict)
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -54,21 +58,21 @@ class Scrape:
         return cls(seconds, dict(samples))
 
     def since(self, before: "Scrape") -> "Scrape":
-        """What counters and histograms gained. One that fell began anew, with its replica: all of it is gain."""
-        gains = {
-            name: {series: _gain(value, before.samples.get(name, {}).get(series, 0.0)) for series, value in its.items()}
-            for name, its in self.samples.items()
-        }
+        """Return the increases since `before`. A counter that fell was restarted with its replica: all of it counts."""
+        gains: dict[str, dict[Series, float]] = {}
+        for name, values in self.samples.items():
+            old = before.samples.get(name, {})
+            gains[name] = {series: _gain(value, old.get(series, 0.0)) for series, value in values.items()}
         return Scrape(self.seconds - before.seconds, gains)
 
     def total(self, name: str, **labels: str) -> float | None:
-        """The sum of the samples that have these labels; None if there are none."""
+        """Return the sum of the samples that have these labels; None if there are none."""
         wanted = labels.items()
         found = [value for series, value in self.samples.get(name, {}).items() if wanted <= series]
         return sum(found) if found else None
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """Those sums for every value of `label`; samples without it are under the empty string."""
+        """Return that sum for every value of `label`; samples without the label are under the empty string."""
         sums: dict[str, float] = defaultdict(float)
         wanted = labels.items()
         for series, value in self.samples.get(name, {}).items():
@@ -77,13 +81,15 @@ class Scrape:
         return dict(sums)
 
     def rate(self, name: str, **labels: str) -> float | None:
-        """Per second, of a difference."""
+        """Return the total per second of a difference."""
         total = self.total(name, **labels)
         return None if total is None or self.seconds <= 0 else total / self.seconds
 
     def quantile(self, name: str, quantile: float, **labels: str) -> float | None:
-        """Of a histogram: as Prometheus's histogram_quantile, straight within a bucket, so no finer than its buckets.
-        Beyond the last bucket it is that bucket's limit. None if nothing was observed."""
+        """Return a quantile of a histogram as Prometheus's histogram_quantile does; None if nothing was observed.
+
+        Within a bucket it is interpolated linearly; beyond the last bucket it is that bucket's limit.
+        """
         buckets = sorted((float(limit), count) for limit, count in self.by(f"{name}_bucket", "le", **labels).items())
         if not buckets or not buckets[-1][1]:
             return None

@@ -1,4 +1,4 @@
-"""`crossdock top`: what a deployment does now, in the terminal. It reads /metrics and /v1/requests, as anyone can."""
+"""`crossdock top`: a deployment's recent activity in the terminal, read from /metrics and /v1/requests."""
 
 import contextlib
 import select
@@ -22,12 +22,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from crossdock.cluster.watch import scrape as names
+from crossdock.cluster.watch import scrape
 from crossdock.cluster.watch.scrape import Scrape
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
-_WINDOW = 5  # intervals a frame looks back: the p99 of one second's steps is the slowest of a dozen
-_TIMEOUT_S = 5.0  # for an answer; a busy ingress needs a while
+_WINDOW = 5  # intervals that a frame covers: of one second's dozen steps p99 would be the slowest
+_TIMEOUT_S = 5.0  # for a response; a busy ingress takes seconds
 _BAR = 30  # cells of the KV bar
 
 
@@ -35,7 +35,7 @@ def top(
     url: Annotated[str, typer.Argument(help="Address of the server, with or without /v1.")] = "http://127.0.0.1:8000",
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Read twice, an interval apart, print what happened between, and exit.")
+        bool, typer.Option("--once", help="Read twice, one interval apart, print the difference, and exit.")
     ] = False,
     api_key: Annotated[
         str | None, typer.Option(help="Sent as bearer token.", envvar=["CROSSDOCK_API_KEY", "OPENAI_API_KEY"])
@@ -49,27 +49,29 @@ def top(
         httpx.Client(base_url=base, headers=headers, timeout=_TIMEOUT_S) as http,
         contextlib.suppress(KeyboardInterrupt),
     ):
-        watch = Watch(http)
+        readings = Readings(http)
         if once or not console.is_terminal:  # a pipe is for one reading
-            watch.poll()
+            readings.poll()
             time.sleep(interval)
-            watch.poll()
-            console.print(watch.frame())
-            if watch.lost is not None:
+            readings.poll()
+            console.print(readings.frame())
+            if readings.lost is not None:
                 raise typer.Exit(1)
             return
         with _key_presses() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                watch.poll()
-                live.update(watch.frame(console.height), refresh=True)
+                readings.poll()
+                live.update(readings.frame(console.height), refresh=True)
                 if pressed(interval) == "q":
                     return
 
 
 @contextlib.contextmanager
 def _key_presses() -> Iterator[Callable[[float], str]]:
-    """A function that waits so many seconds, or until a key is pressed, which it returns. Without a keyboard it only
-    waits."""
+    """Yield a function that waits for a key at most so many seconds and returns the key, or "" without one.
+
+    Without a keyboard the function only waits.
+    """
 
     def pressed(seconds: float) -> str:
         ready, _, _ = select.select([sys.stdin], [], [], seconds)
@@ -91,8 +93,8 @@ def _key_presses() -> Iterator[Callable[[float], str]]:
 
 
 @dataclass(slots=True)
-class Watch:
-    """The last readings of one server. A server that goes away is forgotten, and met anew when it is back."""
+class Readings:
+    """The recent readings of one server. They are dropped when the server cannot be reached."""
 
     http: httpx.Client
     clock: Callable[[], float] = time.monotonic  # seconds
@@ -102,8 +104,9 @@ class Watch:
     _requests: Sequence[Mapping[str, Any]] | None = None  # None: the server does not list them
 
     def poll(self) -> None:
+        """Read the server once. `lost` then has the reason if that failed, else None."""
         try:
-            scrape = self._scrape()
+            reading = self._scrape()
             self._requests = self._in_flight()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             if self.lost is None:
@@ -112,18 +115,18 @@ class Watch:
             self._scrapes.clear()
         else:
             self.lost = None
-            self._scrapes.append(scrape)
+            self._scrapes.append(reading)
 
     def frame(self, height: int = 50) -> RenderableType:
-        """What there is to see, in about `height` lines."""
+        """Return the screen's content, of about `height` lines."""
         url = str(self.http.base_url).rstrip("/")
         if self.lost is not None:
-            gone = f"unreachable for {self.clock() - self._lost_at:.0f} s: {self.lost}"
-            return Group(_header(url, Text(gone, "bold red")), Text("trying again; q quits", "dim"))
+            reason = f"unreachable for {self.clock() - self._lost_at:.0f} s: {self.lost}"
+            return Group(_header(url, Text(reason, "bold red")), Text("trying again; q quits", "dim"))
         now = self._scrapes[-1]
         change = now.since(self._scrapes[0])
         covers = f"the last {change.seconds:.1f} s" if change.seconds else "reading …"
-        replicas = [_replica(name, now, change) for name in sorted(now.by(names.PAGES, names.REPLICA))]
+        replicas = [_replica(name, now, change) for name in sorted(now.by(scrape.PAGES, scrape.REPLICA))]
         left = max(height - 7 * len(replicas) - 12, 3)
         return Group(
             _header(url, Text(covers, "green")), *replicas, _classes(now, change), _flights(self._requests, left)
@@ -132,10 +135,10 @@ class Watch:
     def _scrape(self) -> Scrape:
         response = self.http.get("/metrics")
         response.raise_for_status()
-        scrape = Scrape.parse(response.text, self.clock())
-        if names.PAGES not in scrape.samples:
-            raise ValueError("no replica of Crossdock is in its /metrics")
-        return scrape
+        reading = Scrape.parse(response.text, self.clock())
+        if scrape.PAGES not in reading.samples:
+            raise ValueError("its /metrics has no Crossdock replica")
+        return reading
 
     def _in_flight(self) -> Sequence[Mapping[str, Any]] | None:
         response = self.http.get("/v1/requests")
@@ -157,39 +160,39 @@ def _header(url: str, state: Text) -> RenderableType:
 
 
 def _replica(replica: str, now: Scrape, change: Scrape) -> RenderableType:
-    which = {names.REPLICA: replica} if replica else {}
+    which = {scrape.REPLICA: replica} if replica else {}
 
     def rates(name: str, label: str, *values: str) -> str:
         return " · ".join(f"{value} {_number(change.rate(name, **which, **{label: value}))}" for value in values)
 
     def step(quantile: float) -> str:
-        return _seconds(change.quantile(names.STEP_SECONDS, quantile, **which))
+        return _seconds(change.quantile(scrape.STEP_SECONDS, quantile, **which))
 
     def off(quantile: str) -> str:
-        return _percent(now.total(names.STEP_ERROR, **which, **{names.QUANTILE: quantile}))
+        return _percent(now.total(scrape.STEP_ERROR, **which, **{scrape.QUANTILE: quantile}))
 
     def requests(status: str) -> str:
-        return _by_class(now.by(names.REQUESTS, names.CLASS, **which, **{names.STATUS: status}))
+        return _by_class(now.by(scrape.REQUESTS, scrape.CLASS, **which, **{scrape.STATUS: status}))
 
     tokens = (
-        f"prefill {_number(change.rate(names.PROMPT_TOKENS, **which))}"
-        f" · decode {_number(change.rate(names.OUTPUT_TOKENS, **which))}"
-        f" · cached {_number(change.rate(names.CACHED_TOKENS, **which))}"
+        f"prefill {_number(change.rate(scrape.PROMPT_TOKENS, **which))}"
+        f" · decode {_number(change.rate(scrape.OUTPUT_TOKENS, **which))}"
+        f" · cached {_number(change.rate(scrape.CACHED_TOKENS, **which))}"
     )
-    backlog = _by_class(now.by(names.BACKLOG_SECONDS, names.CLASS, **which), " s")
+    backlog = _by_class(now.by(scrape.BACKLOG_SECONDS, scrape.CLASS, **which), " s")
     rows = [
-        ("steps/s", rates(names.STEPS, names.KIND, "decodes", "chunks", "mixed")),
+        ("steps/s", rates(scrape.STEPS, scrape.KIND, "decodes", "chunks", "mixed")),
         ("step time", f"{step(0.5)} p50 · {step(0.99)} p99 · predicted ±{off('0.5')} p50 · ±{off('0.9')} p90"),
         ("tokens/s", tokens),
-        ("chunk", f"{_number(change.quantile(names.CHUNK_TOKENS, 0.5, **which))} tokens p50"),
+        ("chunk", f"{_number(change.quantile(scrape.CHUNK_TOKENS, 0.5, **which))} tokens p50"),
         ("running", requests("running")),
         ("waiting", f"{requests('waiting')}   backlog {backlog}"),
     ]
     grid = Table.grid(padding=(0, 2))
-    for (left, its), (right, others) in zip(rows[::2], rows[1::2], strict=True):
-        grid.add_row(Text(left, "dim"), its, Text(right, "dim"), others)
-    preempted = _number(now.total(names.PREEMPTIONS, **which))
-    pages = now.by(names.PAGES, names.STATE, **which)
+    for (left, left_value), (right, right_value) in zip(rows[::2], rows[1::2], strict=True):
+        grid.add_row(Text(left, "dim"), left_value, Text(right, "dim"), right_value)
+    preempted = _number(now.total(scrape.PREEMPTIONS, **which))
+    pages = now.by(scrape.PAGES, scrape.STATE, **which)
     return Panel(
         Group(grid, Text.assemble(("KV pages  ", "dim"), _pages(pages), f"   preempted {preempted}")),
         title=escape(replica) or "replica",
@@ -211,31 +214,37 @@ def _pages(pages: Mapping[str, float]) -> Text:
 
 
 def _classes(now: Scrape, change: Scrape) -> RenderableType:
-    told = (names.REQUESTS, names.SLO_TTFT, names.REFUSED, f"{names.TTFT_SECONDS}_count", f"{names.GAP_SECONDS}_count")
+    listed = (
+        scrape.REQUESTS,
+        scrape.SLO_TTFT,
+        scrape.REFUSED,
+        f"{scrape.TTFT_SECONDS}_count",
+        f"{scrape.GAP_SECONDS}_count",
+    )
 
     def met(name: str, which: Mapping[str, str]) -> str:
         every = change.total(name, **which)
-        return _percent((change.total(name, **which, **{names.OUTCOME: "met"}) or 0.0) / every if every else None)
+        return _percent((change.total(name, **which, **{scrape.OUTCOME: "met"}) or 0.0) / every if every else None)
 
     table = Table("class", box=None, header_style="dim", padding=(0, 2, 0, 0))
     for title in ("TTFT p50", "p99", "met", "token gap p50", "p99", "TPOT met", "refused", "tokens waiting"):
         table.add_column(title, justify="right")
-    for name in sorted({name for metric in told for name in now.by(metric, names.CLASS)}, key=_urgency):
-        which = {names.CLASS: name} if name else {}
+    for name in sorted({name for metric in listed for name in now.by(metric, scrape.CLASS)}, key=_class_order):
+        which = {scrape.CLASS: name} if name else {}
         table.add_row(
             name or "all",
-            *(_seconds(change.quantile(names.TTFT_SECONDS, quantile, **which)) for quantile in (0.5, 0.99)),
-            met(names.SLO_TTFT, which),
-            *(_seconds(change.quantile(names.GAP_SECONDS, quantile, **which)) for quantile in (0.5, 0.99)),
-            met(names.SLO_TPOT, which),
-            _number(change.total(names.REFUSED, **which)),
-            _number(now.total(names.UNCACHED_WAITING, **which)),
+            *(_seconds(change.quantile(scrape.TTFT_SECONDS, quantile, **which)) for quantile in (0.5, 0.99)),
+            met(scrape.SLO_TTFT, which),
+            *(_seconds(change.quantile(scrape.GAP_SECONDS, quantile, **which)) for quantile in (0.5, 0.99)),
+            met(scrape.SLO_TPOT, which),
+            _number(change.total(scrape.REFUSED, **which)),
+            _number(now.total(scrape.UNCACHED_WAITING, **which)),
         )
     return table
 
 
 def _flights(requests: Sequence[Mapping[str, Any]] | None, rows: int) -> RenderableType:
-    """Those that prefill first, the longest of them above."""
+    """Return a table of the requests in flight: those that prefill first, the longest of them on top."""
     if requests is None:
         return Text("requests in flight: -", "dim")
     if not requests:
@@ -243,7 +252,7 @@ def _flights(requests: Sequence[Mapping[str, Any]] | None, rows: int) -> Rendera
     table = Table("request", "class", "state", "prefill", box=None, header_style="dim", padding=(0, 2, 0, 0))
     for title in ("computed", "prompt", "output", "waiting"):
         table.add_column(title, justify="right")
-    for request in sorted(requests, key=lambda it: (not _is_prefilling(it), -it.get("num_prompt_tokens", 0)))[:rows]:
+    for request in sorted(requests, key=_flight_order)[:rows]:
         computed, prompt = request.get("num_computed_tokens", 0), request.get("num_prompt_tokens", 0)
         table.add_row(
             escape(str(request.get("request_id") or request.get("id", "-"))[-24:]),
@@ -259,17 +268,22 @@ def _flights(requests: Sequence[Mapping[str, Any]] | None, rows: int) -> Rendera
     return Group(table, *more)
 
 
+def _flight_order(request: Mapping[str, Any]) -> tuple[bool, int]:
+    return (not _is_prefilling(request), -request.get("num_prompt_tokens", 0))
+
+
 def _is_prefilling(request: Mapping[str, Any]) -> bool:
     return request.get("state") == "prefilling"
 
 
-def _urgency(name: str) -> tuple[int, str]:
-    ranks = [slo.name for slo in DEFAULT_CLASSES]
-    return (ranks.index(name) if name in ranks else len(ranks), name)
+def _class_order(name: str) -> tuple[int, str]:
+    """Sort the default classes by priority, and other classes after them by name."""
+    known = [slo.name for slo in DEFAULT_CLASSES]
+    return (known.index(name) if name in known else len(known), name)
 
 
 def _by_class(values: Mapping[str, float], unit: str = "") -> str:
-    shown = (f"{name} {_number(values[name])}{unit}".lstrip() for name in sorted(values, key=_urgency))
+    shown = (f"{name} {_number(values[name])}{unit}".lstrip() for name in sorted(values, key=_class_order))
     return " · ".join(shown) or "-"
 
 

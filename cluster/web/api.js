@@ -1,31 +1,32 @@
-// Asks the API, with the viewer's key where keys are asked for. The key stays in this tab.
+// Calls to the API, with the viewer's key where one is required. The key stays in this tab.
 
 const base = new URL("..", import.meta.url);
 const KEY = "crossdock-key";
 
 export class KeyNeeded extends Error {}
 
-export async function ask(path, options = {}) {
+export async function fetchJson(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
   const answer = await fetch(new URL(path, base), { ...options, headers });
-  if (answer.status === 401) throw new KeyNeeded(key ? "This key is not accepted." : "This server asks for an API key.");
+  if (answer.status === 401) throw new KeyNeeded(key ? "This key is not accepted." : "This server requires an API key.");
   if (!answer.ok) {
-    const told = await answer.json().catch(() => null);
-    throw new Error(told?.error?.message ?? `The server answered ${answer.status}.`);
+    const body = await answer.json().catch(() => null);
+    throw new Error(body?.error?.message ?? `The server answered ${answer.status}.`);
   }
   return answer.json();
 }
 
-// Shows the form for a key while one is missing. `again` is called when the viewer has given one.
-export function keyForm(again) {
+// Returns a function that shows the form for a key if an error says that one is missing. `retry` is called with a new key
+// in place.
+export function keyForm(retry) {
   const form = document.getElementById("key");
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     sessionStorage.setItem(KEY, form.elements.key.value.trim());
     form.elements.key.value = "";
     form.hidden = true;
-    again();
+    retry();
   });
   return (error) => {
     form.hidden = !(error instanceof KeyNeeded);
@@ -34,16 +35,16 @@ export function keyForm(again) {
 }
 
 export function element(name, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(name), properties);
-  made.append(...children);
-  return made;
+  const node = Object.assign(document.createElement(name), properties);
+  node.append(...children);
+  return node;
 }
 
-// A row of cells; numbers stand right.
+// Returns a table row; numbers are aligned right.
 export function row(...cells) {
   return element("tr", {}, ...cells.map((cell) =>
     cell instanceof Node ? element("td", {}, cell)
-      : element("td", { className: typeof cell === "number" || /^([\d.,]+( ?(ms|s|%))?|–|later)$/.test(cell) ? "number" : "" }, `${cell}`)));
+      : element("td", { className: typeof cell === "number" || /^([\d.,]+( ?(ms|s|%))?|–|not reached)$/.test(cell) ? "number" : "" }, `${cell}`)));
 }
 
 export const whole = (number) => Math.round(number).toLocaleString("en");

@@ -1,7 +1,7 @@
-// Every second: how each replica does, and the steps that it made since the last time.
+// Polls every second: the state of each replica, and the steps it has finished since the last poll.
 
-import { ask, element, keyForm, quantile, row, time, whole } from "./api.js";
-import { Timeline, tell } from "./timeline.js";
+import { element, fetchJson, keyForm, quantile, row, time, whole } from "./api.js";
+import { Timeline, describeStep } from "./timeline.js";
 
 const KEEP_S = 60;
 const PAGE_STATES = ["owned", "cached", "quarantined", "free"];
@@ -17,18 +17,17 @@ class Card {
     this.facts = element("span", { className: "faint" });
     this.pages = element("div", { className: "bar" });
     this.pages.setAttribute("role", "img");
-    this.told = element("p", { className: "told" });
+    this.caption = element("p", { className: "caption" });
     const canvas = element("canvas");
-    this.table = element("tbody");
     const details = element("details", {}, element("summary", {}, "Newest steps as a list"), element("ol", {}));
     this.list = details.querySelector("ol");
     this.root = element("section", { className: "card" },
-      element("div", { className: "head" }, this.title, this.facts), canvas, this.told, this.pages, details);
-    this.timeline = new Timeline(canvas, this.told);
+      element("div", { className: "head" }, this.title, this.facts), canvas, this.caption, this.pages, details);
+    this.timeline = new Timeline(canvas, this.caption);
     this.timeline.fromEnd = true;
   }
 
-  take(state) {
+  update(state) {
     if (state.incarnation !== this.incarnation) [this.incarnation, this.steps] = [state.incarnation, []];
     const last = this.steps.at(-1)?.number ?? 0;
     this.steps.push(...state.steps.filter((step) => step.number > last));
@@ -41,10 +40,10 @@ class Card {
     const { profile, pages, requests } = state;
     this.title.textContent = `${state.pool} ${this.name.slice(-6)}`;
     const facts = [profile.role, `${requests.running} running`, `${requests.waiting} waiting`];
-    if (requests.held) facts.push(`${requests.held} with pages on their way`);
+    if (requests.held) facts.push(`${requests.held} waiting for a transfer of pages`);
     if (state.cost) {
       facts.push(`a step costs ${time(state.cost.base)} + ${(state.cost.per_prefill_token * 1e6).toFixed(0)} µs per prompt token`);
-      facts.push(`predicted to ${Math.round(state.step_error * 100)} %`);
+      facts.push(`prediction error ${Math.round(state.step_error * 100)} %`);
     }
     this.facts.textContent = facts.join(" · ");
     const total = PAGE_STATES.reduce((sum, name) => sum + pages[name], 0);
@@ -58,7 +57,7 @@ class Card {
     this.pages.setAttribute("aria-label", this.pages.title);
     this.timeline.show(this.steps, state.now - window, state.now);
     const newest = this.steps.slice(-15).reverse();
-    this.list.replaceChildren(...newest.map((step) => element("li", { value: step.number }, tell(step))));
+    this.list.replaceChildren(...newest.map((step) => element("li", { value: step.number }, describeStep(step))));
   }
 }
 
@@ -66,33 +65,34 @@ const cards = new Map();
 let isPaused = false;
 const showKey = keyForm(() => poll());
 
-function sums(states, window) {
+function totals(states, window) {
   const steps = [...cards.values()].flatMap((card) => card.steps.filter((step) => step.started > card.state.now - window));
   const mixed = steps.filter((step) => step.num_decodes && step.chunks.length);
-  const total = (name) => states.reduce((sum, state) => sum + state.requests[name], 0);
-  const tokens = steps.reduce((sum, step) => sum + step.chunks.reduce((its, chunk) => its + chunk.num_tokens, 0), 0);
+  const count = (name) => states.reduce((sum, state) => sum + state.requests[name], 0);
+  const tokens = steps.reduce((sum, step) => sum + step.chunks.reduce((part, chunk) => part + chunk.num_tokens, 0), 0);
   const decodes = steps.reduce((sum, step) => sum + step.num_decodes, 0);
   const beside = quantile(mixed.map((step) => step.seconds), 0.95);
   return [
     ["Replicas", whole(states.length)],
-    ["Running", whole(total("running"))],
-    ["Waiting", whole(total("waiting"))],
+    ["Running", whole(count("running"))],
+    ["Waiting", whole(count("waiting"))],
     ["Prompt tokens per second", whole(tokens / window)],
     ["Output tokens per second", whole(decodes / window)],
-    ["Steps with both, p95", time(beside)],
+    ["Steps with chunks and streams, p95", time(beside)],
     ["Longest step", time(steps.length ? Math.max(...steps.map((step) => step.seconds)) : null)],
   ];
 }
 
 function showRequests(requests) {
-  const rows = requests.slice(0, MOST_REQUESTS).map((it) => {
-    const bar = element("div", { className: "bar", title: `${whole(it.num_computed_tokens)} tokens` }, element("span", { className: "done" }));
-    const share = Math.min(it.num_computed_tokens / it.num_prompt_tokens, 1);
+  const rows = requests.slice(0, MOST_REQUESTS).map((request) => {
+    const bar = element("div", { className: "bar", title: `${whole(request.num_computed_tokens)} tokens` }, element("span", { className: "done" }));
+    const share = Math.min(request.num_computed_tokens / request.num_prompt_tokens, 1);
     bar.firstChild.style.width = `${100 * share}%`;
     bar.setAttribute("role", "img");
-    bar.setAttribute("aria-label", `${Math.round(100 * share)} % of ${whole(it.num_prompt_tokens)} tokens`);
-    const name = element("span", { title: it.request_id }, it.request_id.slice(0, 24));
-    return row(name, it.slo_class, it.state, bar, it.num_chunks, time(it.waiting_s), time(it.first_token_s), it.num_output_tokens, time(it.gap_max_s));
+    bar.setAttribute("aria-label", `${Math.round(100 * share)} % of ${whole(request.num_prompt_tokens)} tokens`);
+    const name = element("span", { title: request.request_id }, request.request_id.slice(0, 24));
+    return row(name, request.slo_class, request.state, bar, request.num_chunks, time(request.waiting_s), time(request.first_token_s),
+      request.num_output_tokens, time(request.gap_max_s));
   });
   if (requests.length > MOST_REQUESTS) rows.push(row(`and ${requests.length - MOST_REQUESTS} more`));
   if (!rows.length) rows.push(row("none"));
@@ -104,7 +104,7 @@ async function poll() {
   for (const card of cards.values()) if (card.incarnation) query.append("after", `${card.incarnation}:${card.steps.at(-1)?.number ?? 0}`);
   const window = Number(get("window").value);
   try {
-    const [replicas, requests] = await Promise.all([ask(`v1/replicas?${query}`), ask("v1/requests")]);
+    const [replicas, requests] = await Promise.all([fetchJson(`v1/replicas?${query}`), fetchJson("v1/requests")]);
     if (isPaused) return;
     const names = new Set(replicas.data.map((state) => state.replica));
     for (const [name, card] of cards) if (!names.has(name)) { card.root.remove(); cards.delete(name); }
@@ -114,11 +114,11 @@ async function poll() {
         get("replicas").append(cards.get(state.replica).root);
       }
       const card = cards.get(state.replica);
-      card.take(state);
+      card.update(state);
       card.show(window);
     }
     get("none").hidden = cards.size > 0;
-    get("sums").replaceChildren(...sums(replicas.data, window).map(([label, value]) =>
+    get("totals").replaceChildren(...totals(replicas.data, window).map(([label, value]) =>
       element("div", { className: "tile" }, element("b", {}, value), element("span", { className: "faint" }, label))));
     showRequests(requests.data);
     showKey(null);
@@ -134,8 +134,8 @@ async function poll() {
 get("pause").addEventListener("click", () => {
   isPaused = !isPaused;
   get("pause").setAttribute("aria-pressed", isPaused);
-  get("pause").textContent = isPaused ? "Go on" : "Pause";
-  get("state").textContent = isPaused ? "paused" : "asking …";
+  get("pause").textContent = isPaused ? "Resume" : "Pause";
+  get("state").textContent = isPaused ? "paused" : "loading …";
   get("state").className = "faint";
 });
 addEventListener("resize", () => cards.forEach((card) => card.timeline.draw()));

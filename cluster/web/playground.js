@@ -1,6 +1,6 @@
-// Sliders to a query, the server's scheduler to three timelines on one scale.
+// Turns the sliders into queries, and the answers of the server's scheduler into three timelines on one scale.
 
-import { ask, element, keyForm, row, time, whole } from "./api.js";
+import { element, fetchJson, keyForm, row, time, whole } from "./api.js";
 import { Timeline } from "./timeline.js";
 
 const LANES = [
@@ -8,7 +8,7 @@ const LANES = [
   ["fixed", "Fixed budget", "chunks fill the token budget of a step, as in vLLM"],
   ["whole", "No chunks", "a prompt is computed in one step"],
 ];
-// Sliders move over these values.
+// The values that the sliders offer.
 const VALUES = {
   prompt_tokens: [256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536],
   num_prompts: [1, 2, 3, 4, 6, 8],
@@ -24,11 +24,11 @@ const form = document.getElementById("scenario");
 const state = document.getElementById("state");
 const costs = new Map([["a large GPU (an 8B model, for example)", LARGE_GPU]]);
 const lanes = LANES.map(([policy, title, text]) => {
-  const canvas = element("canvas"), told = element("p", { className: "told" });
+  const canvas = element("canvas"), caption = element("p", { className: "caption" });
   const root = element("section", { className: "card" },
-    element("div", { className: "head" }, element("h3", {}, title), element("span", { className: "faint" }, text)), canvas, told);
+    element("div", { className: "head" }, element("h3", {}, title), element("span", { className: "faint" }, text)), canvas, caption);
   document.getElementById("lanes").append(root);
-  return { policy, title, timeline: new Timeline(canvas, told) };
+  return { policy, title, timeline: new Timeline(canvas, caption) };
 });
 
 const shown = (name, value) => (name === "tpot_s" ? time(value) : whole(value));
@@ -41,7 +41,7 @@ function options() {
 }
 
 async function hardware() {
-  const replicas = await ask("v1/replicas");
+  const replicas = await fetchJson("v1/replicas");
   for (const { pool, replica, cost } of replicas.data) if (cost) costs.set(`${pool} ${replica.slice(-6)}, as measured here`, cost);
   options();
 }
@@ -60,18 +60,18 @@ async function play() {
   history.replaceState(null, "", `#${new URLSearchParams(fields)}`);
   try {
     const answers = await Promise.all(lanes.map(({ policy }) =>
-      ask(`v1/playground/scheduler?${new URLSearchParams({ ...fields, ...costs.get(form.elements.hardware.value), policy })}`, { signal })));
+      fetchJson(`v1/playground/scheduler?${new URLSearchParams({ ...fields, ...costs.get(form.elements.hardware.value), policy })}`, { signal })));
     const end = Math.max(...answers.map(({ steps }) => steps.at(-1).started + steps.at(-1).seconds));
-    answers.forEach((answer, place) => lanes[place].timeline.show(answer.steps, 0, end, [[answer.arrived, "prompts come"]]));
+    answers.forEach((answer, place) => lanes[place].timeline.show(answer.steps, 0, end, [[answer.arrived, "prompts arrive"]]));
     document.getElementById("summary").replaceChildren(...answers.map((answer, place) => row(
       lanes[place].title,
-      answer.is_cut ? "later" : time(Math.max(...answer.first_tokens_s)),
+      answer.is_cut ? "not reached" : time(Math.max(...answer.first_tokens_s)),
       time(answer.gap_p50_s),
       time(answer.gap_max_s),
       answer.late_share === null ? "–" : `${(100 * answer.late_share).toFixed(1)} %`,
       answer.steps.length,
     )));
-    state.textContent = "answered by this server's scheduler";
+    state.textContent = "computed by this server's scheduler";
     state.className = "good";
     showKey(null);
   } catch (error) {
@@ -98,5 +98,5 @@ form.addEventListener("input", () => {
 form.addEventListener("submit", (event) => event.preventDefault());
 addEventListener("resize", () => lanes.forEach(({ timeline }) => timeline.steps.length && timeline.draw()));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => lanes.forEach(({ timeline }) => timeline.steps.length && timeline.draw()));
-await hardware().catch(() => null); // without replicas, or a key, the example remains
+await hardware().catch(() => null); // without replicas or a key, only the example is offered
 await play();

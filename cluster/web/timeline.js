@@ -1,11 +1,11 @@
-// Draws steps over time: below, the streams that got a token in each; above, the slices of prompts that rode along.
+// Draws steps over time. Below: the streams that got a token in each step. Above: the chunks of prompts in that step.
 
 import { time, whole } from "./api.js";
 
-const COLOURS = ["#e69f00", "#56b4e9", "#2fa084", "#d55e00", "#cc79a7", "#c9b82e"]; // Okabe and Ito's, told apart by all
-const LOWER = 0.32; // the part of the height that decodes have
+const COLOURS = ["#e69f00", "#56b4e9", "#2fa084", "#d55e00", "#cc79a7", "#c9b82e"]; // by Okabe and Ito, for colour-blind eyes too
+const LOWER = 0.32; // share of the height for decodes
 
-export function tell(step) {
+export function describeStep(step) {
   if (!step) return "";
   const parts = [`Step ${whole(step.number)} took ${time(step.seconds)}`];
   if (step.predicted_s) parts[0] += ` (predicted ${time(step.predicted_s)})`;
@@ -20,18 +20,18 @@ export function tell(step) {
   return parts.join(" · ") + (step.limit && step.chunks.length ? ` · chunks bounded by ${step.limit}` : "");
 }
 
-export function describe(steps) {
+export function describeTimeline(steps) {
   const mixed = steps.filter((step) => step.chunks.length && step.num_decodes).length;
   const alone = steps.filter((step) => step.chunks.length && !step.num_decodes).length;
-  return `Timeline of ${steps.length} steps: ${mixed} with slices of prompts beside streams, ${alone} with prompts alone, ` +
-    `${steps.length - mixed - alone} with streams alone. Arrow keys go from step to step.`;
+  return `Timeline of ${steps.length} steps: ${mixed} with chunks and streams, ${alone} with chunks alone, ` +
+    `${steps.length - mixed - alone} with streams alone. Arrow keys move from step to step.`;
 }
 
 export class Timeline {
-  // `told` says what the step under the pointer, or chosen by arrow keys, carried.
-  constructor(canvas, told) {
+  // `caption`: the element that describes the step under the pointer, or the one chosen by arrow keys.
+  constructor(canvas, caption) {
     this.canvas = canvas;
-    this.told = told;
+    this.caption = caption;
     this.steps = [];
     this.chosen = null;
     canvas.tabIndex = 0;
@@ -48,15 +48,15 @@ export class Timeline {
     });
   }
 
-  // `from`, `to`: seconds, as in the steps; `marks`: [seconds, label], drawn as lines.
+  // `from`, `to`: seconds, on the clock of the steps; `marks`: pairs of seconds and label, drawn as lines.
   show(steps, from, to, marks = []) {
     Object.assign(this, { from, to, marks });
     this.steps = steps.filter((step) => step.started + step.seconds > from && step.started < to);
     this.mostDecodes = Math.max(1, ...this.steps.map((step) => step.num_decodes));
-    this.mostTokens = Math.max(1, ...this.steps.map((step) => step.chunks.reduce((sum, it) => sum + it.num_tokens, 0)));
-    this.canvas.setAttribute("aria-label", describe(this.steps));
+    this.mostTokens = Math.max(1, ...this.steps.map((step) => step.chunks.reduce((sum, chunk) => sum + chunk.num_tokens, 0)));
+    this.canvas.setAttribute("aria-label", describeTimeline(this.steps));
     this.draw();
-    this.#tell(this.steps.find((step) => step.number === this.chosen));
+    this.#caption(this.steps.find((step) => step.number === this.chosen));
   }
 
   draw() {
@@ -105,7 +105,7 @@ export class Timeline {
 
   #axis(pen, x, width, height, colour) {
     const span = this.to - this.from;
-    const every = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120].find((it) => span / it <= 8) ?? 600;
+    const every = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120].find((seconds) => span / seconds <= 8) ?? 600;
     pen.font = "11px system-ui, sans-serif";
     pen.textBaseline = "alphabetic";
     for (let seconds = 0; seconds <= span; seconds += every) {
@@ -124,7 +124,7 @@ export class Timeline {
     pen.font = "11px system-ui, sans-serif";
     pen.fillStyle = colour("text");
     for (const [seconds, label] of this.marks) {
-      const at = x(seconds), isRoomBefore = at > 90; // nothing is drawn above the line before the first prompt comes
+      const at = x(seconds), isRoomBefore = at > 90; // before the first prompt nothing is drawn above the line
       pen.fillRect(at, 0, 1.5, height - 16);
       pen.textAlign = isRoomBefore ? "right" : "left";
       pen.fillText(label, at + (isRoomBefore ? -5 : 5), 12);
@@ -140,10 +140,10 @@ export class Timeline {
   #choose(step) {
     this.chosen = step?.number ?? null;
     this.draw();
-    this.#tell(step);
+    this.#caption(step);
   }
 
-  #tell(step) {
-    this.told.textContent = tell(step) || "Point at a step, or go from one to the next with the arrow keys.";
+  #caption(step) {
+    this.caption.textContent = describeStep(step) || "Point at a step, or move from step to step with the arrow keys.";
   }
 }

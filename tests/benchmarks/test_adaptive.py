@@ -1,5 +1,6 @@
-"""The comparison's own parts: its settings are settings, its model is the default with a longer context, its tables."""
+"""The comparison of adaptive chunks with fixed budgets: its settings, its stretched model, its tables."""
 
+import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -15,21 +16,19 @@ from crossdock.cluster.bench.metrics import Sample
 
 @pytest.fixture
 def adaptive(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """As `python benchmarks/adaptive.py` finds itself and what it imports."""
-    import importlib
-
+    """The script, imported as `python benchmarks/adaptive.py` imports its neighbours."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     return importlib.import_module("adaptive")
 
 
-def test_every_setting_is_one_that_serve_takes(adaptive: ModuleType) -> None:
-    for setting in (*adaptive.POLICIES, *adaptive.ORDERS):
-        result = CliRunner().invoke(cli.app, ["config", *setting.flags])
+def test_flags_of_every_setting_are_flags_of_serve(adaptive: ModuleType) -> None:
+    for flags in (adaptive.POLICIES | adaptive.ORDERS).values():
+        result = CliRunner().invoke(cli.app, ["config", *flags])
         assert result.exit_code == 0, result.output
-    assert [it.name for it in adaptive.POLICIES] == ["adaptive", "fixed-512", "fixed-2048", "fixed-8192"]
+    assert list(adaptive.POLICIES) == ["adaptive", "fixed-512", "fixed-2048", "fixed-8192"]
 
 
-def test_the_stretched_model_differs_in_its_context_alone(adaptive: ModuleType, tmp_path: Path) -> None:
+def test_stretched_model_differs_only_in_its_context(adaptive: ModuleType, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"max_position_embeddings": 8192, "hidden_size": 576}')
@@ -46,7 +45,7 @@ def finished(ttft: float, gap: float, **fields: Any) -> Sample:
     return Sample("request", 2, 10, times=times, counts=[1, 1], ended=times[-1], **fields)
 
 
-def test_a_row_says_who_kept_which_promise(adaptive: ModuleType) -> None:
+def test_mix_table_of_two_settings_has_goodput_by_class(adaptive: ModuleType) -> None:
     samples = [
         finished(0.5, 0.04, service_tier="interactive"),
         finished(2.0, 0.04, service_tier="interactive"),
@@ -66,11 +65,11 @@ def test_a_row_says_who_kept_which_promise(adaptive: ModuleType) -> None:
     assert "standard" not in head
     assert first.startswith("| adaptive | 66.7 % / 0.2 /s | 50 % / 0.1 /s | 100 % / 0.1 /s | 40 |")
     assert first.endswith("| 800 | 5 % / 12.5 % | 0 / 0 | - |")
-    said = adaptive.verdict({"adaptive": row, "fixed-512": {**row, "all rate": 0.1}, "fixed-2048": row})
-    assert said == "Good requests per second: adaptive 0.2, best fixed 0.2 (fixed-2048)."
+    verdict = adaptive.verdict({"adaptive": row, "fixed-512": {**row, "all rate": 0.1}, "fixed-2048": row})
+    assert verdict == "Good requests per second: adaptive 0.2, best fixed 0.2 (fixed-2048)."
 
 
-def test_what_was_not_measured_is_a_dash(adaptive: ModuleType) -> None:
+def test_short_table_without_measurements_has_dashes(adaptive: ModuleType) -> None:
     samples = [Sample("short", 2, 10, error="HTTP 500: boom")]
     summary = metrics.summarize(samples, 1.0) | {"short_vs_long": metrics.short_vs_long(samples, (0.0, 1.0))}
     table = adaptive.short_table({"fixed-fcfs": adaptive.short_figures(summary)})

@@ -1,4 +1,4 @@
-"""Docks in processes of their own, to be stopped, continued and killed."""
+"""Docks in their own processes, which tests stop, continue and kill."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 class DockProcess:
-    """A dock elsewhere. `ask` calls it and returns the answer; `event` waits for the next event of a kind."""
+    """A dock in another process. `ask` calls it and returns the answer; `event` waits for an event."""
 
     def __init__(self, transport: str, **config: Any) -> None:
         argument = json.dumps({**DEFAULTS, **config, "transport": transport})
@@ -52,7 +52,7 @@ class DockProcess:
 
     @property
     def blob(self) -> str:
-        """Waits until the process is there, so that several may start at once."""
+        """The dock's blob. Waits until the process has started, so that several may start at once."""
         if self._blob is None:
             self._blob = self.answers.get(timeout=30)["answer"]
         return self._blob
@@ -69,7 +69,7 @@ class DockProcess:
         return self.answers.get(timeout=20)
 
     def event(self, kind: str, request: str, epoch: int = 1, timeout: float = 15.0) -> dict[str, Any]:
-        """The first event of this kind about this epoch of the request, now or later; it is then forgotten."""
+        """Remove and return the first event of this kind about this epoch of the request. Waits for it."""
         deadline = time.monotonic() + timeout
         with self.news:
             while True:
@@ -93,7 +93,7 @@ class DockProcess:
         self.process.wait()
 
     def close(self) -> None:
-        """Ends the process in the way it ends itself, or by force if that takes long."""
+        """End the process by closing its input, or by force if that takes long."""
         assert self.process.stdin
         assert self.process.stdout
         try:
@@ -110,13 +110,13 @@ class DockProcess:
     def _read(self) -> None:
         assert self.process.stdout
         for line in self.process.stdout:
-            news = json.loads(line)
-            if "event" in news:
+            message = json.loads(line)
+            if "event" in message:
                 with self.news:
-                    self.events.append(news)
+                    self.events.append(message)
                     self.news.notify_all()
             else:
-                self.answers.put(news)
+                self.answers.put(message)
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
@@ -128,22 +128,22 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def harbour(transport: str) -> Iterator["Harbour"]:
-    harbour = Harbour(transport)
-    yield harbour
-    harbour.close()
+def docks(transport: str) -> Iterator["DockProcesses"]:
+    processes = DockProcesses(transport)
+    yield processes
+    processes.close()
 
 
 @pytest.fixture
-def start(harbour: "Harbour") -> Iterator[Callable[..., DockProcess]]:
-    """Gives docks for the length of a test: `start(role="prefill")`."""
-    yield harbour.start
-    harbour.clear()
+def start(docks: "DockProcesses") -> Iterator[Callable[..., DockProcess]]:
+    """Return a function that starts docks for one test: `start(role="prefill")`."""
+    yield docks.start
+    docks.clear()
 
 
-class Harbour:
-    """Docks of the module's transport. Those that a test left alive and idle serve the next one: a start takes a
-    second of the two cores, and a dock should not mind what happened to others before."""
+class DockProcesses:
+    """Docks of the module's transport. A dock that a test left alive and idle serves the next test: a start takes a
+    second of two cores, and earlier transfers must not affect a dock."""
 
     def __init__(self, transport: str) -> None:
         self.transport = transport
@@ -164,7 +164,7 @@ class Harbour:
                 dock.close()
                 continue
             self.idle.setdefault(key, []).append(dock)
-            assert dock.ask("drain", timeout=2), f"a transfer is open still: {dock.ask('counts')}"
+            assert dock.ask("drain", timeout=2), f"a transfer is still open: {dock.ask('counts')}"
             assert dock.ask("counts")["num_open_writes"] == 0
             assert dock.ask("counts")["num_malformed"] == 0
             dock.ask("zero")

@@ -1,4 +1,4 @@
-"""A dock in a process of its own, told what to do by lines of JSON on stdin; answers and events come on stdout.
+"""A dock in its own process: lines of JSON on stdin are calls; answers and events are lines on stdout.
 
 Run by `DockProcess` in conftest.py with its configuration as the argument.
 """
@@ -23,7 +23,7 @@ from crossdock.kvtransfer.transport import Memory, Transport, TransportEvent, Wr
 
 
 class Delayed:
-    """A transport whose writes begin only when told: a writer that the network, or the scheduler, holds up."""
+    """A transport whose writes begin only after `release`: a writer that the network, or the scheduler, delays."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -64,14 +64,14 @@ def make_transport(kind: str) -> Any:
         return TcpTransport()
     from crossdock.kvtransfer.nixl import NixlTransport
 
-    # To tell which CUDA torch was built for, nixl imports it where it was built for none: 1 to 5 s per process.
+    # nixl imports torch to find the CUDA version it was built for, which takes 1 to 5 s per process.
     sys.modules["torch"] = None  # type: ignore[assignment]
     return NixlTransport(ucx_tls=kind.removeprefix("nixl "), ucx_net_devices="lo")
 
 
 class Pool:
-    """Pages of uniform layers, filled with and compared to content that only (seed, page number) determine: whatever
-    the shard, the same head of the same layer has the same numbers."""
+    """Pages of uniform layers. Their content follows from (seed, page number) alone: in every shard, the same head of
+    the same layer has the same numbers."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         layers = (LayerShape(*config["layer"]),) * config["num_layers"]
@@ -108,7 +108,7 @@ class Pool:
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever libraries print does not mix with our lines
+    os.dup2(2, 1)  # what libraries print must not mix with these lines
     config = json.loads(sys.argv[1])
     lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
 
@@ -132,7 +132,7 @@ def main() -> None:
     for line in sys.stdin:
         command, arguments = json.loads(line)
         try:
-            lines.put({"answer": _obey(command, arguments, dock, pool, transport)})
+            lines.put({"answer": _call(command, arguments, dock, pool, transport)})
         except IncompatiblePools as error:
             lines.put({"answer": None, "incompatible": str(error)})
     dock.close()
@@ -140,7 +140,7 @@ def main() -> None:
     writer.join()
 
 
-def _obey(command: str, arguments: dict[str, Any], dock: Dock, pool: Pool, transport: Any) -> Any:
+def _call(command: str, arguments: dict[str, Any], dock: Dock, pool: Pool, transport: Any) -> Any:
     if "peers" in arguments:
         arguments["peers"] = [bytes.fromhex(blob) for blob in arguments["peers"]]
     if "state" in arguments:

@@ -1,7 +1,8 @@
-"""What a dock refuses at the call, what it drops, and how it ends. Transfers are in test_transports.py."""
+"""A dock raises callers' errors at the call, drops malformed messages, and ends. test_transports.py has transfers."""
 
 import logging
 import queue
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,14 +20,27 @@ LAYERS = (LayerShape(2, 8, 8),)
 SPEC = PoolSpec.whole(PoolLayout(LAYERS, 4, 2), "m", "float16", 16)
 
 
+class Transport(TcpTransport):
+    """Notes when the dock's thread, at its end, closes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        super().close()
+        self.closed.set()
+
+
 class Local:
     """A dock in this process, with its pool and its events."""
 
-    def __init__(self, spec: PoolSpec = SPEC, on_event: Any = None) -> None:
+    def __init__(self, spec: PoolSpec = SPEC, on_event: Any = None, grace_seconds: float = 1.0) -> None:
         self.pool = bytearray(spec.nbytes)
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.transport = TcpTransport()
-        self.dock = Dock(self.transport, Memory.of(self.pool), spec, "test", on_event or self.events.put)
+        self.transport = Transport()
+        options = {"grace_seconds": grace_seconds}
+        self.dock = Dock(self.transport, Memory.of(self.pool), spec, "test", on_event or self.events.put, **options)
 
     def next(self, kind: type) -> Event:
         while not isinstance(event := self.events.get(timeout=5), kind):
@@ -49,7 +63,7 @@ def send(source: Local, target: Local, state: bytes = b"") -> None:
     source.dock.finish("r", [1], 2, state)
 
 
-def test_two_docks_in_one_process(pair: tuple[Local, Local]) -> None:
+def test_transfer_between_two_docks_in_one_process_arrives(pair: tuple[Local, Local]) -> None:
     source, target = pair
     source.pool[SPEC.layout.page_bytes : 2 * SPEC.layout.page_bytes] = b"\x07" * SPEC.layout.page_bytes
     state = b"s" * MAX_STATE_BYTES
@@ -63,7 +77,7 @@ def test_two_docks_in_one_process(pair: tuple[Local, Local]) -> None:
     assert target.pool[3 * SPEC.layout.page_bytes :][: SPEC.layout.page_bytes] == b"\x07" * SPEC.layout.page_bytes
 
 
-def test_the_callers_errors_are_raised_at_the_call(pair: tuple[Local, Local]) -> None:
+def test_call_with_bad_arguments_raises_at_once(pair: tuple[Local, Local]) -> None:
     dock, other = pair[0].dock, pair[1].dock
     with pytest.raises(ValueError, match="num_tokens must be within 2 pages of 4, not 9"):
         dock.chunk("r", [1, 2], 9)
@@ -79,26 +93,26 @@ def test_the_callers_errors_are_raised_at_the_call(pair: tuple[Local, Local]) ->
     with pytest.raises(ValueError, match="not a dock's blob"):
         dock.ship("r", 1, [b"noise"], 5)
     nixl = replace(Peer.unpack(other.blob), transport="nixl").pack()
-    with pytest.raises(ValueError, match="speaks nixl, this dock tcp"):
+    with pytest.raises(ValueError, match="uses nixl, this dock tcp"):
         dock.expect("r", 1, [nixl], 5)
     assert dock.counts().num_open == 0
 
 
-def test_pools_that_differ_are_refused_at_the_call(pair: tuple[Local, Local]) -> None:
+def test_call_with_a_blob_of_another_pool_raises_at_once(pair: tuple[Local, Local]) -> None:
     other = replace(Peer.unpack(pair[1].dock.blob), spec=replace(SPEC, model="m2")).pack()
     for call in (pair[0].dock.ship, pair[0].dock.expect):
         with pytest.raises(IncompatiblePools, match=r"(?s)differ in model.*m +m2 <- differs"):
             call("r", 1, [other], 5)
 
 
-def test_a_target_needs_the_blobs_of_all_that_write_to_it(pair: tuple[Local, Local]) -> None:
+def test_expect_without_the_blob_of_a_source_rank_raises(pair: tuple[Local, Local]) -> None:
     spec = replace(SPEC, shards=shard_model(LAYERS, 2))
     half = replace(Peer.unpack(pair[1].dock.blob), spec=spec).pack()
     with pytest.raises(IncompatiblePools, match=r"ranks \(0, 1\) write to this one; blobs of 1 were given"):
         pair[0].dock.expect("r", 1, [half], 5)
 
 
-def test_memory_must_hold_the_pool() -> None:
+def test_dock_with_too_little_memory_raises() -> None:
     transport = TcpTransport()
     with pytest.raises(ValueError, match=f"memory has 10 bytes; 16 pages need {SPEC.nbytes}"):
         Dock(transport, Memory.of(bytearray(10)), SPEC, "test", print)
@@ -115,12 +129,12 @@ def test_memory_must_hold_the_pool() -> None:
         msgpack.packb([1, "n", "tcp", b"", ["m", "d", 2, 4, [[1, 1, 1]], [[0, [[0, 9]]]], 0, 1]]),
     ],
 )
-def test_a_blob_is_checked(blob: bytes) -> None:
+def test_malformed_blob_raises(blob: bytes) -> None:
     with pytest.raises(ValueError, match="not a dock's blob"):
         Peer.unpack(blob)
 
 
-def test_a_blob_comes_back_as_it_was(pair: tuple[Local, Local]) -> None:
+def test_blob_unpacked_and_packed_is_the_same(pair: tuple[Local, Local]) -> None:
     peer = Peer.unpack(pair[0].dock.blob)
     assert peer.spec == SPEC
     assert (peer.name, peer.transport) == (pair[0].dock.name, "tcp")
@@ -134,7 +148,7 @@ def test_malformed_messages_are_dropped_and_counted(
     other = TcpTransport()
     other.open("noisy", Memory.of(bytearray(8)))
     other.connect(Peer.unpack(target.dock.blob), 8, 1, [])
-    lying = msgpack.packb(["Abort", "r", 1, source.dock.blob])  # of a dock that is not who sends it
+    lying = msgpack.packb(["Abort", "r", 1, source.dock.blob])  # with the blob of another dock
     with caplog.at_level(logging.ERROR):
         for message in (b"noise", msgpack.packb(["Hello", "r", -1]), lying):
             other.send(target.dock.name, message)
@@ -145,7 +159,7 @@ def test_malformed_messages_are_dropped_and_counted(
     other.close()
 
 
-def test_words_about_unknown_transfers_are_counted(pair: tuple[Local, Local]) -> None:
+def test_messages_about_unknown_transfers_are_counted(pair: tuple[Local, Local]) -> None:
     source, target = pair
     target.dock.expect("r", 1, [source.dock.blob], 5)
     target.dock.grant("r", 1, 0, [1])
@@ -154,7 +168,7 @@ def test_words_about_unknown_transfers_are_counted(pair: tuple[Local, Local]) ->
     target.dock.cancel_expect("r", 1)
 
 
-def test_after_close_calls_are_refused() -> None:
+def test_call_after_close_raises() -> None:
     local = Local()
     local.dock.close()
     with pytest.raises(RuntimeError, match="the dock is closed"):
@@ -162,13 +176,13 @@ def test_after_close_calls_are_refused() -> None:
     assert not local.dock.drain(0.1) or local.dock.counts().num_open == 0
 
 
-def test_a_callback_that_fails_ends_the_dock_and_the_next_call_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_dock_whose_callback_fails_ends_and_its_next_call_raises(caplog: pytest.LogCaptureFixture) -> None:
     def broken(event: Event) -> None:
         raise KeyError("the owner's mistake")
 
     local = Local(on_event=broken)
     local.dock.cancel_ship("r", 1)
-    local.dock._thread.join(5)
+    assert local.transport.closed.wait(5), "the dock's thread closes its transport at its end"
     with pytest.raises(RuntimeError, match="the dock is closed") as error:
         local.dock.chunk("r", [1], 1)
     assert isinstance(error.value.__cause__, KeyError)
@@ -176,7 +190,7 @@ def test_a_callback_that_fails_ends_the_dock_and_the_next_call_says_so(caplog: p
     local.dock.close()
 
 
-def test_drain_waits_for_what_is_under_way(pair: tuple[Local, Local]) -> None:
+def test_drain_waits_until_no_transfer_is_under_way(pair: tuple[Local, Local]) -> None:
     source, target = pair
     source.dock.ship("r", 1, [target.dock.blob], 5)
     assert not source.dock.drain(0.1)
@@ -185,9 +199,9 @@ def test_drain_waits_for_what_is_under_way(pair: tuple[Local, Local]) -> None:
 
 
 @pytest.mark.parametrize("is_known_before", [False, True])
-def test_the_dead_are_remembered(is_known_before: bool) -> None:
-    """Whether a transfer was asked for before or after the word of its peer's death: it ends, and pages come back."""
-    one, gone = Local(), Local()
+def test_transfer_with_a_dead_peer_ends_and_frees_its_pages(is_known_before: bool) -> None:
+    """The death may be known before the transfer begins, or afterwards."""
+    one, gone = Local(grace_seconds=0.05), Local()
     gone.dock.close()
     if is_known_before:
         one.dock.peer_dead(gone.dock.blob)

@@ -1,4 +1,4 @@
-"""A page is one byte range, a head of it another; the layers' views tile it; pools that differ do not mix."""
+"""A page is one byte range, a head of a page another; the layers' views tile the pool; pools that differ do not mix."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_views_tile_the_pool(name: str, page_size: int) -> None:
+def test_views_of_all_layers_tile_the_pool(name: str, page_size: int) -> None:
     layers, num_pages = SHAPES[name], 5
     layout = PoolLayout(layers, page_size, 2)
     pool = torch.zeros(num_pages * layout.page_elements, dtype=torch.int64)
@@ -34,7 +34,7 @@ def test_views_tile_the_pool(name: str, page_size: int) -> None:
     assert pool.sum() == used
 
 
-def test_a_head_of_a_page_is_contiguous() -> None:
+def test_head_of_a_page_is_contiguous() -> None:
     layout = PoolLayout([LayerShape(3, 8, 8)] * 4, 16, 2)
     pool = torch.zeros(2 * layout.page_elements, dtype=torch.int64)
     for number in range(4):
@@ -45,7 +45,7 @@ def test_a_head_of_a_page_is_contiguous() -> None:
     assert pool.sum() == layout.head_elements
 
 
-def test_smollm2_sizes() -> None:
+def test_layout_of_smollm2_has_its_known_sizes() -> None:
     layout = PoolLayout([LayerShape(3, 64, 64)] * 30, 16, 2)
     assert layout.token_bytes == 30 * 3 * 128 * 2
     assert layout.page_bytes == 16 * layout.token_bytes
@@ -59,7 +59,7 @@ def spec(**changes: object) -> PoolSpec:
     return PoolSpec(**{**values, "shards": shard_model(LAYERS, 1), "num_pages": 7, **changes})  # type: ignore[arg-type]
 
 
-def test_shards_are_whole_heads_and_layers() -> None:
+def test_shards_of_a_model_are_whole_heads_and_layers() -> None:
     assert shard_model(LAYERS, 1) == (Shard(0, ((0, 4), (0, 2), (0, 4))),)
     assert shard_model(LAYERS, 2) == (Shard(0, ((0, 2), (0, 1), (0, 2))), Shard(0, ((2, 4), (1, 2), (2, 4))))
     assert [s.heads[1] for s in shard_model(LAYERS, 4)] == [(0, 1), (0, 1), (1, 2), (1, 2)], "few heads are replicated"
@@ -68,7 +68,7 @@ def test_shards_are_whole_heads_and_layers() -> None:
         shard_model(LAYERS, 1, 4)
 
 
-def test_a_rank_has_the_layout_of_its_shard() -> None:
+def test_rank_has_the_layout_of_its_shard() -> None:
     second = spec(shards=shard_model(LAYERS, 2, 3), rank=3)
     assert second.layout.layers == [LayerShape(1, 16, 16)]
     assert second.nbytes == 7 * 16 * 32 * 2
@@ -87,13 +87,13 @@ def test_a_rank_has_the_layout_of_its_shard() -> None:
         ({"shards": (Shard(0, ((2, 2),)),)}, r"heads \[2, 2\)"),
     ],
 )
-def test_impossible_specs_are_refused(changes: dict[str, object], message: str) -> None:
+def test_impossible_pool_spec_raises(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         spec(**changes)
 
 
 @pytest.mark.parametrize("changes", [{"num_pages": 9}, {"shards": shard_model(LAYERS, 2), "rank": 1}])
-def test_sizes_and_shards_may_differ(changes: dict[str, object]) -> None:
+def test_pools_of_other_sizes_or_shards_are_compatible(changes: dict[str, object]) -> None:
     check_compatible(spec(), spec(**changes))
 
 
@@ -107,7 +107,7 @@ def test_sizes_and_shards_may_differ(changes: dict[str, object]) -> None:
         ("layers", {"layers": (LAYERS[0], LAYERS[1], LayerShape(4, 8, 8))}),
     ],
 )
-def test_a_mismatch_shows_both_pools(field: str, changes: dict[str, object]) -> None:
+def test_incompatible_pools_raise_with_both_in_the_message(field: str, changes: dict[str, object]) -> None:
     ours, theirs = spec(), spec(**changes)
     with pytest.raises(IncompatiblePools) as error:
         check_compatible(ours, theirs)

@@ -1,4 +1,4 @@
-"""Whatever bytes arrive, they are a message in range or MalformedMessage; what is sent comes back as it was."""
+"""Any bytes decode to a message whose fields are in range, or raise MalformedMessage; messages survive a round trip."""
 
 import msgpack
 import pytest
@@ -11,9 +11,9 @@ from crossdock.kvtransfer.messages import (
     Grant,
     Hello,
     MalformedMessage,
-    Message,
     Pages,
     Stopped,
+    TransferMessage,
     Wait,
     decode,
     encode,
@@ -32,16 +32,16 @@ messages = st.one_of(
 
 
 @given(messages)
-def test_round_trip(message: Message) -> None:
+def test_message_encoded_and_decoded_is_the_same(message: TransferMessage) -> None:
     assert decode(encode(message)) == message
 
 
-def test_a_grant_of_128k_tokens_fits() -> None:
+def test_grant_of_128k_tokens_fits_in_64_kib() -> None:
     grant = Grant("r" * 40, 1, 0, tuple(range(100_000, 108_192)))
     assert len(encode(grant)) < 64 << 10
 
 
-def test_what_is_too_large_is_refused_by_both_sides() -> None:
+def test_message_beyond_the_size_limit_is_refused_by_both_sides() -> None:
     huge = Pages("r", 1, 0, 0, 0, 0, 0, 1, b"x" * MAX_BYTES)
     with pytest.raises(ValueError, match="at most"):
         encode(huge)
@@ -52,10 +52,10 @@ def test_what_is_too_large_is_refused_by_both_sides() -> None:
 @given(st.binary(max_size=200))
 @example(b"")
 @example(msgpack.packb(["Hello", "r", 1, 2]))
-@example(b"\x91" * 2000)  # nested deeper than anyone means
+@example(b"\x91" * 2000)  # nested too deep
 @example(msgpack.packb(["Hello", "r", 1])[:-1])
 @example(msgpack.packb(["Hello", "r", 1]) + b"\0")
-def test_noise_is_refused(data: bytes) -> None:
+def test_random_bytes_are_refused_or_in_range(data: bytes) -> None:
     try:
         message = decode(data)
     except MalformedMessage:
@@ -70,7 +70,7 @@ values = (
 
 
 @given(st.integers(0, 4), values | st.lists(values, max_size=3))
-def test_each_field_is_checked(index: int, value: object) -> None:
+def test_message_with_one_random_field_is_refused_or_in_range(index: int, value: object) -> None:
     parts = [*good]
     parts[index] = value
     try:
@@ -104,6 +104,6 @@ def test_each_field_is_checked(index: int, value: object) -> None:
         ["Pages", "r", 1, 0, 0, 0, 0, 0, 0, "state"],
     ],
 )
-def test_out_of_range(parts: object) -> None:
+def test_message_with_a_field_out_of_range_is_refused(parts: object) -> None:
     with pytest.raises(MalformedMessage):
         decode(msgpack.packb(parts))

@@ -1,4 +1,4 @@
-"""How NIXL says that it cannot be used. No agent is made in this process: it may fork later."""
+"""The NIXL transport reports why it cannot be used. No agent is made in this process, which may fork later."""
 
 import importlib.util
 import logging
@@ -22,7 +22,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_without_the_extra_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transport_without_the_extra_raises_with_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(TransportUnavailable, match=r"pip install 'crossdock\[nixl\]'"):
         NixlTransport()
@@ -33,12 +33,12 @@ _OPEN = """
 import logging, logging.handlers, sys
 sys.modules["torch"] = None
 target = logging.StreamHandler(sys.stdout)
-handler = logging.handlers.MemoryHandler(1, target=target)  # such as Serve logs through
+handler = logging.handlers.MemoryHandler(1, target=target)  # of the kind that Serve logs through
 from crossdock.kvtransfer.nixl import NixlTransport
 from crossdock.kvtransfer.transport import Memory, TransportUnavailable
 transport = NixlTransport(ucx_tls={tls!r}, ucx_net_devices="lo")
-assert logging.raiseExceptions, "nixl turned off the errors of everyone's logging"
-assert handler.target is target, "nixl closed everyone's handlers"
+assert logging.raiseExceptions, "nixl turned off the errors of all handlers"
+assert handler.target is target, "nixl closed all handlers"
 try:
     transport.open("a", Memory.of(bytearray(4096)))
 except TransportUnavailable as error:
@@ -54,7 +54,7 @@ else:
     [("tcp", "opened"), ("posix,cma", "unavailable: NIXL with UCX_TLS=posix,cma")],
     ids=["tcp", "without error handling"],
 )
-def test_transports_that_ucx_cannot_use_are_refused_with_their_name(tls: str, expected: str) -> None:
+def test_ucx_transport_that_cannot_be_used_raises_with_its_name(tls: str, expected: str) -> None:
     if importlib.util.find_spec("nixl") is None:
         pytest.skip("the nixl extra is not installed")
     child = subprocess.run(
@@ -64,7 +64,7 @@ def test_transports_that_ucx_cannot_use_are_refused_with_their_name(tls: str, ex
 
 
 class _Agent:
-    """Stands in for NIXL's, where there is no GPU."""
+    """An agent without NIXL and without a GPU."""
 
     registered: Any = None
 
@@ -88,7 +88,7 @@ class _Agent:
 
 @pytest.fixture
 def contexts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """A NIXL without its library; the threads on which a GPU's context was entered, and the GPU."""
+    """Replace NIXL. Return (thread, GPU) of every context that is entered."""
     entered: list[tuple[str, int]] = []
     module: Any = ModuleType("nixl")
     module._bindings = SimpleNamespace()
@@ -104,8 +104,9 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return entered
 
 
-def test_a_gpus_memory_is_used_within_its_context_on_either_thread(contexts: list[tuple[str, int]]) -> None:
-    """Of the thread that opens, and of the one that polls from then on."""
+def test_gpu_memory_is_used_within_its_context_on_the_opening_and_the_polling_thread(
+    contexts: list[tuple[str, int]],
+) -> None:
     transport = NixlTransport()
     transport.open("a", Memory(4096, 100, cuda_device=3))
     assert _Agent.registered == ([(4096, 100, 3, "")], "VRAM")
@@ -116,7 +117,7 @@ def test_a_gpus_memory_is_used_within_its_context_on_either_thread(contexts: lis
     transport.close()
 
 
-def test_ordinary_memory_needs_no_context(contexts: list[tuple[str, int]]) -> None:
+def test_ordinary_memory_enters_no_context(contexts: list[tuple[str, int]]) -> None:
     transport = NixlTransport()
     transport.open("a", Memory(4096, 100))
     assert _Agent.registered == ([(4096, 100, 0, "")], "DRAM")
@@ -126,6 +127,6 @@ def test_ordinary_memory_needs_no_context(contexts: list[tuple[str, int]]) -> No
 
 
 @pytest.mark.usefixtures("contexts")
-def test_a_gpus_memory_that_ucx_cannot_use_is_refused_with_what_it_needs() -> None:
+def test_gpu_memory_that_ucx_cannot_use_raises_with_what_ucx_needs() -> None:
     with pytest.raises(TransportUnavailable, match="NIXL_ERR_BACKEND; for a GPU's memory it must have cuda_copy"):
         NixlTransport().open("a", Memory(4096, 100, cuda_device=7))

@@ -1,4 +1,4 @@
-"""A plan is held, element by element, to an oracle that labels every element of the model with its own number."""
+"""Plans are checked element by element, with an oracle that labels every element of the model with its own number."""
 
 import numpy as np
 import pytest
@@ -20,8 +20,8 @@ def spec(layers: tuple[LayerShape, ...], rank: int = 0, tp: int = 1, pp: int = 1
 
 
 def labelled_page(pool: PoolSpec) -> NDArray[np.int64]:
-    """A page of this rank: each element's label says (layer, head, which element of the cell); an oracle that knows
-    the layout only by its views, as the kernels do."""
+    """Return a page of this rank whose elements are labels of (layer, head, element of the cell). This oracle knows the
+    layout only by its views, as the kernels do."""
     page = np.full(pool.layout.page_elements, UNUSED, dtype=np.int64)
     for number, (start, stop) in enumerate(pool.shard.heads):
         for kind, view in enumerate(pool.layout.views(number, 1)):
@@ -36,7 +36,7 @@ def labelled_page(pool: PoolSpec) -> NDArray[np.int64]:
 
 
 def transfer(sources: list[PoolSpec], target: PoolSpec) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The target's page after all sources wrote, and how often each of its elements was written."""
+    """Return the target's page after all sources wrote, and how often each of its elements was written."""
     page = np.full(target.layout.page_elements, UNUSED - 1, dtype=np.int64)
     written = np.zeros_like(page)
     for source in sources:
@@ -90,7 +90,7 @@ RATIOS = [
 
 @pytest.mark.parametrize(("source", "target"), RATIOS, ids=str)
 @pytest.mark.parametrize("layers", [UNIFORM, MIXED], ids=["uniform", "layers differ"])
-def test_every_element_comes_once_and_from_the_right_place(
+def test_plan_writes_every_element_once_from_the_right_place(
     layers: tuple[LayerShape, ...], source: tuple[int, int], target: tuple[int, int]
 ) -> None:
     check(layers, source, target)
@@ -102,32 +102,34 @@ models = st.lists(shapes, min_size=1, max_size=5).map(tuple)
 
 @settings(max_examples=60, deadline=None)
 @given(models, st.integers(1, 7), st.integers(1, 7), st.data())
-def test_any_model_at_any_ratio(layers: tuple[LayerShape, ...], tp: int, other_tp: int, data: st.DataObject) -> None:
+def test_plan_of_any_model_at_any_ratio_writes_every_element_once(
+    layers: tuple[LayerShape, ...], tp: int, other_tp: int, data: st.DataObject
+) -> None:
     stages = st.integers(1, len(layers))
     check(layers, (tp, data.draw(stages)), (other_tp, data.draw(stages)))
 
 
 @pytest.mark.parametrize(("tp", "other"), [(1, 1), (1, 2), (2, 1), (4, 2), (3, 2)])
-def test_equal_layers_are_one_range_per_page(tp: int, other: int) -> None:
+def test_plan_of_equal_layers_has_at_most_one_range(tp: int, other: int) -> None:
     for rank in range(tp):
         for other_rank in range(other):
             assert len(plan_writes(spec(UNIFORM, rank, tp), spec(UNIFORM, other_rank, other))) <= 1
 
 
-def test_the_same_shard_is_the_whole_page_even_where_layers_leave_parts_unused() -> None:
+def test_plan_between_equal_shards_is_the_whole_page_with_unused_parts() -> None:
     (part,) = plan_writes(spec(MIXED), spec(MIXED))
     used = int(np.flatnonzero(labelled_page(spec(MIXED)) != UNUSED)[-1]) + 1
     assert (part.source, part.target, part.length) == (0, 0, used * ITEMSIZE)
 
 
-def test_replicas_of_a_head_share_the_work() -> None:
+def test_source_ranks_with_the_same_head_share_the_work() -> None:
     one_head = (LayerShape(1, 4, 4),) * 2
     writers = {source_ranks(spec(one_head, 0, 4), spec(one_head, rank, 4)) for rank in range(4)}
     assert writers == {(0,), (1,), (2,), (3,)}
 
 
-def test_a_source_that_lacks_layers_is_refused() -> None:
+def test_source_that_lacks_layers_raises() -> None:
     half = PoolSpec("model", "float16", ITEMSIZE, PAGE_SIZE, UNIFORM, (Shard(0, ((0, 4),) * 2),), 0, 1)
     with pytest.raises(IncompatiblePools, match="no rank of the source holds head 0 of layer 2"):
         plan_writes(half, spec(UNIFORM))
-    assert plan_writes(spec(UNIFORM), half), "to have more than the target wants is fine"
+    assert plan_writes(spec(UNIFORM), half), "a source may hold more than the target needs"

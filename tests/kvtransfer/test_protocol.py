@@ -1,4 +1,4 @@
-"""What each side does in the cases that matter, one by one, to the second; test_session.py does them in any order."""
+"""The outputs of each side in the cases that matter, one by one; test_session.py combines them in any order."""
 
 import pytest
 
@@ -6,19 +6,19 @@ from crossdock.kvtransfer.events import Arrived, Committed, Failed, Figures, Gra
 from crossdock.kvtransfer.fence import Fence
 from crossdock.kvtransfer.messages import Abort, Grant, Hello, Pages, Stopped, Wait
 from crossdock.kvtransfer.receiver import Receiver
-from crossdock.kvtransfer.sender import Output, Send, Sender, Target, Write
+from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank, Write
 
 PAGE = 4  # tokens
 KEY = "r", 1
 
 
-def failure(outputs: list[Output]) -> Reason | None:
+def failure(outputs: list[ProtocolOutput]) -> Reason | None:
     found = [output.reason for output in outputs if isinstance(output, Failed)]
     assert len(found) <= 1
     return found[0] if found else None
 
 
-def kinds(outputs: list[Output]) -> list[type]:
+def kinds(outputs: list[ProtocolOutput]) -> list[type]:
     return [type(output.message) if isinstance(output, Send) else type(output) for output in outputs]
 
 
@@ -26,9 +26,9 @@ def kinds(outputs: list[Output]) -> list[type]:
 
 
 def shipping(num_targets: int = 1, max_write_bytes: int = 1000, granted: bool = True) -> Sender:
-    """Page size 4, 10 bytes each, a deadline of 5 s; it is time 0."""
+    """Return a sender that has begun to ship: page size 4, 10 bytes per page, a deadline of 5 s, at time 0."""
     sender = Sender(0, PAGE, max_write_bytes)
-    targets = {f"t{number}": Target(100, 10, 1) for number in range(num_targets)}
+    targets = {f"t{number}": TargetRank(100, 10, 1) for number in range(num_targets)}
     outputs = sender.ship(*KEY, targets, 5.0, 0.0)
     assert outputs == [Send(peer, Hello(*KEY)) for peer in targets]
     if granted:
@@ -41,7 +41,7 @@ def pages(sequence: int, first: int, count: int, tokens: int, state: bytes | Non
     return Pages(*KEY, sequence, first, count, tokens, 0, 1, state)
 
 
-def test_full_pages_go_out_as_they_become_full() -> None:
+def test_sender_writes_pages_as_they_become_full() -> None:
     sender = shipping()
     assert sender.chunk("r", [7], 3, 1.0) == []
     assert sender.chunk("r", [7, 8, 9], 9, 1.0) == [Write("t0", (7, 8), (50, 51), pages(0, 0, 2, 8))]
@@ -53,7 +53,7 @@ def test_full_pages_go_out_as_they_become_full() -> None:
     assert len(sender) == 0
 
 
-def test_one_write_at_a_time_and_the_next_takes_all_that_became_ready() -> None:
+def test_sender_with_an_open_write_puts_all_new_pages_into_the_next() -> None:
     sender = shipping()
     sender.chunk("r", [1], 4, 1.0)
     for end in (2, 3, 4, 5):
@@ -61,21 +61,21 @@ def test_one_write_at_a_time_and_the_next_takes_all_that_became_ready() -> None:
     assert sender.write_done(*KEY, "t0", 2.0) == [Write("t0", (2, 3, 4, 5), (51, 52, 53, 54), pages(1, 1, 4, 20))]
 
 
-def test_a_write_is_no_larger_than_it_may_be_but_at_least_a_page() -> None:
+def test_write_is_bounded_in_bytes_and_has_at_least_one_page() -> None:
     for limit, count in ((35, 3), (10, 1), (1, 1)):
         (write,) = shipping(max_write_bytes=limit).chunk("r", range(9), 36, 1.0)
         assert isinstance(write, Write)
         assert len(write.source_pages) == count
 
 
-def test_what_the_target_has_is_not_sent() -> None:
+def test_sender_skips_pages_the_target_has() -> None:
     sender = shipping(granted=False)
     assert sender.finish("r", [1, 2, 3], 10, b"s", 0.0) == []
     outputs = sender.receive("t0", Grant(*KEY, 2, (40,)), 1.0)
     assert outputs == [Granted(*KEY, 2), Write("t0", (3,), (40,), pages(0, 2, 1, 10, b"s"))]
 
 
-def test_with_nothing_left_to_write_the_state_goes_alone() -> None:
+def test_finish_with_nothing_left_to_write_sends_the_state_alone() -> None:
     sender = shipping()
     sender.chunk("r", [1, 2], 8, 1.0)
     sender.write_done(*KEY, "t0", 1.0)
@@ -83,7 +83,7 @@ def test_with_nothing_left_to_write_the_state_goes_alone() -> None:
     assert outputs == [Send("t0", pages(1, 2, 0, 8, b"s")), Released(*KEY, True, Figures())]
 
 
-def test_each_rank_of_a_target_goes_at_its_own_pace() -> None:
+def test_target_ranks_are_written_to_independently() -> None:
     sender = shipping(num_targets=2, granted=False)
     sender.receive("t0", Grant(*KEY, 0, (50, 51)), 1.0)
     assert kinds(sender.finish("r", [1, 2], 8, b"s", 2.0)) == [Write]
@@ -93,7 +93,7 @@ def test_each_rank_of_a_target_goes_at_its_own_pace() -> None:
 
 
 @pytest.mark.parametrize("granted", [(50,), (50, 50, 51), (50, 51, 100)])
-def test_a_grant_that_cannot_be_right_fails_the_transfer(granted: tuple[int, ...]) -> None:
+def test_impossible_grant_fails_the_transfer(granted: tuple[int, ...]) -> None:
     sender = shipping(granted=False)
     sender.chunk("r", [1, 2, 3], 12, 0.0)
     outputs = sender.receive("t0", Grant(*KEY, 0, granted), 1.0)
@@ -101,7 +101,7 @@ def test_a_grant_that_cannot_be_right_fails_the_transfer(granted: tuple[int, ...
     assert kinds(outputs)[-2:] == [Stopped, Released]
 
 
-def test_silence_before_the_grant_meets_the_deadline_which_a_wait_extends() -> None:
+def test_silence_before_the_grant_fails_at_the_deadline_which_a_wait_extends() -> None:
     sender = shipping(granted=False)
     assert sender.next_deadline == 5.0
     assert sender.tick(4.9) == []
@@ -114,15 +114,15 @@ def test_silence_before_the_grant_meets_the_deadline_which_a_wait_extends() -> N
 
 def test_after_the_grant_only_an_open_write_has_a_deadline() -> None:
     sender = shipping()
-    assert sender.next_deadline == float("inf"), "our own computing takes what it takes"
+    assert sender.next_deadline == float("inf"), "computing the prompt has no deadline here"
     sender.chunk("r", [1], 4, 100.0)
     assert sender.next_deadline == 105.0
     outputs = sender.tick(105.0)
-    assert kinds(outputs) == [Failed], "the write reads the page: not released, and the target is not told to reuse"
+    assert kinds(outputs) == [Failed], "the open write reads the page: neither Released nor Stopped"
     assert kinds(sender.write_done(*KEY, "t0", 300.0)) == [Stopped, Released]
 
 
-def test_a_write_that_failed_is_not_a_clean_stop() -> None:
+def test_failed_write_makes_the_stop_unclean() -> None:
     sender = shipping()
     sender.chunk("r", [1], 4, 1.0)
     outputs = sender.write_failed(*KEY, "t0", "reset", 2.0)
@@ -130,27 +130,27 @@ def test_a_write_that_failed_is_not_a_clean_stop() -> None:
     assert outputs[1:] == [Send("t0", Stopped(*KEY, False)), Released(*KEY, False, Figures())]
 
 
-def test_the_dead_are_told_nothing() -> None:
+def test_dead_peer_is_sent_nothing() -> None:
     outputs = shipping().peer_lost("t0", True, "dead", 2.0)
     assert kinds(outputs) == [Failed, Released]
     assert shipping().peer_lost("t1", True, "dead", 2.0) == []
 
 
-def test_a_new_epoch_stops_the_older_and_an_older_cannot_begin() -> None:
+def test_ship_of_a_new_epoch_stops_the_older_which_cannot_begin_again() -> None:
     sender = shipping()
-    assert kinds(sender.ship("r", 3, {"t1": Target(100, 10, 1)}, 5.0, 1.0)) == [Stopped, Released, Hello]
-    assert kinds(sender.ship("r", 1, {"t0": Target(100, 10, 1)}, 5.0, 1.0)) == [Stopped, Failed, Released]
-    assert sender.ship("r", 3, {"t1": Target(100, 10, 1)}, 5.0, 1.0) == [], "said twice"
+    assert kinds(sender.ship("r", 3, {"t1": TargetRank(100, 10, 1)}, 5.0, 1.0)) == [Stopped, Released, Hello]
+    assert kinds(sender.ship("r", 1, {"t0": TargetRank(100, 10, 1)}, 5.0, 1.0)) == [Stopped, Failed, Released]
+    assert sender.ship("r", 3, {"t1": TargetRank(100, 10, 1)}, 5.0, 1.0) == [], "repeated"
 
 
-def test_an_abort_of_what_was_never_shipped_is_a_promise() -> None:
+def test_abort_before_ship_is_answered_and_keeps_the_epoch_from_beginning() -> None:
     sender = Sender(0, PAGE, 1000)
     assert sender.receive("t0", Abort(*KEY, b""), 0.0) == [Send("t0", Stopped(*KEY, True))]
-    assert failure(sender.ship(*KEY, {"t0": Target(100, 10, 1)}, 5.0, 1.0)) is Reason.SUPERSEDED
-    assert kinds(sender.ship("r", 2, {"t0": Target(100, 10, 1)}, 5.0, 1.0)) == [Hello]
+    assert failure(sender.ship(*KEY, {"t0": TargetRank(100, 10, 1)}, 5.0, 1.0)) is Reason.SUPERSEDED
+    assert kinds(sender.ship("r", 2, {"t0": TargetRank(100, 10, 1)}, 5.0, 1.0)) == [Hello]
 
 
-def test_messages_about_nothing_are_dropped_and_counted() -> None:
+def test_messages_about_unknown_shipments_are_dropped_and_counted() -> None:
     sender = shipping(granted=False)
     assert sender.receive("t0", Grant("r", 2, 0, (1,)), 0.0) == []
     assert sender.receive("stranger", Grant(*KEY, 0, (1,)), 0.0) == []
@@ -158,7 +158,7 @@ def test_messages_about_nothing_are_dropped_and_counted() -> None:
     assert sender.num_unknown == 3
 
 
-def test_figures_of_a_transfer_half_hidden() -> None:
+def test_figures_of_a_half_hidden_transfer_add_up() -> None:
     sender = shipping()  # heard and granted after 1 s
     sender.chunk("r", [1, 2], 8, 2.0)
     sender.write_done(*KEY, "t0", 5.0)
@@ -180,7 +180,7 @@ def test_figures_of_a_transfer_half_hidden() -> None:
 
 
 def expecting(num_sources: int = 1, granted: bool = True, first_page: int = 0) -> Receiver:
-    """Ranks s0, s1, ...; a deadline of 5 s, 1 s of grace; ten pages granted. It is time 0."""
+    """Return a receiver that expects ranks s0, s1, ...: deadline 5 s, grace 1 s, ten pages granted at time 0."""
     receiver = Receiver(PAGE, b"us", 1.0)
     sources = {f"s{rank}": (rank, 10) for rank in range(num_sources)}
     assert receiver.expect(*KEY, sources, 5.0, 0.0) == []
@@ -197,7 +197,7 @@ def wrote(
     return Pages(*KEY, sequence, first, count, tokens, rank, of, state)
 
 
-def test_the_frontier_waits_for_the_gap() -> None:
+def test_frontier_stops_at_a_gap() -> None:
     receiver = expecting()
     assert receiver.receive("s0", wrote(2, 2, 1, 9, state=b"s"), 1.0) == []
     assert receiver.receive("s0", wrote(1, 1, 1, 8), 1.0) == []
@@ -206,7 +206,7 @@ def test_the_frontier_waits_for_the_gap() -> None:
     assert len(receiver) == 0
 
 
-def test_the_frontier_is_that_of_the_slowest_rank() -> None:
+def test_frontier_is_that_of_the_slowest_rank() -> None:
     receiver = expecting(num_sources=2)
     assert receiver.receive("s0", wrote(0, 0, 3, 12, of=2), 1.0) == []
     assert receiver.receive("s1", wrote(0, 0, 1, 4, 1, 2), 1.0) == [Committed(*KEY, 4)]
@@ -215,7 +215,7 @@ def test_the_frontier_is_that_of_the_slowest_rank() -> None:
     assert outputs == [Committed(*KEY, 14), Arrived(*KEY, 14, b"from rank 0", Figures())]
 
 
-def test_a_cached_prefix_counts_from_the_start() -> None:
+def test_frontier_includes_the_cached_prefix() -> None:
     receiver = expecting(first_page=3)
     assert receiver.receive("s0", wrote(0, 3, 1, 16), 1.0) == [Committed(*KEY, 16)]
 
@@ -230,7 +230,7 @@ def test_a_cached_prefix_counts_from_the_start() -> None:
         wrote(0, 0, 1, 4, of=2),
     ],
 )
-def test_a_source_that_breaks_the_rules_fails_the_transfer(message: Pages) -> None:
+def test_source_that_breaks_the_protocol_fails_the_transfer(message: Pages) -> None:
     receiver = expecting()
     outputs = receiver.receive("s0", message, 1.0)
     assert failure(outputs) is Reason.PROTOCOL
@@ -238,12 +238,12 @@ def test_a_source_that_breaks_the_rules_fails_the_transfer(message: Pages) -> No
     assert receiver.receive("s0", Stopped(*KEY, True), 2.0) == [WriterStopped(*KEY)]
 
 
-def test_pages_before_any_grant_break_the_rules() -> None:
+def test_pages_before_the_grant_fail_the_transfer() -> None:
     outputs = expecting(granted=False).receive("s0", wrote(0, 0, 1, 4), 1.0)
     assert failure(outputs) is Reason.PROTOCOL
 
 
-def test_a_source_told_late_learns_what_it_missed() -> None:
+def test_source_that_begins_late_is_sent_what_it_missed() -> None:
     receiver = expecting(granted=False)
     assert receiver.receive("s0", Hello(*KEY), 1.0) == []
     assert receiver.wait(*KEY, 3.0, 1.0) == [Send("s0", Wait(*KEY, 3.0, False))]
@@ -257,9 +257,9 @@ def test_a_source_told_late_learns_what_it_missed() -> None:
     assert receiver.num_unknown == 0
 
 
-def test_the_deadline_begins_with_the_grant_and_every_word_renews_it() -> None:
+def test_deadline_begins_with_the_grant_and_every_message_renews_it() -> None:
     receiver = expecting(granted=False)
-    assert receiver.next_deadline == float("inf"), "until then it is we who are waited for"
+    assert receiver.next_deadline == float("inf"), "until the grant, sources wait for this target"
     receiver.grant(*KEY, 0, range(10), 10.0)
     assert receiver.next_deadline == 15.0
     receiver.receive("s0", wrote(0, 0, 1, 4), 14.0)
@@ -269,21 +269,21 @@ def test_the_deadline_begins_with_the_grant_and_every_word_renews_it() -> None:
     assert failure(receiver.tick(43.0)) is Reason.DEADLINE
 
 
-def test_cancelled_pages_are_free_when_every_writer_has_stopped() -> None:
+def test_cancelled_transfer_frees_pages_when_every_writer_has_stopped() -> None:
     receiver = expecting(num_sources=2)
     assert kinds(receiver.cancel(*KEY, 1.0)) == [Abort, Abort]
     assert receiver.receive("s0", wrote(0, 0, 1, 4, of=2), 1.5) == [], "it was on its way"
     assert receiver.receive("s0", Stopped(*KEY, True), 2.0) == []
     assert receiver.receive("s1", Stopped(*KEY, True), 3.0) == [WriterStopped(*KEY)]
-    assert receiver.cancel(*KEY, 4.0) == [WriterStopped(*KEY)], "who cancels is answered, even too late"
+    assert receiver.cancel(*KEY, 4.0) == [WriterStopped(*KEY)], "a late cancel is answered too"
 
 
-def test_without_a_grant_nobody_can_write() -> None:
+def test_cancel_without_a_grant_frees_pages_at_once() -> None:
     assert kinds(expecting(granted=False).cancel(*KEY, 1.0)) == [Abort, WriterStopped]
 
 
 @pytest.mark.parametrize("how", ["dead", "stopped uncleanly"])
-def test_what_may_be_on_its_way_has_a_grace_period(how: str) -> None:
+def test_writer_that_may_have_a_write_on_its_way_has_a_grace_period(how: str) -> None:
     receiver = expecting()
     if how == "dead":
         assert kinds(receiver.peer_lost("s0", True, "dead", 2.0)) == [Failed]
@@ -294,7 +294,7 @@ def test_what_may_be_on_its_way_has_a_grace_period(how: str) -> None:
     assert receiver.tick(3.0) == [WriterStopped(*KEY)]
 
 
-def test_a_lost_connection_is_no_proof_of_death() -> None:
+def test_lost_connection_does_not_free_pages_until_death_is_known() -> None:
     receiver = expecting()
     assert kinds(receiver.peer_lost("s0", False, "reset", 2.0)) == [Failed, Abort]
     assert receiver.tick(1000.0) == []
@@ -302,7 +302,7 @@ def test_a_lost_connection_is_no_proof_of_death() -> None:
     assert receiver.tick(2001.0) == [WriterStopped(*KEY)]
 
 
-def test_a_rank_that_has_delivered_all_need_not_live() -> None:
+def test_death_of_a_rank_that_has_delivered_everything_changes_nothing() -> None:
     receiver = expecting(num_sources=2)
     receiver.receive("s0", wrote(0, 0, 1, 3, 0, 2, b"s"), 1.0)
     assert receiver.peer_lost("s0", True, "dead", 2.0) == []
@@ -310,7 +310,7 @@ def test_a_rank_that_has_delivered_all_need_not_live() -> None:
     assert kinds(outputs) == [Committed, Arrived]
 
 
-def test_late_words_about_an_ended_epoch_are_dropped_and_counted() -> None:
+def test_late_messages_about_an_ended_epoch_are_dropped_and_counted() -> None:
     receiver = expecting()
     receiver.receive("s0", wrote(0, 0, 1, 3, state=b"s"), 1.0)
     assert receiver.receive("s0", wrote(0, 0, 1, 3, state=b"s"), 1.0) == []
@@ -322,14 +322,14 @@ def test_late_words_about_an_ended_epoch_are_dropped_and_counted() -> None:
 # -- the fence -------------------------------------------------------------------------------------------------------
 
 
-def test_the_fence_only_moves_forward_and_forgets_the_oldest() -> None:
+def test_fence_only_moves_forward_and_forgets_the_oldest_request() -> None:
     fence = Fence()
-    fence.pass_("r", 3)
-    fence.pass_("r", 1)
-    assert fence.has_passed("r", 3)
-    assert not fence.has_passed("r", 4)
-    assert not fence.has_passed("other", 0)
+    fence.end("r", 3)
+    fence.end("r", 1)
+    assert fence.has_ended("r", 3)
+    assert not fence.has_ended("r", 4)
+    assert not fence.has_ended("other", 0)
     for number in range(20_000):
-        fence.pass_(f"x{number}", 1)
-    assert not fence.has_passed("r", 3)
-    assert fence.has_passed("x19999", 1)
+        fence.end(f"x{number}", 1)
+    assert not fence.has_ended("r", 3)
+    assert fence.has_ended("x19999", 1)

@@ -1,5 +1,5 @@
-"""Minutes of transfers between real processes, with cancels at random moments, stops and kills: nothing hangs, no byte
-is wrong, every page comes back."""
+"""Minutes of transfers between real processes, with cancels at random moments, stops and kills: no transfer hangs, no
+byte is wrong, every page is freed."""
 
 import os
 import random
@@ -15,7 +15,7 @@ SECONDS = float(os.environ.get("CROSSDOCK_SOAK_SECONDS", "60"))
 
 
 @pytest.mark.soak
-def test_soak(start: Callable[..., Any]) -> None:
+def test_random_transfers_for_minutes_all_end_well(start: Callable[..., Any]) -> None:
     rng = random.Random(4)
     config = {"max_write_bytes": 1 << 17, "num_pages": 256}
     sources = [start(role=f"source {number}", **config) for number in range(2)]

@@ -8,13 +8,12 @@ from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.placement import Placement, Query
 from crossdock.workers.report.advertise import LiveProfile, Publisher
 from crossdock.workers.report.profile import Role, SchedulingProfile
-from crossdock.workers.schedule.batch import SampledToken
-from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost import StepCost
-from crossdock.workers.schedule.pages import PagePool, hash_pages
-from crossdock.workers.schedule.request import Leg, Request, SamplingParams
+from crossdock.workers.schedule.pages import hash_pages
+from crossdock.workers.schedule.request import Leg
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
+from tests.workers.schedule.model_free_replica import ModelFreeReplica, new_scheduler
 
 COST = StepCost(base=2e-3, per_prefill_token=1e-4, per_attended=1e-8, per_decode=2e-4, per_context=1e-7)
 PAGE_SIZE = 16
@@ -70,15 +69,17 @@ def place(fleet: Fleet, request: Query, now: float = 0.0) -> Placement:
 
 @dataclass(slots=True)
 class Replica:
-    """A scheduler on its own clock, and the publisher of its live profiles."""
+    """A replica without a model, and the publisher of its live profiles."""
 
     profile: SchedulingProfile
-    scheduler: Scheduler = field(init=False)
+    engine: ModelFreeReplica = field(init=False)
     publisher: Publisher = field(init=False)
-    now: float = 0.0
 
     def __post_init__(self) -> None:
-        config = SchedulerConfig(
+        scheduler = new_scheduler(
+            num_pages=self.profile.num_pages,
+            max_model_len=self.profile.max_model_len,
+            cost=self.profile.cost,
             max_num_batched_tokens=self.profile.max_num_batched_tokens,
             max_num_seqs=self.profile.max_num_seqs,
             chunk_policy=self.profile.chunk_policy,
@@ -86,24 +87,27 @@ class Replica:
             admission=self.profile.admission,
             page_size=self.profile.page_size,
         )
-        pool = PagePool(self.profile.num_pages, self.profile.page_size)
-        self.scheduler = Scheduler(config, pool, self.profile.max_model_len, cost=self.profile.cost)
-        self.publisher = Publisher(self.scheduler, "first")
+        self.engine = ModelFreeReplica(scheduler, self.profile.cost.seconds, sample=lambda tokens: 7)
+        self.publisher = Publisher(scheduler, "first")
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.engine.scheduler
+
+    @property
+    def now(self) -> float:
+        return self.engine.now
 
     def add(
         self, name: str, prompt: Sequence[int], slo_class: str = "standard", max_tokens: int = 20, leg: Leg = Leg.LOCAL
     ) -> int:
         """Take a request. Return the number of the last live profile that does not include it."""
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        self.scheduler.add(Request(name, list(prompt), sampling, slo_class=slo_class, leg=leg, arrival_time=self.now))
+        self.engine.add(name, prompt, slo_class, max_tokens, leg)
         return self.publisher.sequence
 
     def step(self) -> list[str]:
         """Run one step. Return the requests that got a token."""
-        batch = self.scheduler.schedule(self.now)
-        self.now += self.profile.cost.seconds(batch.work)
-        sampled = {part.request.id: SampledToken(7) for part in batch.scheduled if part.samples}
-        return [delta.request_id for delta in self.scheduler.update(batch, sampled, self.now)]
+        return [delta.request_id for delta in self.engine.step().deltas]
 
     def step_until_token(self, name: str) -> None:
         """Run steps until the request gets a token."""

@@ -160,7 +160,7 @@ class History:
 @given(st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=60)
 def test_router_after_any_history_equals_a_new_one(rng: random.Random) -> None:
-    """When every request is settled, only the reports remain: routers that hear the same replicas agree."""
+    """When every request is settled, only the reports remain: routers with the same reports agree."""
     history = History(rng)
     history.join("r0")
     for number in range(rng.randrange(5, 60)):

@@ -15,7 +15,7 @@ from llguidance.hf import from_tokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from crossdock.workers.schedule.request import Grammar
+from crossdock.workers.schedule.request import Grammar, InvalidField
 
 # Between JSON tokens. llguidance's own default has no bound, and a small model can then fill its answer with newlines.
 # Twenty characters are a line break and an indent four levels deep.
@@ -82,7 +82,7 @@ class GrammarCompiler:
         """Return a state at the grammar's beginning.
 
         Raises:
-            ValueError: the grammar is malformed or beyond llguidance's limits; the message gives the reason.
+            InvalidField: the grammar is malformed or beyond llguidance's limits; the message gives the reason.
         """
         return GrammarState(self._compiled(grammar).deep_copy(), self._vocab_size)
 
@@ -90,10 +90,10 @@ class GrammarCompiler:
         try:
             matcher = LLMatcher(self._tokenizer, _to_llguidance(grammar), log_level=0, limits=self._limits)
         except ValueError as error:
-            raise ValueError(f"grammar: {grammar.kind}: {error}") from error
+            raise InvalidField(f"grammar: {grammar.kind}: {error}", "grammar") from error
         matcher.compute_bitmask()  # some limits are checked only here, and every request needs the first mask
         if matcher.is_error():
-            raise ValueError(f"grammar: {grammar.kind}: {_error(matcher)}")
+            raise InvalidField(f"grammar: {grammar.kind}: {_error(matcher)}", "grammar")
         return matcher
 
 

@@ -29,6 +29,7 @@ from crossdock.workers.schedule.cost import StepCostFit, StepWork
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import (
     FinishReason,
+    InvalidField,
     Request,
     SamplingParams,
     Status,
@@ -137,12 +138,14 @@ class Engine:
         """Queues a request that arrived at `arrived` on the engine's clock; None: now.
 
         Raises:
-            ValueError: it can never be served; the message names the field.
+            InvalidField: it can never be served.
             Overloaded: its class's time to first token cannot be met now.
         """
         for token in submission.prompt_token_ids:
             if not 0 <= token < self.model.vocab_size:
-                raise ValueError(f"prompt has token id {token}; this model's are 0 to {self.model.vocab_size - 1}")
+                raise InvalidField(
+                    f"prompt has token id {token}; this model's are 0 to {self.model.vocab_size - 1}", "prompt"
+                )
         grammar = submission.sampling.grammar
         state = self._compile(grammar) if grammar is not None else None
         request = Request.from_submission(submission, self.clock() if arrived is None else arrived)
@@ -291,7 +294,9 @@ class Engine:
     def _compile(self, grammar: object) -> GrammarState:
         if self._grammar_compiler is None:
             if self.tokenizer_dir is None:
-                raise ValueError("structured output needs the model's tokenizer, which this engine was started without")
+                raise InvalidField(
+                    "structured output needs the model's tokenizer, which this engine was started without", "grammar"
+                )
             self._grammar_compiler = GrammarCompiler(
                 self.tokenizer_dir, self.model.vocab_size, tuple(self.model.eos_token_ids)
             )

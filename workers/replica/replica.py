@@ -29,7 +29,7 @@ from crossdock.workers.replica.handover import connect
 from crossdock.workers.replica.ranks import Address, Gang, GangSpec, RankFailed, follow
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import Role, SchedulingProfile
-from crossdock.workers.schedule.request import Overloaded, Submission
+from crossdock.workers.schedule.request import InvalidField, Overloaded, Submission
 
 logger = logging.getLogger("ray.serve")
 
@@ -197,7 +197,7 @@ class Replica:
         traceback to the log, and most refusals come when there is the least time for it."""
         try:
             return await self.loop.submit(ingress, submission)
-        except Overloaded as refusal:
+        except (Overloaded, InvalidField) as refusal:
             return refusal
         except ValueError as refusal:
             return ValueError(str(refusal))  # plain: a library's own subclass may not survive the journey

@@ -4,6 +4,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
+from crossdock.workers.schedule.config import ChunkPolicy
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.slo import SloClass
 
@@ -23,7 +24,7 @@ class SchedulingProfile(BaseModel):
     max_num_batched_tokens: int  # per step
     max_num_seqs: int
     slo_classes: tuple[SloClass, ...]  # most urgent first
-    chunk_policy: Literal["adaptive", "fixed"] = "adaptive"
+    chunk_policy: ChunkPolicy = "adaptive"
     min_chunk_tokens: int = 16  # adaptive: prompt tokens that a step computes however tight the slack is
     admission: Literal["reject", "queue"] = "reject"
     role: Role = "mixed"

@@ -1,11 +1,13 @@
 """The scheduler's settings: how much one step computes, and whose work goes first."""
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass
+
+ChunkPolicy: TypeAlias = Literal["adaptive", "fixed"]
 
 _LONG_PROMPT_PART = 25  # a prompt above a 25th of max_model_len, 4 %, is long: vLLM's default for its own threshold
 
@@ -19,7 +21,7 @@ class SchedulerConfig(BaseModel):
         2048, ge=1, description="Tokens one step may compute, decodes and chunks together; the adaptive ceiling."
     )
     max_num_seqs: int = Field(64, ge=1, description="Requests that may hold pages at once.")
-    chunk_policy: Literal["adaptive", "fixed"] = Field(
+    chunk_policy: ChunkPolicy = Field(
         "adaptive", description="adaptive: chunks fit the tightest stream's slack; fixed: vLLM's token budget."
     )
     min_chunk_tokens: int = Field(

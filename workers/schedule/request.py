@@ -22,6 +22,17 @@ class Overloaded(RuntimeError):
         return str(self.args[0])
 
 
+class InvalidField(ValueError):
+    """A request that can never be served. `field`: the field at fault: `prompt`, `grammar` or `request_id`."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message, field)  # both: an exception crosses processes as type(*args)
+        self.field = field
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class Status(Enum):
     """Where a request stands. Only workers/schedule/table.py changes it."""
 

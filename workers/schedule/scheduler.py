@@ -14,7 +14,7 @@ from crossdock.workers.schedule.forecast import Forecast
 from crossdock.workers.schedule.pace import next_due, skip_decodes
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.prefills import PrefillScheduler
-from crossdock.workers.schedule.request import FinishReason, Leg, Request, Status, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, InvalidField, Leg, Request, Status, TokenDelta
 from crossdock.workers.schedule.slo import priority_of
 from crossdock.workers.schedule.table import PrefillTotals, RequestTable
 
@@ -23,7 +23,8 @@ class Scheduler:
     """Decides what every step computes, and owns the state of requests and their pages.
 
     Every `schedule` is followed by the `update` of its batch, in the same order. Up to `depth` steps may be in flight
-    between the two. `add` may be called at any time, every other method only while no step is in flight.
+    between the two. `add` may be called at any time. `abort` and the methods of handoff.py may be called between steps,
+    for requests that no step in flight computes.
 
     With several steps in flight, each takes its share of the streams, and a prompt's next chunk may follow before the
     previous one has ended. A request that samples in a step in flight waits for it, except in `assume_ended`. A
@@ -76,19 +77,20 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            ValueError: the request can never be served; the message names the field.
+            InvalidField: the request can never be served.
             Overloaded: its class's time to first token cannot be met, and `admission` is `reject`.
         """
         if not request.prompt_token_ids:
-            raise ValueError("prompt must have at least one token")
+            raise InvalidField("prompt must have at least one token", "prompt")
         longest = self.max_model_len - (1 if request.sampling.max_tokens else 0)
         if request.num_prompt_tokens > longest:
-            raise ValueError(
+            raise InvalidField(
                 f"prompt has {request.num_prompt_tokens} tokens; this model takes at most {longest} "
-                f"(max_model_len is {self.max_model_len})"
+                f"(max_model_len is {self.max_model_len})",
+                "prompt",
             )
         if self._table.get(request.id) is not None:
-            raise ValueError(f"request_id {request.id!r} is already being served")
+            raise InvalidField(f"request_id {request.id!r} is already being served", "request_id")
         request.priority = priority_of(self.config.slo_classes, request.slo_class)
         request.arrival_work, request.queued_at = self._table.prefilled.tokens, request.arrival_time
         request.expected_cached_tokens = len(kv.match_prefix(self._table, request)) * self.pages.page_size

@@ -25,7 +25,7 @@ def steady_steps(table: RequestTable, cost: StepCost | None, batch: Batch) -> in
     )
     steps = min(steps, table.pages.num_available // len(parts) * table.pages.page_size + 1)  # without preemptions
     if cost is not None and config.chunk_policy == "adaptive" and len({request.priority for request in requests}) > 1:
-        tpot = min(table.tpot_s(request) for request in requests)
+        tpot = min([config.slo_classes[request.priority].tpot_s for request in requests])
         steps = min(steps, steps_without_skips([request.num_tokens for request in requests], tpot, cost))
     return steps
 
@@ -38,7 +38,7 @@ def advance(table: RequestTable, batch: Batch, tokens: Mapping[str, Sequence[int
     """
     if not ends:
         return batch
-    parts, size = [], table.pages.page_size
+    parts, size, classes = [], table.pages.page_size, table.config.slo_classes
     for part in batch.scheduled:
         request, start = part.request, part.start
         request.token_ids += tokens[request.id]
@@ -48,7 +48,7 @@ def advance(table: RequestTable, batch: Batch, tokens: Mapping[str, Sequence[int
             table.pages.allocate(request.owner, missing)
         if request.num_computed_tokens // size > start // size:
             kv.index_full_pages(table, request, start)
-        due, tpot = request.due, table.tpot_s(request)
+        due, tpot = request.due, classes[request.priority].tpot_s
         for end in ends:
             due = next_due(due, end, tpot)
         request.due = due

@@ -2,7 +2,6 @@
 
 import base64
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -12,22 +11,22 @@ from typing import Any
 
 import httpx
 
+from tests.cluster.ports import free_port
+
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 REASON = f"needs Debian's packages chromium and chromium-driver; {' and '.join(MISSING)} missing"
 ARGUMENTS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1280,1100"
 )
-ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for a reference to one
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for a reference to an element
 
 
 class Browser:
-    """One window. Everything it does is a request to chromedriver."""
+    """One window. Every method is a request to chromedriver."""
 
     def __init__(self) -> None:
-        with socket.socket() as it:
-            it.bind(("127.0.0.1", 0))
-            port: int = it.getsockname()[1]
+        port = free_port()
         self._profile = tempfile.mkdtemp(prefix="cd-browser-")
         command = ["chromedriver", f"--port={port}", "--log-level=OFF"]
         self._driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -62,7 +61,7 @@ class Browser:
         self._post("url", url=url)
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What the body of a function returns."""
+        """Run the body of a function and return its result."""
         return self._post("execute/sync", script=script, args=list(arguments))
 
     def text(self, selector: str) -> str:
@@ -76,12 +75,12 @@ class Browser:
         self._post(f"element/{self._post('element', using='css selector', value=selector)[ELEMENT]}/click")
 
     def prefers(self, scheme: str) -> None:
-        """`light` or `dark`."""
+        """Set the preferred colour scheme, `light` or `dark`."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self._post("goog/cdp/execute", cmd="Emulation.setEmulatedMedia", params={"features": features})
 
     def complaints(self) -> list[str]:
-        """What the console has said since the last time: errors of scripts, of the network, of the security policy."""
+        """Return the console's entries since the last call: errors of scripts, the network and the security policy."""
         return [entry["message"] for entry in self._post("se/log", type="browser")]
 
     def screenshot(self, path: Path) -> None:

@@ -1,22 +1,14 @@
-"""What requests may say and mean to the engine, and the shapes of answers, checked against OpenAI's own models."""
+"""Bodies of requests: refusals that name the field, prompts and tools, sampling, constraints on the output."""
 
 import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from openai.types import Completion, CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.chat.chat_completion import ChoiceLogprobs
-from openai.types.completion_choice import Logprobs
-from transformers import PreTrainedTokenizerFast
 
 from crossdock.cluster.api import bodies
-from crossdock.cluster.api.bodies import ChatCompletionRequest, Chunks, CompletionRequest
+from crossdock.cluster.api.bodies import ChatCompletionRequest, CompletionRequest
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.tokenizer import Text
-from crossdock.workers.schedule.request import Grammar, SamplingParams, TokenLogprobs
+from crossdock.workers.schedule.request import Grammar, SamplingParams
 
 VOCAB = 1000
 
@@ -89,7 +81,7 @@ WRONG_TYPE = [
 
 
 @pytest.mark.parametrize(("field", "value"), OUT_OF_RANGE + WRONG_TYPE)
-def test_the_field_at_fault_is_named(field: str, value: Any) -> None:
+def test_invalid_field_is_named(field: str, value: Any) -> None:
     for parse in (completion, chat):
         with pytest.raises(ApiError) as refused:
             parse(**{field: value})
@@ -120,13 +112,13 @@ def test_the_field_at_fault_is_named(field: str, value: Any) -> None:
         (chat, "chat_template_kwargs", "a"),
     ],
 )
-def test_fields_of_one_endpoint(parse: Any, field: str, value: Any) -> None:
+def test_invalid_field_of_one_endpoint_is_named(parse: Any, field: str, value: Any) -> None:
     with pytest.raises(ApiError) as refused:
         parse(**{field: value})
     assert str(refused.value.param).startswith(field)
 
 
-def test_a_missing_field_is_named() -> None:
+def test_missing_field_is_named() -> None:
     for kind, param in ((CompletionRequest, "prompt"), (ChatCompletionRequest, "messages")):
         with pytest.raises(ApiError) as refused:
             kind.parse(b"{}")
@@ -148,80 +140,39 @@ def test_a_missing_field_is_named() -> None:
         b"[" * 9999,
     ],
 )
-def test_a_body_that_is_no_json_object(body: bytes) -> None:
+def test_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as refused:
         CompletionRequest.parse(body)
     assert (refused.value.status, refused.value.code) == (400, "invalid_json")
 
 
-def test_null_means_not_given_and_unknown_fields_are_ignored() -> None:
+def test_null_and_unknown_fields_are_ignored() -> None:
     nulls = dict.fromkeys(CompletionRequest.model_fields.keys() - {"prompt"})
     assert completion(**nulls) == completion()
     assert completion(user="me", priority=3, metadata={"a": 1}, store=False, whatever=[]) == completion()
 
 
-# -- prompts and messages ----------------------------------------------------------------------------------------------
+# -- prompts and tools -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]]), ("", [""])],
 )
-def test_four_ways_to_say_a_prompt(prompt: Any, prompts: Any) -> None:
+def test_prompt_in_any_form_is_accepted(prompt: Any, prompts: Any) -> None:
     assert completion(prompt=prompt).prompts() == prompts
 
 
 @pytest.mark.parametrize(
     "prompt", [[], 5, {"a": 1}, [1, "a"], [True], [[]], [[1], []], [[1], "a"], [1.5], [["a"]], True]
 )
-def test_no_prompt(prompt: Any) -> None:
+def test_prompt_of_other_form_is_refused(prompt: Any) -> None:
     with pytest.raises(ApiError) as refused:
         completion(prompt=prompt).prompts()
     assert refused.value.param == "prompt"
 
 
-def test_messages_reach_the_template_as_text() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    messages = [
-        {"role": "system", "content": "S", "name": "n"},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "42", "tool_call_id": "1"},
-    ]
-    seen = bodies.template_messages(messages)
-    assert seen[0] == messages[0]
-    assert seen[1]["content"] == "a\nb"
-    assert seen[2]["content"] == ""
-    assert seen[2]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
-    assert seen[3]["tool_call_id"] == "1"
-
-
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
-        ({"content": "a"}, "messages[0].role"),
-        ({"role": 5, "content": "a"}, "messages[0].role"),
-        ({"role": "user"}, "messages[0].content"),
-        ({"role": "user", "content": None}, "messages[0].content"),
-        ({"role": "user", "content": 5}, "messages[0].content"),
-        ({"role": "user", "content": [5]}, "messages[0].content[0]"),
-        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0]"),
-        ({"role": "assistant", "tool_calls": 5}, "messages[0].tool_calls"),
-        ({"role": "assistant", "tool_calls": [5]}, "messages[0].tool_calls[0]"),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-            "messages[0].tool_calls[0].function.arguments",
-        ),
-    ],
-)
-def test_messages_that_are_none(message: dict[str, Any], param: str) -> None:
-    with pytest.raises(ApiError) as refused:
-        bodies.template_messages([message])
-    assert refused.value.param == param
-
-
-def test_tools_and_tool_choice() -> None:
+def test_tools_reach_template_unless_choice_is_none() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     assert chat().template_tools() is None
     assert chat(tools=[]).template_tools() is None
@@ -241,12 +192,12 @@ def test_tools_and_tool_choice() -> None:
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 
-def test_sampling_without_a_word() -> None:
+def test_sampling_without_fields_is_the_default() -> None:
     assert sampling(completion()) == SamplingParams()
     assert sampling(chat(), 50) == SamplingParams(max_tokens=50)
 
 
-def test_every_sampling_field_arrives() -> None:
+def test_every_sampling_field_reaches_engine() -> None:
     fields = {
         "temperature": 0.5,
         "top_k": 5,
@@ -288,7 +239,7 @@ def test_every_sampling_field_arrives() -> None:
     assert sampling(chat(logprobs=True)).logprobs == 0
 
 
-def test_a_models_defaults_fill_in_for_what_is_not_given() -> None:
+def test_model_defaults_apply_unless_given() -> None:
     defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     assert sampling(completion(), **defaults) == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
     assert sampling(completion(temperature=0, top_k=0), **defaults) == SamplingParams(temperature=0.0, top_p=0.95)
@@ -307,7 +258,7 @@ def test_a_models_defaults_fill_in_for_what_is_not_given() -> None:
         ({"allowed_token_ids": [VOCAB]}, "allowed_token_ids"),
     ],
 )
-def test_fields_that_contradict_each_other_or_the_model(fields: dict[str, Any], param: str) -> None:
+def test_contradictory_field_is_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as refused:
         sampling(completion(**fields))
     assert refused.value.param == param
@@ -344,7 +295,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"structured_outputs": {"json_object": False, "regex": None}}, None),
     ],
 )
-def test_every_way_to_constrain_the_output(fields: dict[str, Any], grammar: Grammar | None) -> None:
+def test_constraint_in_any_form_becomes_grammar(fields: dict[str, Any], grammar: Grammar | None) -> None:
     assert sampling(completion(**fields)).grammar == grammar
     assert sampling(chat(**fields)).grammar == grammar
 
@@ -369,114 +320,7 @@ def test_every_way_to_constrain_the_output(fields: dict[str, Any], grammar: Gram
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
     ],
 )
-def test_constraints_that_are_none(fields: dict[str, Any], param: str) -> None:
+def test_invalid_constraint_is_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as refused:
         sampling(completion(**fields))
     assert refused.value.param == param
-
-
-# -- answers -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def text(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Text:
-    return Text(tokenizers["byte_level"])
-
-
-def half_a_smile(text: Text) -> int:
-    return next(token for token in range(600) if text.token_bytes(token) == b"\xf0")
-
-
-def test_usage_is_openais() -> None:
-    numbers = CompletionUsage.model_validate(bodies.usage(10, 5, 8))
-    assert numbers.total_tokens == 15
-    assert numbers.prompt_tokens_details is not None
-    assert numbers.prompt_tokens_details.cached_tokens == 8
-
-
-def test_completion_logprobs(text: Text) -> None:
-    the, dog = text.encode(" the")[0], text.encode(" dog")[0]
-    half = half_a_smile(text)
-    positions = [
-        (the, None),
-        (dog, TokenLogprobs(dog, -0.5, 1, ((dog, -0.5), (the, -1.5)))),
-        (half, TokenLogprobs(half, float("-inf"), 9, ((the, -0.1),))),
-    ]
-    shape = bodies.completion_logprobs(text, positions, [0, 4, 8])
-    # The client's model does not know that the first prompt token has none, though OpenAI sends it so.
-    parsed = Logprobs.model_validate({name: values[1:] for name, values in shape.items()})
-    assert parsed.text_offset == [4, 8]
-    assert shape["token_logprobs"] == [None, -0.5, -9999.0]
-    names = text.token_bytes(the).decode(), text.token_bytes(dog).decode()
-    assert shape["tokens"] == [*names, "bytes:\\xf0"]
-    # The token itself is always among the likeliest, so that a reader can compare them.
-    assert shape["top_logprobs"] == [None, {names[1]: -0.5, names[0]: -1.5}, {names[0]: -0.1, "bytes:\\xf0": -9999.0}]
-    json.dumps(shape, allow_nan=False)
-
-
-def test_chat_logprobs(text: Text) -> None:
-    the = text.encode(" the")[0]
-    half = half_a_smile(text)
-    positions = [TokenLogprobs(half, -3.0, 3, ((the, -0.1), (5, -2.0))), TokenLogprobs(the, -0.1, 1, ((the, -0.1),))]
-    shape = bodies.chat_logprobs(text, positions, 2)
-    parsed = ChoiceLogprobs.model_validate(shape)
-    assert parsed.content is not None
-    first, second = parsed.content
-    assert (first.token, first.bytes, first.logprob) == ("\ufffd", [0xF0], -3.0)
-    assert [top.logprob for top in first.top_logprobs] == [-0.1, -2.0]  # the two likeliest, which it is not among
-    assert bytes(second.bytes or []).decode() == second.token
-    assert [top.token for top in second.top_logprobs] == [second.token]
-    assert bodies.chat_logprobs(text, positions, 0)["content"][0]["top_logprobs"] == []
-
-
-def test_prompt_logprobs_are_vllms(text: Text) -> None:
-    the, dog = text.encode(" the")[0], text.encode(" dog")[0]
-    shape = bodies.prompt_logprobs(text, [None, TokenLogprobs(dog, -2.0, 7, ((the, -0.1),))])
-    assert shape == [
-        None,
-        {
-            str(the): {"logprob": -0.1, "rank": 1, "decoded_token": text.token_bytes(the).decode()},
-            str(dog): {"logprob": -2.0, "rank": 7, "decoded_token": text.token_bytes(dog).decode()},
-        },
-    ]
-
-
-def parsed_event(event: bytes) -> Any:
-    assert event.startswith(b"data: ")
-    assert event.endswith(b"\n\n")
-    assert event.count(b"\n") == 2
-    return json.loads(event[6:])
-
-
-@given(st.text(st.characters(codec="utf-8")), st.integers(0, 3))
-def test_a_chunk_is_what_json_would_have_written(piece: str, index: int) -> None:
-    head = {"id": "x-1", "created": 1, "model": 'a"b'}
-    for is_chat, kind in ((True, "chat.completion.chunk"), (False, "text_completion")):
-        chunks = Chunks({**head, "object": kind}, is_chat=is_chat, include_usage=False)
-        body = {"delta": {"content": piece}} if is_chat else {"text": piece}
-        choice = {"index": index, **body, "logprobs": None, "finish_reason": None}
-        for event in (chunks.text(index, piece), chunks.choice(choice)):
-            assert parsed_event(event) == {**head, "object": kind, "choices": [choice]}
-
-
-def test_chunks_are_openais() -> None:
-    head = {"id": "x-1", "created": 1, "model": "m"}
-    chunks = Chunks({**head, "object": "chat.completion.chunk"}, is_chat=True, include_usage=True)
-    one = ChatCompletionChunk.model_validate(parsed_event(chunks.text(1, "a\nb")))
-    assert (one.choices[0].index, one.choices[0].delta.content, one.usage) == (1, "a\nb", None)
-    assert parsed_event(chunks.text(0, "a"))["usage"] is None
-    last = ChatCompletionChunk.model_validate(parsed_event(chunks.usage(bodies.usage(1, 2, 0))))
-    assert last.choices == []
-    assert last.usage is not None
-    older = Chunks({**head, "object": "text_completion"}, is_chat=False, include_usage=False)
-    event = parsed_event(older.choice({"index": 0, "text": "a", "logprobs": None, "finish_reason": "stop"}))
-    assert Completion.model_validate(event).choices[0].finish_reason == "stop"
-    assert "usage" not in event
-
-
-def test_an_error_has_openais_shape() -> None:
-    error = ApiError("No.", param="prompt", code="c")
-    expected = {"error": {"message": "No.", "type": "invalid_request_error", "param": "prompt", "code": "c"}}
-    assert json.loads(error.body()) == expected
-    assert parsed_event(bodies.error_event(error)) == expected
-    assert ChatCompletion.model_fields  # the shapes above are the client's own

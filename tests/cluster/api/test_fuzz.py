@@ -1,4 +1,4 @@
-"""Every endpoint in front of a real engine, whatever a client sends: no 5xx, OpenAI's error shape, nothing kept."""
+"""Fuzzing every endpoint in front of a real engine: no 5xx, OpenAI's error shape, and no page or request left over."""
 
 import json
 import socket
@@ -11,11 +11,12 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis.specs.openapi.checks import response_schema_conformance
-from transformers import PreTrainedTokenizerFast
 
-from crossdock.cluster.api.openapi import document
-from crossdock.cluster.api.tokenizer import Text
-from tests.cluster.api.test_web import Live, live
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http_config import HttpConfig
+from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.dispatch.dispatch import Dispatcher
+from tests.cluster.api.engine_api import LiveApi, live_api
 
 EXAMPLES = 60  # for each endpoint; `make soak` tries fifty times as many
 QUIET = settings(
@@ -25,21 +26,21 @@ QUIET = settings(
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )
-DOCUMENT = document(())
-OPERATIONS = [(path, method) for path, its in DOCUMENT["paths"].items() for method in its]
+DOCUMENT = build_api(Dispatcher("tiny"), None, HttpConfig()).openapi()  # type: ignore[arg-type]
+OPERATIONS = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
 GENERATES = ("/v1/completions", "/v1/chat/completions")
 
 
 @pytest.fixture(scope="module")
-def it(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Iterator[Live]:
-    """Asserts at the end that no page is owned and no request is known."""
-    with live(Text(tokenizers["byte_level"])) as server:
+def api(tokenizer: ModelTokenizer) -> Iterator[LiveApi]:
+    """Assert at the end that no page is owned and no request is left."""
+    with live_api(tokenizer) as server:
         yield server
         metrics = httpx.get(f"{server.url}/metrics").text
         active = [line for line in metrics.splitlines() if line.startswith("crossdock_requests_active")]
         assert active
         assert {line.rsplit(" ", 1)[1] for line in active} == {"0.0"}
-        assert server.call(server.served.owned_pages()) == 0
+        assert server.call(server.api.owned_pages()) == 0
         assert 'crossdock_ingress_requests{ingress="0"} 0.0' in metrics
 
 
@@ -51,14 +52,14 @@ def check(status: int, content_type: str, text: str) -> None:
         assert error.keys() == {"message", "type", "param", "code"}
 
 
-def test_the_document_names_every_endpoint(it: Live) -> None:
-    assert httpx.get(f"{it.url}/openapi.json").json()["paths"].keys() == DOCUMENT["paths"].keys()
-    served = {getattr(route, "path", "").replace(":path", "") for route in it.served.app.routes}
+def test_document_names_every_endpoint(api: LiveApi) -> None:
+    assert httpx.get(f"{api.url}/openapi.json").json()["paths"].keys() == DOCUMENT["paths"].keys()
+    served = {getattr(route, "path", "").replace(":path", "") for route in api.api.app.routes}
     pages = {path for path in served if path.startswith(("/web/", "/dashboard", "/playground"))}
     assert served - pages - {"/openapi.json", ""} == set(DOCUMENT["paths"])
 
 
-def attack(it: Live, path: str, method: str) -> None:
+def attack(api: LiveApi, path: str, method: str) -> None:
     schema = schemathesis.openapi.from_dict(DOCUMENT)
     operation = schema[path][method.upper()]
     modes = schemathesis.GenerationMode
@@ -67,11 +68,11 @@ def attack(it: Live, path: str, method: str) -> None:
     @QUIET
     @given(mixed)
     def attempt(case: Any) -> None:
-        if isinstance(case.body, dict) and path in GENERATES:  # what is valid is also finished soon
+        if isinstance(case.body, dict) and path in GENERATES:  # valid requests are also short
             case.body = {**case.body, "n": 1} if isinstance(case.body.get("n"), int) else case.body
             if isinstance(case.body.get("max_tokens", 0), int):
                 case.body = {**case.body, "max_tokens": 2, "max_completion_tokens": None}
-        answer = case.call(base_url=it.url, timeout=60)
+        answer = case.call(base_url=api.url, timeout=60)
         check(answer.status_code, answer.headers.get("content-type", [""])[0], answer.text)
         if answer.status_code >= 400:
             case.validate_response(answer, checks=[response_schema_conformance])
@@ -80,8 +81,8 @@ def attack(it: Live, path: str, method: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
-def test_what_the_document_allows_and_what_it_does_not(it: Live, path: str, method: str) -> None:
-    attack(it, path, method)
+def test_requests_within_and_beyond_document_are_answered(api: LiveApi, path: str, method: str) -> None:
+    attack(api, path, method)
 
 
 VALUES = st.recursive(
@@ -92,8 +93,8 @@ VALUES = st.recursive(
 
 
 @pytest.mark.parametrize("path", GENERATES)
-def test_right_fields_with_wrong_values(it: Live, path: str) -> None:
-    """One field of a request that would be served gets any JSON at all: deeper than schemas reach."""
+def test_known_field_with_any_value_is_answered(api: LiveApi, path: str) -> None:
+    """One field of a valid request has any JSON value: deeper than schemas reach."""
     model = "CompletionRequest" if path == GENERATES[0] else "ChatCompletionRequest"
     fields = sorted(DOCUMENT["components"]["schemas"][model]["properties"])
     right = {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
@@ -107,7 +108,7 @@ def test_right_fields_with_wrong_values(it: Live, path: str) -> None:
         check(answer.status_code, answer.headers["content-type"] if answer.status_code >= 400 else "", answer.text)
         assert '"type":"server_error"' not in answer.text
 
-    with httpx.Client(base_url=it.url, timeout=60) as http:
+    with httpx.Client(base_url=api.url, timeout=60) as http:
         attempt()
 
 
@@ -120,10 +121,12 @@ NAMES = st.sampled_from(
 
 @QUIET
 @given(PATHS, METHODS, st.lists(st.tuples(NAMES, st.binary(max_size=30)), max_size=5), st.binary(max_size=200))
-def test_any_bytes_at_all(it: Live, path: str, method: str, headers: list[tuple[str, bytes]], body: bytes) -> None:
+def test_any_bytes_are_answered(
+    api: LiveApi, path: str, method: str, headers: list[tuple[str, bytes]], body: bytes
+) -> None:
     head = f"{method} {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n".encode("utf-8", "replace")
     lines = b"".join(name.encode() + b": " + value + b"\r\n" for name, value in headers)
-    with socket.create_connection(("127.0.0.1", int(it.url.rpartition(":")[2])), 20) as wire:
+    with socket.create_connection(("127.0.0.1", int(api.url.rpartition(":")[2])), 20) as wire:
         wire.sendall(head + lines + b"\r\n" + body)
         wire.shutdown(socket.SHUT_WR)
         answer = b""
@@ -134,11 +137,11 @@ def test_any_bytes_at_all(it: Live, path: str, method: str, headers: list[tuple[
             pass
     assert not answer or answer.startswith(b"HTTP/1.1 ")
     assert not answer.startswith(b"HTTP/1.1 5"), answer
-    assert httpx.get(f"{it.url}/health").status_code == 200
+    assert httpx.get(f"{api.url}/health").status_code == 200
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
-def test_for_long(it: Live, path: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_document_at_length(api: LiveApi, path: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "QUIET", settings(QUIET, max_examples=50 * EXAMPLES))
-    attack(it, path, method)
+    attack(api, path, method)

@@ -1,4 +1,4 @@
-"""Keys come and go without a restart, and what one may use is counted."""
+"""API keys are rotated without a restart, and the use of each is limited."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ class Clock:
 
 
 def replace(path: Path, text: str) -> None:
-    """As Kubernetes does with a mounted Secret: a new file takes the name."""
+    """Replace a file as Kubernetes does with a mounted Secret: a new file takes the name."""
     new = path.with_suffix(".new")
     new.write_text(text)
     os.replace(new, path)
@@ -46,7 +46,7 @@ def accepts(ring: KeyRing, key: str) -> bool:
         "first second",
     ],
 )
-def test_a_file_of_keys(tmp_path: Path, text: str) -> None:
+def test_key_file_in_any_form_is_read(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)
     assert [key.key for key in read_keys(path, CLASSES)] == ["first", "second"]
@@ -64,7 +64,7 @@ def test_a_file_of_keys(tmp_path: Path, text: str) -> None:
         ("[{key: hunter2, requests_per_minute: 0}]", "0.requests_per_minute"),
     ],
 )
-def test_a_file_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
+def test_unusable_key_file_is_refused_and_shows_no_key(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)
     with pytest.raises(ValueError) as error:  # noqa: PT011
@@ -75,7 +75,7 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> 
         assert message in str(error.value)
 
 
-def test_no_file_is_an_error_not_an_open_door(tmp_path: Path) -> None:
+def test_missing_key_file_does_not_open_the_api(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         KeyRing((), tmp_path / "keys")
     (tmp_path / "keys").write_text("")
@@ -84,7 +84,7 @@ def test_no_file_is_an_error_not_an_open_door(tmp_path: Path) -> None:
     assert not accepts(ring, "")
 
 
-def test_keys_are_rotated_while_serving(tmp_path: Path) -> None:
+def test_changed_key_file_rotates_keys(tmp_path: Path) -> None:
     path, clock = tmp_path / "keys", Clock()
     path.write_text("old\n")
     ring = KeyRing((ApiKey(key="fixed"),), path, CLASSES, clock)
@@ -97,7 +97,7 @@ def test_keys_are_rotated_while_serving(tmp_path: Path) -> None:
     assert [accepts(ring, key) for key in ("fixed", "old", "new")] == [True, False, True]
 
 
-def test_a_broken_file_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_key_file_keeps_old_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, clock = tmp_path / "keys", Clock()
     path.write_text("old\n")
     ring = KeyRing((), path, CLASSES, clock)
@@ -116,7 +116,7 @@ def test_a_broken_file_changes_nothing(tmp_path: Path, caplog: pytest.LogCapture
     assert [accepts(ring, key) for key in ("old", "new")] == [False, True]
 
 
-def test_the_file_is_looked_at_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_file_is_checked_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, clock = tmp_path / "keys", Clock()
     path.write_text("old\n")
     ring = KeyRing((), path, CLASSES, clock)
@@ -129,8 +129,8 @@ def test_the_file_is_looked_at_once_a_second(tmp_path: Path, monkeypatch: pytest
     assert 4 <= looks.count(path) <= 6
 
 
-def test_salts_keep_tenants_apart() -> None:
-    """By default nobody shares; a group does; and no two pairs of a group and a salt read the same."""
+def test_cache_salt_differs_between_tenants() -> None:
+    """Keys share a salt only within a group, and no two pairs of group and salt give the same."""
     first, second = ApiKey(key="a"), ApiKey(key="b")
     assert first.cache_salt("") != second.cache_salt("")
     assert first.cache_salt("x") != first.cache_salt("")
@@ -141,7 +141,7 @@ def test_salts_keep_tenants_apart() -> None:
 
 
 @given(st.text(), st.text(), st.text(), st.text())
-def test_salts_are_injective(group: str, salt: str, other_group: str, other_salt: str) -> None:
+def test_cache_salt_is_injective(group: str, salt: str, other_group: str, other_salt: str) -> None:
     one = ApiKey(key="a", cache_group=group).cache_salt(salt)
     other = ApiKey(key="a", cache_group=other_group).cache_salt(other_salt)
     assert (one == other) == ((group, salt) == (other_group, other_salt))
@@ -161,13 +161,13 @@ def refusal(call: Any, *args: Any) -> ApiError:
     return error.value
 
 
-def test_requests_per_minute() -> None:
+def test_requests_beyond_limit_per_minute_are_refused() -> None:
     clock = Clock()
-    it = account(clock, requests_per_minute=6)
+    limited = account(clock, requests_per_minute=6)
     for _ in range(6):
-        it.begin()
-        it.end()
-    error = refusal(it.begin)
+        limited.begin()
+        limited.end()
+    error = refusal(limited.begin)
     assert error.headers == {
         "Retry-After": "10",
         "x-ratelimit-limit-requests": "6",
@@ -176,51 +176,53 @@ def test_requests_per_minute() -> None:
     }
     assert "6 requests per minute. Try again in 10s." in str(error)
     clock.now += 10
-    it.begin()
-    refusal(it.begin)
+    limited.begin()
+    refusal(limited.begin)
 
 
-def test_requests_at_once() -> None:
-    it = account(Clock(), max_concurrent_requests=2)
-    it.begin()
-    it.begin()
-    assert refusal(it.begin).headers == {"Retry-After": "1"}
-    it.end()
-    it.begin()
+def test_concurrent_requests_beyond_limit_are_refused() -> None:
+    limited = account(Clock(), max_concurrent_requests=2)
+    limited.begin()
+    limited.begin()
+    assert refusal(limited.begin).headers == {"Retry-After": "1"}
+    limited.end()
+    limited.begin()
 
 
-def test_tokens_per_minute() -> None:
-    """Prompts are paid for at once, outputs when they have come."""
+def test_tokens_beyond_limit_per_minute_are_refused() -> None:
+    """Prompts are charged at once, outputs as they come."""
     clock = Clock()
-    it = account(clock, tokens_per_minute=600)
-    it.prompt(500)
-    error = refusal(it.prompt, 200)
+    limited = account(clock, tokens_per_minute=600)
+    limited.prompt(500)
+    error = refusal(limited.prompt, 200)
     assert error.headers["Retry-After"] == "10"
     assert error.headers["x-ratelimit-remaining-tokens"] == "100"
-    it.output(400)
-    assert it.headers()["x-ratelimit-remaining-tokens"] == "0"
+    limited.output(400)
+    assert limited.headers()["x-ratelimit-remaining-tokens"] == "0"
     clock.now += 30
-    assert int(refusal(it.prompt, 1).headers["Retry-After"]) == 1
+    assert int(refusal(limited.prompt, 1).headers["Retry-After"]) == 1
     clock.now += 30
-    it.prompt(300)
-    assert "Retry-After" not in refusal(it.prompt, 601).headers, "waiting does not help a prompt larger than the limit"
+    limited.prompt(300)
+    assert "Retry-After" not in refusal(limited.prompt, 601).headers, (
+        "waiting does not help a prompt larger than the limit"
+    )
 
 
-def test_every_ingress_has_its_share() -> None:
+def test_limits_are_divided_among_ingresses() -> None:
     clock = Clock()
-    it = account(clock, 3, requests_per_minute=9, max_concurrent_requests=2)
-    it.begin()
-    refusal(it.begin)
-    it.end()
-    it.begin()
-    it.end()
-    assert it.headers()["x-ratelimit-remaining-requests"] == "3"
-    it.begin()
-    it.end()
-    refusal(it.begin)
+    limited = account(clock, 3, requests_per_minute=9, max_concurrent_requests=2)
+    limited.begin()
+    refusal(limited.begin)
+    limited.end()
+    limited.begin()
+    limited.end()
+    assert limited.headers()["x-ratelimit-remaining-requests"] == "3"
+    limited.begin()
+    limited.end()
+    refusal(limited.begin)
 
 
-def test_changed_limits_are_a_new_account() -> None:
+def test_changed_limits_begin_a_new_account() -> None:
     ledger = Ledger(1, Clock())
     key = ApiKey(key="a", requests_per_minute=1)
     ledger.account(key).begin()
@@ -231,18 +233,18 @@ def test_changed_limits_are_a_new_account() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 900), st.integers(0, 300)), max_size=60))
-def test_no_minute_has_more_than_the_limit_and_what_came_late(events: list[tuple[float, int, int]]) -> None:
-    """In any minute, prompts begun cost at most the limit and what one bucket held before."""
+def test_prompts_of_any_minute_stay_within_twice_the_limit(events: list[tuple[float, int, int]]) -> None:
+    """In any minute, prompts begun cost at most the limit and the content of the bucket before."""
     clock, limit = Clock(), 600
-    it = account(clock, tokens_per_minute=limit)
+    limited = account(clock, tokens_per_minute=limit)
     begun: list[tuple[float, int]] = []
     for seconds, prompt, output in events:
         clock.now += seconds
         try:
-            it.prompt(prompt)
+            limited.prompt(prompt)
         except ApiError:
             continue
         begun.append((clock.now, prompt))
-        it.output(output)
+        limited.output(output)
     for start, _ in begun:
         assert sum(tokens for when, tokens in begun if start <= when < start + 60) <= 2 * limit

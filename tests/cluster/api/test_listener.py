@@ -1,7 +1,6 @@
-"""Our own listener bounds what a connection costs before there is a request."""
+"""The listener bounds the cost of a connection before there is a request."""
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from crossdock.cluster.api import listener
 from crossdock.cluster.api.listener import MAX_HEAD_BYTES, listen
+from tests.cluster.ports import free_port
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -21,11 +21,11 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def on(client: Callable[[int], Awaitable[None]]) -> None:
-    async def run() -> None:
-        with socket.socket() as it:
-            it.bind(("127.0.0.1", 0))
-            port: int = it.getsockname()[1]
+def with_listener(client: Callable[[int], Awaitable[None]]) -> None:
+    """Run `client` with the port of a listener."""
+
+    async def main() -> None:
+        port = free_port()
         server = await listen(echo, "127.0.0.1", port)
         try:
             await client(port)
@@ -33,7 +33,7 @@ def on(client: Callable[[int], Awaitable[None]]) -> None:
             server.should_exit = True
             await asyncio.sleep(0.2)
 
-    asyncio.run(run())
+    asyncio.run(main())
 
 
 async def answer(reader: asyncio.StreamReader) -> bytes:
@@ -43,8 +43,10 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
         return b"reset"
 
 
-@pytest.mark.parametrize("line", [b"x: " + b"y" * 4000 + b"\r\n", b"z" * 4000], ids=["many headers", "one without end"])
-def test_a_head_without_end_is_ended(line: bytes) -> None:
+@pytest.mark.parametrize(
+    "line", [b"x: " + b"y" * 4000 + b"\r\n", b"z" * 4000], ids=["many headers", "one endless header"]
+)
+def test_endless_head_is_refused(line: bytes) -> None:
     async def client(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n")
@@ -60,10 +62,10 @@ def test_a_head_without_end_is_ended(line: bytes) -> None:
         assert sent < 50 * MAX_HEAD_BYTES
         assert (await answer(reader)).startswith((b"HTTP/1.1 431", b"reset"))
 
-    on(client)
+    with_listener(client)
 
 
-def test_bodies_and_many_requests_on_a_connection_are_not_heads() -> None:
+def test_bodies_and_several_requests_do_not_count_as_head() -> None:
     async def client(port: int) -> None:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
             for number in range(4):
@@ -71,11 +73,11 @@ def test_bodies_and_many_requests_on_a_connection_are_not_heads() -> None:
                 body = bytes([65 + number]) * (10 * MAX_HEAD_BYTES)
                 assert (await http.post("/", content=body, headers=headers)).content == body
 
-    on(client)
+    with_listener(client)
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost:"], ids=["silent", "half a head"])
-def test_who_is_slow_is_not_waited_for(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_head_is_refused(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "HEAD_TIMEOUT_S", 0.2)
 
     async def client(port: int) -> None:
@@ -83,4 +85,4 @@ def test_who_is_slow_is_not_waited_for(sent: bytes, monkeypatch: pytest.MonkeyPa
         writer.write(sent)
         assert await answer(reader) == b""
 
-    on(client)
+    with_listener(client)

@@ -1,4 +1,4 @@
-"""Which class a request gets: what bodies, headers and keys may say, and what is said of those that may not."""
+"""The SLO class of a request: by body, header and key; and the refusals."""
 
 import pytest
 from pydantic import ValidationError
@@ -27,32 +27,34 @@ def key(*classes: str, default: str | None = None) -> ApiKey:
         ("batch", None, None, "batch"),
         (None, "interactive", None, "interactive"),
         ("auto", "interactive", None, "interactive"),  # auto leaves it to the header
-        ("priority", "interactive", None, "interactive"),  # the same, said twice
+        ("priority", "interactive", None, "interactive"),  # both name the same class
         ("default", "standard", None, "standard"),
         (None, None, key(), "standard"),
         ("priority", None, key(), "interactive"),
-        (None, None, key("batch", "standard"), "standard"),  # the engine's default, where the key may use it
-        (None, None, key("batch"), "batch"),  # else the first it may use
+        (None, None, key("batch", "standard"), "standard"),  # the engine's default, if the key may use it
+        (None, None, key("batch"), "batch"),  # otherwise the first class that the key may use
         ("auto", None, key("batch"), "batch"),
         (None, None, key("batch", "standard", default="batch"), "batch"),
         ("default", None, key(default="interactive"), "interactive"),
         ("standard", None, key("batch", "standard", default="batch"), "standard"),
     ],
 )
-def test_the_class_of_a_request(tier: str | None, header: str | None, of_key: ApiKey | None, chosen: str) -> None:
+def test_class_is_chosen_by_tier_header_and_key(
+    tier: str | None, header: str | None, of_key: ApiKey | None, chosen: str
+) -> None:
     assert TIERS.choose(tier, header, of_key) == chosen
 
 
-def test_a_class_may_have_the_name_of_a_tier() -> None:
+def test_class_with_name_of_tier_comes_first() -> None:
     classes = [SloClass(name=name, ttft_s=1, tpot_s=1) for name in ("gold", "flex", "auto", "rest")]
     tiers = Tiers(classes, default="rest")
     assert [tiers.choose(name, None, None) for name in ("flex", "auto", "priority")] == ["flex", "auto", "gold"]
     with pytest.raises(ApiError, match="give one of them"):
-        tiers.choose("auto", "gold", None)  # here it is a class like any other
+        tiers.choose("auto", "gold", None)  # here `auto` is a class like any other
 
 
 @pytest.mark.parametrize(
-    ("tier", "header", "param", "told"),
+    ("tier", "header", "param", "message"),
     [
         ("gold", None, "service_tier", "'gold' is none of interactive, standard, batch, auto, default, priority, flex"),
         (None, "gold", "X-SLO-Class", "'gold' is none of interactive, standard, batch"),
@@ -63,11 +65,13 @@ def test_a_class_may_have_the_name_of_a_tier() -> None:
         ("x" * 1000, None, "service_tier", "x" * 100),
     ],
 )
-def test_what_cannot_be_asked_for(tier: str | None, header: str | None, param: str, told: str) -> None:
+def test_unknown_or_contradictory_class_is_refused(
+    tier: str | None, header: str | None, param: str, message: str
+) -> None:
     with pytest.raises(ApiError) as error:
         TIERS.choose(tier, header, None)
     assert (error.value.status, error.value.param, error.value.code) == (400, param, "invalid_value")
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert len(str(error.value)) < 300
 
 
@@ -75,21 +79,21 @@ def test_what_cannot_be_asked_for(tier: str | None, header: str | None, param: s
     ("tier", "header", "param"),
     [("interactive", None, "service_tier"), ("priority", None, "service_tier"), (None, "interactive", "X-SLO-Class")],
 )
-def test_a_class_the_key_may_not_use(tier: str | None, header: str | None, param: str) -> None:
+def test_class_that_key_may_not_use_is_refused(tier: str | None, header: str | None, param: str) -> None:
     with pytest.raises(ApiError, match=r"may not use the class 'interactive'\. It may use batch, standard") as error:
         TIERS.choose(tier, header, key("batch", "standard"))
     assert (error.value.status, error.value.kind, error.value.param) == (403, "permission_error", param)
     assert "secret" not in str(error.value)
 
 
-def test_a_plain_key_may_use_every_class() -> None:
+def test_plain_key_may_use_every_class() -> None:
     plain = ApiKey.model_validate("secret")
     assert plain == ApiKey(key="secret")
     assert all(plain.allows(name) for name in ("interactive", "standard", "batch"))
     assert not plain.sees_all_requests
 
 
-def test_a_key_is_found_and_nothing_of_it_is_shown() -> None:
+def test_key_is_found_and_not_shown() -> None:
     keys = HttpConfig.model_validate({"api_keys": ["one", {"key": "two", "classes": ["batch"]}]}).api_keys
     assert find_key(keys, b"Bearer two") is keys[1]
     assert find_key(keys, b"bearer  one ") is keys[0]
@@ -101,13 +105,13 @@ def test_a_key_is_found_and_nothing_of_it_is_shown() -> None:
     assert "two" not in keys[1].tenant
 
 
-def test_a_tenant_is_the_same_everywhere_and_its_own() -> None:
+def test_tenant_depends_on_key_alone() -> None:
     assert ApiKey(key="one").tenant == ApiKey(key="one", classes=("batch",)).tenant
     assert ApiKey(key="one").tenant != ApiKey(key="two").tenant
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ([{"key": "hunter2", "classes": ["a"], "default": "b"}], "default 'b' must be one of its classes, which are a"),
         ([{"key": "hunter2", "classes": []}], "at least 1 item"),
@@ -117,8 +121,8 @@ def test_a_tenant_is_the_same_everywhere_and_its_own() -> None:
         ([{"classes": ["a"]}], "key\n  Field required"),
     ],
 )
-def test_keys_that_cannot_be(given: list[object], told: str) -> None:
+def test_invalid_key_is_refused_and_not_shown(given: list[object], message: str) -> None:
     with pytest.raises(ValidationError) as error:
         HttpConfig.model_validate({"api_keys": given})
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert "hunter2" not in str(error.value)

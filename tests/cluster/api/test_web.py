@@ -1,106 +1,46 @@
-"""The pages for people: what they are made of, what they may see, and what a browser makes of them."""
+"""The web pages: their content and policy, the data that they may show, and their behaviour in a browser."""
 
-import asyncio
 import os
 import re
-import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from transformers import PreTrainedTokenizerFast
 
-from crossdock.cluster.api.listener import listen
-from crossdock.cluster.api.tokenizer import Text
-from crossdock.cluster.api.web_assets import pages
+from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.web_assets import web_assets
 from tests.cluster.api.browser import MISSING, REASON, Browser
-from tests.cluster.api.test_requests import Served
+from tests.cluster.api.engine_api import LiveApi, live_api
 
 KEYS = ("mine", "theirs", {"key": "operator", "sees_all_requests": True})
 SCREENSHOTS = os.environ.get("CROSSDOCK_SCREENSHOTS")  # a folder to keep them in, to be looked at
 
 
-class Live:
-    """The API in front of a small real engine, on a port, in a thread of its own."""
-
-    def __init__(self, text: Text, keys: Any) -> None:
-        with socket.socket() as it:
-            it.bind(("127.0.0.1", 0))
-            port: int = it.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever)
-        self._thread.start()
-        self.served: Served = self.call(self._start(text, keys, port))
-
-    async def _start(self, text: Text, keys: Any, port: int) -> Served:
-        served = Served(text, 1, keys, max_num_batched_tokens=40, max_num_seqs=8, admission="queue")
-        await served.start()
-        self._server = await listen(served.app, "127.0.0.1", port)
-        return served
-
-    def call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self.call(self.served.stop())
-        self.call(asyncio.sleep(0.2))
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
-        self.loop.close()
-
-    def work(self, key: str = "mine") -> None:
-        """Two streams, and a prompt that is long for this engine beside them."""
-
-        async def several() -> list[httpx.Response]:
-            streams = [self.served.ask("standard", 20, key=key, max_tokens=60) for _ in range(2)]
-            prompts = [self.served.ask("standard", 230, key=key, **{"request-id": f"of-{key}"})]
-            return list(await asyncio.gather(*streams, *prompts))
-
-        assert [answer.status_code for answer in self.call(several())] == [200] * 3
-
-
-@contextmanager
-def live(text: Text, keys: Any = ()) -> Iterator[Live]:
-    it = Live(text, keys)
-    try:
-        yield it
-    finally:
-        it.stop()
+@pytest.fixture(scope="module")
+def open_api(tokenizer: ModelTokenizer) -> Iterator[LiveApi]:
+    with live_api(tokenizer) as api:
+        yield api
 
 
 @pytest.fixture(scope="module")
-def text(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Text:
-    return Text(tokenizers["byte_level"])
-
-
-@pytest.fixture(scope="module")
-def open_(text: Text) -> Iterator[Live]:
-    with live(text) as it:
-        yield it
-
-
-@pytest.fixture(scope="module")
-def guarded(text: Text) -> Iterator[Live]:
-    with live(text, KEYS) as it:
-        yield it
+def guarded(tokenizer: ModelTokenizer) -> Iterator[LiveApi]:
+    with live_api(tokenizer, KEYS) as api:
+        yield api
 
 
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-# -- what they are made of ---------------------------------------------------------------------------------------------
+# -- content and policy ----------------------------------------------------------------------------------------------
 
 
-def test_pages_need_no_key_and_data_does(guarded: Live) -> None:
+def test_pages_need_no_key_but_data_does(guarded: LiveApi) -> None:
     with httpx.Client(base_url=guarded.url) as http:
-        for path in pages():
+        for path in web_assets():
             assert http.get(path).status_code == 200
         for path in ("/v1/replicas", "/v1/requests", "/v1/playground/scheduler"):
             assert http.get(path).status_code == 401
@@ -108,11 +48,11 @@ def test_pages_need_no_key_and_data_does(guarded: Live) -> None:
         assert http.get("/web/../api.py").status_code in (401, 404)
 
 
-def test_nothing_comes_from_elsewhere(open_: Live) -> None:
-    """The policy says so to browsers, and nothing would be refused by it."""
-    assert {"/dashboard", "/playground/scheduler", "/web/style.css", "/web/dashboard.js"} <= pages().keys()
-    for path, page in pages().items():
-        answer = httpx.get(open_.url + path)
+def test_pages_load_from_this_server_only(open_api: LiveApi) -> None:
+    """The policy forbids other sources, and no page would violate it."""
+    assert {"/dashboard", "/playground/scheduler", "/web/style.css", "/web/dashboard.js"} <= web_assets().keys()
+    for path, page in web_assets().items():
+        answer = httpx.get(open_api.url + path)
         assert answer.headers["content-type"] == page.media_type
         policy = answer.headers["content-security-policy"]
         assert policy.startswith("default-src 'none'")
@@ -120,11 +60,11 @@ def test_nothing_comes_from_elsewhere(open_: Live) -> None:
         assert "frame-ancestors 'none'" in policy
         assert answer.headers["x-content-type-options"] == "nosniff"
         source = answer.text.replace('xmlns="http://www.w3.org/2000/svg"', "")
-        assert not re.search(r"https?://|//\w+\.\w+/|@import|url\(", source), f"{path} names another place"
+        assert not re.search(r"https?://|//\w+\.\w+/|@import|url\(", source), f"{path} names another server"
         assert not re.search(r"\sstyle=|\son\w+=|<script>|innerHTML|\beval\b", source), f"{path} has code in a page"
 
 
-def test_what_a_key_sees_of_others(guarded: Live) -> None:
+def test_steps_hide_request_ids_of_other_keys(guarded: LiveApi) -> None:
     guarded.work("mine")
     with httpx.Client(base_url=guarded.url) as http:
 
@@ -137,9 +77,9 @@ def test_what_a_key_sees_of_others(guarded: Live) -> None:
         assert names("theirs") == {None}
 
 
-def test_steps_come_once(open_: Live) -> None:
-    open_.work()
-    with httpx.Client(base_url=f"{open_.url}/v1") as http:
+def test_steps_are_sent_once(open_api: LiveApi) -> None:
+    open_api.work()
+    with httpx.Client(base_url=f"{open_api.url}/v1") as http:
 
         def replica(*after: str) -> dict[str, Any]:
             (found,) = http.get("/replicas", params=[("after", value) for value in after]).json()["data"]
@@ -164,10 +104,10 @@ def test_steps_come_once(open_: Live) -> None:
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
 
 
-def test_the_playground_over_http(open_: Live) -> None:
-    with httpx.Client(base_url=f"{open_.url}/v1/playground") as http:
-        told = http.get("/scheduler", params={"policy": "fixed", "prompt_tokens": 4096, "num_decodes": 3}).json()
-        assert sum(chunk["num_tokens"] for step in told["steps"] for chunk in step["chunks"]) == 4096
+def test_playground_checks_its_query(open_api: LiveApi) -> None:
+    with httpx.Client(base_url=f"{open_api.url}/v1/playground") as http:
+        result = http.get("/scheduler", params={"policy": "fixed", "prompt_tokens": 4096, "num_decodes": 3}).json()
+        assert sum(chunk["num_tokens"] for step in result["steps"] for chunk in step["chunks"]) == 4096
         for params, param in (
             ({"policy": "best"}, "policy"),
             ({"prompt_tokens": "many"}, "prompt_tokens"),
@@ -182,16 +122,16 @@ def test_the_playground_over_http(open_: Live) -> None:
             assert answer.json()["error"]["param"] == param
 
 
-# -- what a browser makes of them --------------------------------------------------------------------------------------
+# -- behaviour in a browser -------------------------------------------------------------------------------------------
 
 needs_browser = pytest.mark.skipif(bool(MISSING), reason=REASON)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    it = Browser()
-    yield it
-    it.close()
+    browser = Browser()
+    yield browser
+    browser.close()
 
 
 def keep(browser: Browser, name: str) -> None:
@@ -200,7 +140,7 @@ def keep(browser: Browser, name: str) -> None:
 
 
 def colours(browser: Browser, place: int = 0) -> int:
-    """How many colours the pixels of a canvas have."""
+    """Return how many colours the pixels of a canvas have."""
     return int(
         browser.run(
             """const canvas = document.querySelectorAll("canvas")[arguments[0]];
@@ -211,13 +151,13 @@ def colours(browser: Browser, place: int = 0) -> int:
     )
 
 
-def works(live: Live, key: str = "none") -> Callable[[], None]:
-    """Keeps a replica busy until the returned function is called."""
+def keep_busy(api: LiveApi, key: str = "none") -> Callable[[], None]:
+    """Keep a replica busy until the returned function is called."""
     stop = threading.Event()
 
     def run() -> None:
         while not stop.is_set():
-            live.work(key)
+            api.work(key)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -230,16 +170,16 @@ def works(live: Live, key: str = "none") -> Callable[[], None]:
 
 
 @needs_browser
-def test_the_dashboard_shows_steps_as_they_happen(browser: Browser, open_: Live) -> None:
-    end = works(open_)
+def test_dashboard_shows_steps_as_they_happen(browser: Browser, open_api: LiveApi) -> None:
+    end = keep_busy(open_api)
     try:
         browser.prefers("light")
-        browser.open(f"{open_.url}/dashboard")
+        browser.open(f"{open_api.url}/dashboard")
         browser.eventually(lambda: browser.text("#state") == "live" and "running" in browser.text("#replicas"))
         assert browser.text("#replicas h3").startswith("mixed")
         browser.eventually(lambda: colours(browser) > 4)  # ground, decodes, prompts, lines
         label = browser.run("return document.querySelector('canvas').ariaLabel")
-        assert re.search(r"[1-9]\d* with slices of prompts beside streams", label), "what is seen is also said"
+        assert re.search(r"[1-9]\d* with chunks and streams", label), "the picture has a description"
         first = browser.run("return document.querySelector('#replicas li').value")
         browser.eventually(lambda: browser.run("return document.querySelector('#replicas li').value") > first)
         keep(browser, "dashboard-light")
@@ -250,16 +190,16 @@ def test_the_dashboard_shows_steps_as_they_happen(browser: Browser, open_: Live)
         browser.click("#pause")
         browser.run("document.querySelector('canvas').focus()")
         browser.type("canvas", "\ue012")  # the left arrow
-        assert re.match(r"Step [\d,]+ took", browser.text(".told"))
+        assert re.match(r"Step [\d,]+ took", browser.text(".caption"))
         assert browser.complaints() == []
     finally:
         end()
 
 
 @needs_browser
-def test_the_dashboard_asks_for_a_key(browser: Browser, guarded: Live) -> None:
+def test_dashboard_requires_key(browser: Browser, guarded: LiveApi) -> None:
     browser.open(f"{guarded.url}/dashboard")
-    browser.eventually(lambda: "asks for an API key" in browser.text("#key"))
+    browser.eventually(lambda: "requires an API key" in browser.text("#key"))
     browser.type("#key input", "wrong")
     browser.click("#key button")
     browser.eventually(lambda: "not accepted" in browser.text("#key"))
@@ -272,10 +212,10 @@ def test_the_dashboard_asks_for_a_key(browser: Browser, guarded: Live) -> None:
 
 
 @needs_browser
-def test_the_playground_answers_the_sliders(browser: Browser, open_: Live) -> None:
+def test_playground_follows_sliders(browser: Browser, open_api: LiveApi) -> None:
     browser.prefers("light")
-    browser.open(f"{open_.url}/playground/scheduler")
-    browser.eventually(lambda: "answered by this server's scheduler" in browser.text("#state"))
+    browser.open(f"{open_api.url}/playground/scheduler")
+    browser.eventually(lambda: "computed by this server's scheduler" in browser.text("#state"))
     assert [colours(browser, place) > 4 for place in range(3)] == [True] * 3
     before = browser.text("#summary")
     rows = [line.split("\t") for line in before.splitlines()]
@@ -286,10 +226,10 @@ def test_the_playground_answers_the_sliders(browser: Browser, open_: Live) -> No
     browser.eventually(lambda: browser.text("#summary") != before)
     assert "prompt_tokens=4096" in browser.run("return location.hash")
     assert "4,096" in browser.text("#scenario")
-    browser.open(f"{open_.url}/playground/scheduler#prompt_tokens=1024&num_decodes=64")
+    browser.open(f"{open_api.url}/playground/scheduler#prompt_tokens=1024&num_decodes=64")
     browser.run("location.reload()")
-    browser.eventually(lambda: "1,024" in browser.text("#scenario") and "answered" in browser.text("#state"))
-    measured = browser.run("return [...document.querySelectorAll('option')].map(it => it.value)")
+    browser.eventually(lambda: "1,024" in browser.text("#scenario") and "computed" in browser.text("#state"))
+    measured = browser.run("return [...document.querySelectorAll('option')].map(option => option.value)")
     assert any("as measured here" in name for name in measured)
     browser.prefers("dark")
     keep(browser, "playground-dark")
@@ -298,17 +238,17 @@ def test_the_playground_answers_the_sliders(browser: Browser, open_: Live) -> No
 
 @needs_browser
 @pytest.mark.parametrize("path", ["/dashboard", "/playground/scheduler"])
-def test_pages_can_be_used_without_eyes_or_mouse(browser: Browser, open_: Live, path: str) -> None:
-    """Every control has a name, every picture a text, and text contrasts with its ground."""
+def test_pages_are_accessible(browser: Browser, open_api: LiveApi, path: str) -> None:
+    """Every control has a name, every picture a text, and text contrasts with its background."""
     browser.prefers("light")
-    browser.open(open_.url + path)
-    browser.eventually(lambda: browser.text("#state") in ("live", "answered by this server's scheduler"))
+    browser.open(open_api.url + path)
+    browser.eventually(lambda: browser.text("#state") in ("live", "computed by this server's scheduler"))
     unnamed = browser.run(
-        """return [...document.querySelectorAll("button, input, select, a, canvas, [role=img]")].filter((it) =>
-        !(it.ariaLabel || it.innerText?.trim() || it.labels?.length)).map((it) => it.outerHTML)"""
+        """return [...document.querySelectorAll("button, input, select, a, canvas, [role=img]")].filter((node) =>
+        !(node.ariaLabel || node.innerText?.trim() || node.labels?.length)).map((node) => node.outerHTML)"""
     )
     assert unnamed == []
-    levels = browser.run("return [...document.querySelectorAll('h1, h2, h3')].map((it) => Number(it.tagName[1]))")
+    levels = browser.run("return [...document.querySelectorAll('h1, h2, h3')].map((node) => Number(node.tagName[1]))")
     assert levels[0] == 1
     assert browser.run("return document.documentElement.lang") == "en"
     for scheme in ("light", "dark"):
@@ -321,7 +261,7 @@ def test_pages_can_be_used_without_eyes_or_mouse(browser: Browser, open_: Live, 
 
 
 def contrast(one: str, other: str) -> float:
-    """As WCAG 2 defines it, of two colours written #rrggbb."""
+    """Return the contrast ratio of WCAG 2 between two colours, written #rrggbb."""
 
     def luminance(colour: str) -> float:
         parts = [int(colour.strip()[place : place + 2], 16) / 255 for place in (1, 3, 5)]

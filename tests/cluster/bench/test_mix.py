@@ -1,4 +1,4 @@
-"""The mixed load: what arrives is decided by the seed, in the shares asked for, in conversations that grow."""
+"""The mixed load: the seed decides all jobs, which have the shares of the mix and conversations that grow."""
 
 import random
 from collections import defaultdict
@@ -18,7 +18,7 @@ def jobs_of(mix: Mix, seed: int = 0, count: int = 4000) -> list[Job]:
 
 
 def conversations(jobs: list[Job]) -> dict[str, list[Job]]:
-    """Chat jobs by the conversation they belong to, in order."""
+    """Return the chat jobs by conversation, in order."""
     found = defaultdict(list)
     for job in jobs:
         if job.role == "request":
@@ -27,12 +27,12 @@ def conversations(jobs: list[Job]) -> dict[str, list[Job]]:
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_the_seed_decides_everything(name: str) -> None:
+def test_jobs_with_same_seed_are_equal(name: str) -> None:
     assert jobs_of(MIXES[name], 3, 200) == jobs_of(MIXES[name], 3, 200)
     assert jobs_of(MIXES[name], 3, 200) != jobs_of(MIXES[name], 4, 200)
 
 
-def test_arrivals_have_the_shares_asked_for() -> None:
+def test_jobs_have_the_shares_of_the_mix() -> None:
     mix = Mix(rate=2.0, long_share=0.2, interactive_share=0.6, batch_share=0.75)
     jobs = jobs_of(mix)
     long = [job for job in jobs if job.role == "long"]
@@ -40,53 +40,53 @@ def test_arrivals_have_the_shares_asked_for() -> None:
     assert sum(job.service_tier == "batch" for job in long) / len(long) == pytest.approx(0.75, abs=0.05)
     assert {job.service_tier for job in long} == {"batch", "standard"}
     chats = conversations(jobs)
-    firsts = [its[0].service_tier for its in chats.values()]
+    firsts = [turns[0].service_tier for turns in chats.values()]
     assert firsts.count("interactive") / len(firsts) == pytest.approx(0.6, abs=0.05)
-    assert {job.service_tier for its in chats.values() for job in its} == {"interactive", "standard"}
+    assert {job.service_tier for turns in chats.values() for job in turns} == {"interactive", "standard"}
     dues = [job.due for job in jobs if job.due is not None]
     assert dues == sorted(dues)
     assert len(jobs) / dues[-1] == pytest.approx(2.0, rel=0.05)
 
 
-def test_lengths_stay_in_their_ranges() -> None:
+def test_lengths_are_within_their_ranges() -> None:
     mix = Mix(rate=1.0, long_share=0.3, long_tokens=(1000, 2000))
     jobs = jobs_of(mix)
     lengths = [job.prompt_tokens for job in jobs if job.role == "long"]
     assert (min(lengths), max(lengths)) == pytest.approx((1000, 2000), rel=0.02)
     assert min(lengths) >= 1000
     assert max(lengths) <= 2000
-    for its in conversations(jobs).values():
-        assert all(mix.turn_tokens[0] <= job.prompt[-1].tokens <= mix.turn_tokens[1] for job in its)
-        assert all(mix.answer_tokens[0] <= job.output_tokens <= mix.answer_tokens[1] for job in its)
+    for turns in conversations(jobs).values():
+        assert all(mix.turn_tokens[0] <= job.prompt[-1].tokens <= mix.turn_tokens[1] for job in turns)
+        assert all(mix.answer_tokens[0] <= job.output_tokens <= mix.answer_tokens[1] for job in turns)
 
 
-def test_a_turn_repeats_the_conversation_and_adds_to_it() -> None:
+def test_turn_repeats_the_conversation_and_adds_a_message() -> None:
     chats = conversations(jobs_of(Mix(rate=5.0, long_share=0.1, turns=3.0)))
-    for its in chats.values():
-        for before, after in pairwise(its):
+    for turns in chats.values():
+        for before, after in pairwise(turns):
             assert after.prompt[: len(before.prompt)] == before.prompt
             answer, user = after.prompt[len(before.prompt) :]
             assert answer.tokens == before.output_tokens
             assert user.key not in {segment.key for segment in before.prompt}
             assert after.service_tier == before.service_tier
-    lengths = [len(its) for its in chats.values()]
+    lengths = [len(turns) for turns in chats.values()]
     assert np.mean(lengths) == pytest.approx(3.0, rel=0.15)
 
 
-def test_conversations_share_nothing() -> None:
-    firsts = [its[0].prompt[0].key for its in conversations(jobs_of(MIXES["chat-heavy"])).values()]
+def test_two_conversations_share_no_prefix() -> None:
+    firsts = [turns[0].prompt[0].key for turns in conversations(jobs_of(MIXES["chat-heavy"])).values()]
     assert len(set(firsts)) == len(firsts)
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
-def test_burstiness_spreads_arrivals_and_keeps_the_rate(burstiness: float) -> None:
+def test_arrivals_with_burstiness_keep_the_rate(burstiness: float) -> None:
     between = np.diff(np.fromiter(islice(arrival_times(3.0, random.Random(1), burstiness), 40_001), dtype=float))
     assert between.mean() == pytest.approx(1 / 3, rel=0.03)
     assert between.std() / between.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
 
 
 @given(st.integers(200, 40_000))
-def test_a_mix_fits_the_context_it_is_cut_to(context: int) -> None:
+def test_mix_within_a_context_fits_it(context: int) -> None:
     mix = MIXES["long-heavy"].within(context)
     longest = max(mix.long_tokens) + max(mix.long_answer_tokens)
     assert longest <= context
@@ -94,7 +94,7 @@ def test_a_mix_fits_the_context_it_is_cut_to(context: int) -> None:
         assert mix == MIXES["long-heavy"]
 
 
-def test_the_presets_differ_in_what_their_names_say() -> None:
+def test_presets_differ_as_their_names_promise() -> None:
     assert set(MIXES) == {"chat-heavy", "long-heavy", "bursty"}
     assert MIXES["long-heavy"].long_share > 2 * MIXES["chat-heavy"].long_share
     assert MIXES["bursty"].burstiness < 1 == MIXES["chat-heavy"].burstiness
@@ -110,6 +110,6 @@ def test_the_presets_differ_in_what_their_names_say() -> None:
         ({"long_tokens": (0, 5)}, "long_tokens"),
     ],
 )
-def test_what_cannot_be_a_mix_is_told(changes: dict[str, float], complaint: str) -> None:
+def test_mix_with_wrong_value_raises(changes: dict[str, float], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Mix(**{"rate": 1.0, "long_share": 0.1, **changes})  # type: ignore[arg-type]

@@ -9,8 +9,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import psutil
@@ -57,7 +59,10 @@ def deployment(model: Path) -> Iterator[str]:
         },
     )
     serve.start(proxy_location=ProxyLocation.Disabled)
-    serve.run(build(config), name=APP, external_scaler_enabled=True)
+    # Serve notices that a replica was killed when it checks its health: after a second, instead of up to ten.
+    with patch.object(serve, "deployment", partial(serve.deployment, health_check_period_s=1.0)):
+        app = build(config)
+    serve.run(app, name=APP, external_scaler_enabled=True)
     url = f"http://127.0.0.1:{port}"
     wait_until_whole(url)
     yield url

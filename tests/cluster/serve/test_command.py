@@ -4,7 +4,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,35 +69,44 @@ def test_serve_with_taken_port_fails_before_ray_starts(served: Served) -> None:
     assert served.config is None
 
 
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
-def test_serve_as_background_job_answers_chat_and_stops_on_signal(
-    model_dir: Path, tmp_path: Path, stop: signal.Signals
-) -> None:
-    """A script's background job ignores SIGINT from its start; `serve` must stop on it nevertheless."""
-    port = str(free_port())
-    log = tmp_path / "log"
+@contextmanager
+def serving(log: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start `crossdock serve` as a background job, and yield its process and URL once it serves."""
+    port = free_port()
     with log.open("w") as output:
-        server = background_job("serve", "--port", port, stdout=output, stderr=subprocess.STDOUT)
+        server = background_job("serve", *args, "--port", str(port), stdout=output, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 240
         while "Crossdock serves" not in log.read_text():
             assert server.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
-        question, url = "What is the capital of France?", f"http://127.0.0.1:{port}"
+        yield server, f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_serve_answers_chat_and_stops_on_sigterm(model_dir: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "log") as (server, url):
         answer = subprocess.run(
-            [COMMAND, "chat", question, "--temperature", "0", "--url", url],
+            [COMMAND, "chat", "What is the capital of France?", "--temperature", "0", "--url", url],
             capture_output=True,
             text=True,
             check=True,
         )
         assert "Paris" in answer.stdout
         stopped = time.monotonic()
-        server.send_signal(stop)
+        server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=60) == 0
         assert time.monotonic() - stopped < 30  # 5 s on two quiet cores
-    finally:
-        server.kill()
-        server.wait()
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", int(port))) != 0
+
+
+def test_serve_as_background_job_stops_on_sigint(small_model_dir: Path, tmp_path: Path) -> None:
+    """A script's background job starts with SIGINT ignored, and so does this one."""
+    flags = ["--max-num-batched-tokens", "128", "--kv-cache-memory", "64MiB"]
+    with serving(tmp_path / "log", str(small_model_dir), *flags) as (server, _):
+        server.send_signal(signal.SIGINT)
+        assert server.wait(timeout=60) == 0

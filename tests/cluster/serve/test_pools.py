@@ -159,14 +159,14 @@ def test_role_assigned_to_a_running_replica_changes_its_work_but_no_token(url: s
 def test_decode_replica_that_drains_ends_its_streams_and_gets_no_others(url: str, local: Engine) -> None:
     """It ends when its streams are done; none of them is moved or computed twice."""
     prompts = [prompt(70 + number, 600) for number in range(4)]
-    wanted = expected(local, prompts, max_tokens=600)
+    wanted = expected(local, prompts, max_tokens=250)
     placed_again = pools.ingress_sample(url, "crossdock_ingress_placed_again_total")
-    streams = [Stream(url, tokens, 600) for tokens in prompts]
+    streams = [Stream(url, tokens, 250) for tokens in prompts]
     while not all(stream.tokens for stream in streams):
         time.sleep(0.01)
     try:
         pools.scale("decode", 1)
-        late = Stream(url, prompts[0], 600)
+        late = Stream(url, prompts[0], 250)
         assert [stream.result() for stream in streams] == wanted
         assert late.result() == wanted[0]
         assert pools.ingress_sample(url, "crossdock_ingress_placed_again_total") == placed_again

@@ -1,4 +1,4 @@
-"""`crossdock tune`: what is read off a sweep, by arithmetic on known costs; then all of it on the embedded model."""
+"""`crossdock tune`: curves and advice by arithmetic on known costs, reports, and the command on the embedded model."""
 
 import json
 from dataclasses import replace
@@ -46,30 +46,30 @@ def advice(tpot_s: float, streams: int | None = None) -> Advice:
     return advise(curves(), tpot_s, streams, page_size=16, max_num_seqs=64)
 
 
-# --- what is read off
+# --- curves
 
 
-def test_the_grid_has_chunks_alone_and_decodes_alone() -> None:
+def test_grid_has_chunks_alone_and_decodes_alone() -> None:
     cells = grid([16], [2], [100, 0])
     assert {(cell.chunk, cell.decodes) for cell in cells} == {(16, 0), (0, 2), (16, 2)}
     assert {cell.context for cell in cells} == {0, 100}
 
 
-def test_the_worst_stall_is_that_of_the_deepest_context() -> None:
+def test_stall_is_that_of_the_longest_context() -> None:
     assert curves().stall(64, 4) == pytest.approx(9e-3 + 64e-3 + 4e-3 + (1 + 4) * 1000 * 1e-6)
     assert curves().stall(0, 4) == pytest.approx(9e-3 + 4e-3 + 4 * 1000 * 1e-6)
     assert curves().stall(7, 4) is None
 
 
-def test_efficiency_is_relative_to_the_best_of_all() -> None:
-    it, reading = curves(), sum(CONTEXTS) / 2 * 1e-6  # seconds of a chunk for what is before it, on average
-    assert it.best_rate == pytest.approx(256 / (9e-3 + 256e-3 + reading))
-    assert it.efficiency(256, 0) == 1
-    assert it.efficiency(16, 0) == pytest.approx((16 / (25e-3 + reading)) / it.best_rate)
+def test_efficiency_is_relative_to_the_best_cell() -> None:
+    measured, reading = curves(), sum(CONTEXTS) / 2 * 1e-6  # reading: mean seconds of a chunk for its context
+    assert measured.best_rate == pytest.approx(256 / (9e-3 + 256e-3 + reading))
+    assert measured.efficiency(256, 0) == 1
+    assert measured.efficiency(16, 0) == pytest.approx((16 / (25e-3 + reading)) / measured.best_rate)
 
 
-def test_the_knee_is_the_smallest_chunk_within_a_tenth_of_the_best() -> None:
-    """n / (9 + n): 0.64, 0.88, 0.93, 0.97; nine tenths of the last are 0.87."""
+def test_knee_is_the_smallest_chunk_within_a_tenth_of_the_best() -> None:
+    # Rates are n / (9 + n): 0.64, 0.88, 0.93, 0.97; nine tenths of the last are 0.87.
     assert curves().knee(0) == 64
     assert curves().knee(16) == 256  # 25 ms and more of decodes in every step: n / (34 + n) on average
     assert curves(StepCost(base=0, per_prefill_token=1e-3)).knee(0) == 16
@@ -78,7 +78,7 @@ def test_the_knee_is_the_smallest_chunk_within_a_tenth_of_the_best() -> None:
 
 
 @given(st.floats(1e-3, 0.3), st.sampled_from(DECODES))
-def test_the_largest_chunk_within_a_time_is_the_largest(seconds: float, decodes: int) -> None:
+def test_chunk_within_a_time_is_the_largest_that_fits(seconds: float, decodes: int) -> None:
     worst = COST.base + COST.decode_seconds(decodes, decodes * max(CONTEXTS))
     chunk = curves().chunk_within(seconds, decodes, 16)
     if chunk == 0:
@@ -89,47 +89,47 @@ def test_the_largest_chunk_within_a_time_is_the_largest(seconds: float, decodes:
         assert chunk == CHUNKS[-1] or worst + COST.chunk_seconds(max(CONTEXTS), chunk + 16) > seconds * (1 - 1e-9)
 
 
-def test_a_fit_to_exact_steps_predicts_those_held_out() -> None:
-    it = curves()
-    assert len(it.held_out_errors()) == len(it.cells)
-    assert max(it.held_out_errors()) < 0.01
-    assert max(relative_errors(it.fit(), it.cells)) < 0.01
+def test_fit_to_exact_steps_predicts_held_out_steps() -> None:
+    measured = curves()
+    assert len(measured.held_out_errors()) == len(measured.cells)
+    assert max(measured.held_out_errors()) < 0.01
+    assert max(relative_errors(measured.fit(), measured.cells)) < 0.01
     assert relative_errors(StepCost(base=0.2, per_prefill_token=0), [Cell(16, 0, 0, seconds=0.1)]) == [1.0]
 
 
-# --- what is concluded
+# --- advice
 
 
-def test_the_ceiling_is_where_larger_chunks_gain_little_beside_the_most_streams() -> None:
+def test_ceiling_is_the_knee_beside_the_most_streams() -> None:
     assert advice(0.05).ceiling_chunk == 256
     assert advice(0.05).max_num_batched_tokens == 256 + 64
 
 
-def test_the_floor_fills_the_target_of_the_streams_asked_for() -> None:
-    it = advice(0.1, streams=4)
-    assert it.is_attainable
-    assert it.min_chunk_tokens == 64  # 0.85 * 100 ms - 17 ms of decodes = 68 tokens
-    assert it.fixed_tokens == 64 + 4
+def test_floor_for_given_streams_fills_their_target() -> None:
+    four = advice(0.1, streams=4)
+    assert four.is_attainable
+    assert four.min_chunk_tokens == 64  # 0.85 * 100 ms - 17 ms of decodes = 68 tokens
+    assert four.fixed_tokens == 64 + 4
     assert advice(10.0, streams=4).min_chunk_tokens == 256  # never above the ceiling
 
 
-def test_unasked_it_sizes_for_the_most_streams_that_can_be_kept() -> None:
+def test_advice_without_streams_sizes_for_the_most_that_can_meet_the_target() -> None:
     assert advice(1.0).streams == 16
     assert advice(0.05).streams == 4  # 16 take 41 ms without any chunk, of 42.5
     assert advice(0.001).streams == 1
 
 
-def test_a_target_that_cannot_be_kept_is_said_and_what_could_be() -> None:
-    it = advice(0.02)
-    assert not it.is_attainable
-    assert (it.min_chunk_tokens, it.fixed_tokens) == (16, 0)
-    one, four, sixteen = it.attainable
+def test_advice_for_an_unattainable_target_has_attainable_ones() -> None:
+    tight = advice(0.02)
+    assert not tight.is_attainable
+    assert (tight.min_chunk_tokens, tight.fixed_tokens) == (16, 0)
+    one, four, sixteen = tight.attainable
     assert one.tpot_s == pytest.approx((9e-3 + 1e-3 + 16e-3 + 2 * 1000 * 1e-6) / SLACK_SHARE)
     assert four.tpot_s < sixteen.tpot_s
     assert advice(one.tpot_s * 1.001, streams=1).is_attainable
 
 
-def test_streams_must_be_among_those_measured() -> None:
+def test_advice_for_streams_that_were_not_measured_raises() -> None:
     with pytest.raises(ValueError, match=r"streams \(5\) must be one of those measured beside chunks: 1, 4, 16"):
         advice(0.1, streams=5)
     alone = Curves([Cell(16, 0, 0, seconds=0.1), Cell(0, 4, 0, seconds=0.1)])
@@ -137,7 +137,7 @@ def test_streams_must_be_among_those_measured() -> None:
         advise(alone, 0.1, None, page_size=16, max_num_seqs=64)
 
 
-# --- what is written
+# --- reports
 
 
 def findings(tpot_s: float = 0.1, **config: Any) -> Findings:
@@ -146,17 +146,17 @@ def findings(tpot_s: float = 0.1, **config: Any) -> Findings:
     )
 
 
-def test_the_profile_is_one_that_can_be_simulated(tmp_path: Path) -> None:
+def test_profile_can_be_simulated(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     file.write_text(report.profile(findings()))
-    it = read_profile("profile.json", tmp_path)
-    assert it.num_pages == PROFILE.num_pages
+    profile = read_profile("profile.json", tmp_path)
+    assert profile.num_pages == PROFILE.num_pages
     for name, value in COST:
-        assert getattr(it.cost, name) == pytest.approx(value, rel=1e-6, abs=1e-12)
-    assert load_fleet(None, f"mixed=2x{file}").pools[0].profile.cost == it.cost
+        assert getattr(profile.cost, name) == pytest.approx(value, rel=1e-6, abs=1e-12)
+    assert load_fleet(None, f"mixed=2x{file}").pools[0].profile.cost == profile.cost
 
 
-def test_the_snippet_is_a_configuration(tmp_path: Path) -> None:
+def test_snippet_is_a_configuration(tmp_path: Path) -> None:
     file = tmp_path / "tune.yaml"
     found = findings(model={"path": "org/model", "max_model_len": 4096}, engine={"page_size": 32})
     file.write_text(report.snippet(found))
@@ -169,15 +169,15 @@ def test_the_snippet_is_a_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tpot_s", [0.001, 0.1])
-def test_sentences_say_what_was_asked_and_what_was_not_measured(tpot_s: float) -> None:
+def test_sentences_name_the_target_and_the_dropped_cells(tpot_s: float) -> None:
     text = "\n".join(report.sentences(findings(tpot_s)))
     assert "compute-bound from chunks of 64 tokens" in text
     assert "a chunk of 9 tokens takes twice its fixed cost, and one of 81 is within" in text
     assert "99 streams at 9999 tokens" in text
-    assert ("cannot be kept inside" in text) == (tpot_s < 0.01)
+    assert ("cannot meet the target" in text) == (tpot_s < 0.01)
 
 
-# --- all of it
+# --- the command
 
 
 def run(*args: str) -> Any:
@@ -185,7 +185,7 @@ def run(*args: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "complaint"),
     [
         (["--chunks", "64;128"], "chunks: '64;128' is not of the form 64,128,256"),
         (["--contexts", "-1"], "contexts: -1 is less than 0"),
@@ -196,13 +196,13 @@ def run(*args: str) -> Any:
         (["--plot", "/nowhere/tune.png"], "plot: there is no directory /nowhere"),
     ],
 )
-def test_mistakes_are_told_in_a_line_before_anything_is_loaded(args: list[str], told: str) -> None:
+def test_wrong_flag_is_reported_before_the_model_is_loaded(args: list[str], complaint: str) -> None:
     result = run(*args)
     assert result.exit_code == 2
-    assert told in result.stderr
+    assert complaint in result.stderr
 
 
-def test_an_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_interrupted_command_writes_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -212,7 +212,7 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_the_embedded_model(model_dir: Path, tmp_path: Path) -> None:
+def test_command_on_the_embedded_model_writes_its_files(model_dir: Path, tmp_path: Path) -> None:
     files = {name: tmp_path / f"tune.{name}" for name in ("yaml", "json", "png")}
     (tmp_path / "cluster.yaml").write_text("engine: {max_num_seqs: 8, kv_cache_memory: 200MiB}\n")
     result = run(
@@ -221,7 +221,7 @@ def test_the_embedded_model(model_dir: Path, tmp_path: Path) -> None:
         *("--output", str(files["yaml"]), "--json", str(files["json"]), "--plot", str(files["png"])),
     )
     assert result.exit_code == 0, result.output
-    assert "Not all measured, for want of KV pages or of max_model_len: " in result.output
+    assert "Not all measured, because KV pages or max_model_len do not suffice: " in result.output
     figures = json.loads(files["json"].read_text())
     assert {(cell["chunk"], cell["decodes"]) for cell in figures["cells"]} == {
         *((chunk, decodes) for chunk in (0, 16, 32) for decodes in (0, 1, 2))

@@ -1,4 +1,4 @@
-"""Reading a scrape: sums, gains, and quantiles as Prometheus computes them."""
+"""Scrapes: sums, increases, and quantiles as Prometheus computes them."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ pages 7
 """
 
 
-def test_samples_are_summed_over_the_labels_that_are_not_named() -> None:
+def test_total_sums_over_labels_that_are_not_given() -> None:
     scrape = Scrape.parse(TEXT, 0.0)
     assert scrape.total("steps_total") == 17
     assert scrape.total("steps_total", replica="b") == 14
@@ -31,7 +31,7 @@ def test_samples_are_summed_over_the_labels_that_are_not_named() -> None:
     assert scrape.by("pages", "replica") == {"": 7}
 
 
-def test_what_a_server_has_not_is_none() -> None:
+def test_absent_metric_is_none() -> None:
     scrape = Scrape.parse(TEXT, 0.0)
     assert scrape.total("absent") is None
     assert scrape.total("steps_total", replica="c") is None
@@ -40,12 +40,12 @@ def test_what_a_server_has_not_is_none() -> None:
     assert scrape.rate("absent") is None
 
 
-def test_no_exposition_is_told() -> None:
+def test_text_in_another_format_raises() -> None:
     with pytest.raises(ValueError, match="Bad Gateway"):
         Scrape.parse("<html>Bad Gateway</html>", 0.0)
 
 
-def test_gains_are_per_series_and_a_counter_that_fell_began_anew() -> None:
+def test_increase_of_a_counter_that_fell_is_its_value() -> None:
     before = Scrape.parse('n_total{replica="a"} 10\nn_total{replica="b"} 100\n', 5.0)
     after = Scrape.parse('n_total{replica="a"} 16\nn_total{replica="b"} 4\nn_total{replica="c"} 2\n', 7.0)
     change = after.since(before)
@@ -54,7 +54,7 @@ def test_gains_are_per_series_and_a_counter_that_fell_began_anew() -> None:
     assert change.rate("n_total", replica="a") == 3
 
 
-def test_quantiles_are_straight_within_a_bucket() -> None:
+def test_quantile_within_a_bucket_is_interpolated() -> None:
     registry = CollectorRegistry()
     histogram = Histogram("t_seconds", "T.", ["kind"], buckets=(1, 2, 4), registry=registry)
     assert Scrape.parse(generate_latest(registry).decode(), 0).quantile("t_seconds", 0.5) is None
@@ -69,14 +69,14 @@ def test_quantiles_are_straight_within_a_bucket() -> None:
         histogram.labels("y").observe(50)
     later = Scrape.parse(generate_latest(registry).decode(), 1)
     assert later.quantile("t_seconds", 0.99) == 4  # beyond the last bucket: its limit
-    assert later.since(scrape).quantile("t_seconds", 0.01) == 4  # of what came since, nothing else
+    assert later.since(scrape).quantile("t_seconds", 0.01) == 4  # only of the observations since then
 
 
 BUCKETS = (0.1, 0.5, 1.0, 2.0, 5.0)
 
 
 @given(st.lists(st.floats(0.001, 4.999), min_size=1, max_size=60), st.sampled_from((0.5, 0.9, 0.99)))
-def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], quantile: float) -> None:
+def test_quantile_is_in_the_bucket_of_the_true_one(values: list[float], quantile: float) -> None:
     registry = CollectorRegistry()
     histogram = Histogram("t_seconds", "T.", buckets=BUCKETS, registry=registry)
     for value in values:
@@ -89,7 +89,7 @@ def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], quan
     assert edges[bucket] - 1e-9 <= estimate <= edges[bucket + 1] + 1e-9
 
 
-def test_the_merged_text_of_several_replicas_reads_as_one() -> None:
+def test_merged_text_of_two_replicas_has_both() -> None:
     texts = {}
     for replica, count in (("mixed#1", 2), ("mixed#2", 5)):
         registry = CollectorRegistry()

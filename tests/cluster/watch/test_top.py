@@ -1,4 +1,4 @@
-"""What `crossdock top` shows of a scripted deployment, and of one that comes and goes."""
+"""`crossdock top` over a scripted deployment, and over one that cannot always be reached."""
 
 import json
 import threading
@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from crossdock.cluster import cli
 from crossdock.cluster.dispatch.dispatch import merge_metrics
-from crossdock.cluster.watch import scrape as names
-from crossdock.cluster.watch.top import Watch
+from crossdock.cluster.watch import scrape
+from crossdock.cluster.watch.top import Readings
 
 from .terminal import Pty
 
@@ -23,26 +23,26 @@ REPLICA = "mixed#7"
 
 
 class Deployment:
-    """Metrics of one replica under the names that are read, with a dial for each."""
+    """The metrics of one replica, under the names that `crossdock top` reads."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.steps = self._counter(names.STEPS, names.KIND)
-        self.step_seconds = self._histogram(names.STEP_SECONDS, (0.01, 0.02, 0.1, 0.5), names.KIND)
-        self.step_error = self._gauge(names.STEP_ERROR, names.QUANTILE)
-        self.chunks = self._histogram(names.CHUNK_TOKENS, (64, 128, 256))
-        self.prompt_tokens = self._counter(names.PROMPT_TOKENS)
-        self.output_tokens = self._counter(names.OUTPUT_TOKENS)
-        self.pages = self._gauge(names.PAGES, names.STATE)
-        self.preemptions = self._counter(names.PREEMPTIONS)
-        self.requests = self._gauge(names.REQUESTS, names.STATUS, names.CLASS)
-        self.backlog = self._gauge(names.BACKLOG_SECONDS, names.CLASS)
-        self.uncached = self._gauge(names.UNCACHED_WAITING, names.CLASS)
-        self.refused = self._counter(names.REFUSED, names.CLASS)
-        self.slo_ttft = self._counter(names.SLO_TTFT, names.CLASS, names.OUTCOME)
-        self.slo_tpot = self._counter(names.SLO_TPOT, names.CLASS, names.OUTCOME)
-        self.ttft = self._histogram(names.TTFT_SECONDS, (0.1, 1, 10), names.CLASS)
-        self.gap = self._histogram(names.GAP_SECONDS, (0.02, 0.04, 0.08), names.CLASS)
+        self.steps = self._counter(scrape.STEPS, scrape.KIND)
+        self.step_seconds = self._histogram(scrape.STEP_SECONDS, (0.01, 0.02, 0.1, 0.5), scrape.KIND)
+        self.step_error = self._gauge(scrape.STEP_ERROR, scrape.QUANTILE)
+        self.chunks = self._histogram(scrape.CHUNK_TOKENS, (64, 128, 256))
+        self.prompt_tokens = self._counter(scrape.PROMPT_TOKENS)
+        self.output_tokens = self._counter(scrape.OUTPUT_TOKENS)
+        self.pages = self._gauge(scrape.PAGES, scrape.STATE)
+        self.preemptions = self._counter(scrape.PREEMPTIONS)
+        self.requests = self._gauge(scrape.REQUESTS, scrape.STATUS, scrape.CLASS)
+        self.backlog = self._gauge(scrape.BACKLOG_SECONDS, scrape.CLASS)
+        self.uncached = self._gauge(scrape.UNCACHED_WAITING, scrape.CLASS)
+        self.refused = self._counter(scrape.REFUSED, scrape.CLASS)
+        self.slo_ttft = self._counter(scrape.SLO_TTFT, scrape.CLASS, scrape.OUTCOME)
+        self.slo_tpot = self._counter(scrape.SLO_TPOT, scrape.CLASS, scrape.OUTCOME)
+        self.ttft = self._histogram(scrape.TTFT_SECONDS, (0.1, 1, 10), scrape.CLASS)
+        self.gap = self._histogram(scrape.GAP_SECONDS, (0.02, 0.04, 0.08), scrape.CLASS)
         for state, count in (("free", 500), ("owned", 300), ("cached", 200), ("quarantined", 0)):
             self.pages.labels(state).set(count)
         self.in_flight: list[dict[str, Any]] | None = None
@@ -51,7 +51,7 @@ class Deployment:
         return merge_metrics({REPLICA: generate_latest(self.registry).decode()}, "replica")
 
     def work(self) -> None:
-        """Two seconds of it."""
+        """Add two seconds of work to the metrics."""
         for kind, count, seconds in (("decodes", 20, 0.015), ("mixed", 4, 0.3)):
             self.steps.labels(kind).inc(count)
             for _ in range(count):
@@ -90,15 +90,15 @@ class Clock:
         return self.now
 
 
-def shown(watch: Watch, height: int = 50, width: int = 130) -> str:
+def shown(readings: Readings, height: int = 50, width: int = 130) -> str:
     console = Console(width=width, no_color=True)
     with console.capture() as capture:
-        console.print(watch.frame(height))
+        console.print(readings.frame(height))
     return capture.get()
 
 
-def watching(text: str, status: int = 200, in_flight: object = None) -> tuple[Watch, dict[str, Any], Clock]:
-    """A watch over a server whose answers stand in the mapping."""
+def watching(text: str, status: int = 200, in_flight: object = None) -> tuple[Readings, dict[str, Any], Clock]:
+    """Return readings of a server, the mapping of its answers, and the clock."""
     served: dict[str, Any] = {"text": text, "status": status, "in_flight": in_flight}
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -111,11 +111,11 @@ def watching(text: str, status: int = 200, in_flight: object = None) -> tuple[Wa
 
     clock = Clock()
     http = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
-    return Watch(http, clock), served, clock
+    return Readings(http, clock), served, clock
 
 
 def flight(name: str, slo_class: str, state: str, computed: int, prompt: int, **others: Any) -> dict[str, Any]:
-    """A record of /v1/requests."""
+    """Return a record of /v1/requests."""
     tokens = {"num_computed_tokens": computed, "num_prompt_tokens": prompt, "num_output_tokens": 0}
     return {"id": name, "slo_class": slo_class, "state": state, **tokens, "waiting_s": 0.0, **others}
 
@@ -125,15 +125,15 @@ def row(screen: str, start: str) -> str:
     return " ".join(line.strip("│ ").split())
 
 
-def test_a_frame_says_what_happened_between_two_readings() -> None:
+def test_frame_after_two_readings_shows_the_difference() -> None:
     deployment = Deployment()
-    watch, served, clock = watching(deployment.text())
-    watch.poll()
-    assert "reading" in shown(watch)
+    readings, served, clock = watching(deployment.text())
+    readings.poll()
+    assert "reading" in shown(readings)
     deployment.work()
     served["text"], clock.now = deployment.text(), clock.now + 2
-    watch.poll()
-    screen = shown(watch)
+    readings.poll()
+    screen = shown(readings)
     assert "the last 2.0 s" in screen
     assert REPLICA in screen
     assert row(screen, "steps/s").startswith("steps/s decodes 10 · chunks - · mixed 2 ")
@@ -147,48 +147,48 @@ def test_a_frame_says_what_happened_between_two_readings() -> None:
     assert row(screen, "batch") == "batch 5.5 s 9.9 s - - - - - 98,304"
 
 
-def test_what_is_older_than_the_window_is_left_behind() -> None:
+def test_frame_leaves_out_work_older_than_the_window() -> None:
     deployment = Deployment()
     deployment.work()
-    watch, served, clock = watching(deployment.text())
+    readings, served, clock = watching(deployment.text())
     for _ in range(9):
-        watch.poll()
+        readings.poll()
         clock.now += 1
-    assert row(shown(watch), "steps/s").startswith("steps/s decodes 0 · chunks - · mixed 0 ")
-    assert "the last 5.0 s" in shown(watch)
-    assert row(shown(watch), "interactive").startswith("interactive - - - - ")
+    assert row(shown(readings), "steps/s").startswith("steps/s decodes 0 · chunks - · mixed 0 ")
+    assert "the last 5.0 s" in shown(readings)
+    assert row(shown(readings), "interactive").startswith("interactive - - - - ")
     deployment.prompt_tokens.inc(100)
     served["text"] = deployment.text()
-    watch.poll()
-    assert "prefill 20" in shown(watch)
+    readings.poll()
+    assert "prefill 20" in shown(readings)
 
 
-def test_what_a_server_does_not_tell_is_a_dash() -> None:
+def test_frame_without_a_metric_shows_a_dash() -> None:
     registry = CollectorRegistry()
-    Gauge(names.PAGES, "Pages.", [names.STATE], registry=registry).labels("free").set(3)
-    Gauge(names.REQUESTS, "Requests.", [names.STATUS], registry=registry).labels("running").set(2)
-    ttft = Histogram(names.TTFT_SECONDS, "TTFT.", buckets=(1, 2), registry=registry)
-    watch, served, _ = watching(generate_latest(registry).decode())
-    watch.poll()
+    Gauge(scrape.PAGES, "Pages.", [scrape.STATE], registry=registry).labels("free").set(3)
+    Gauge(scrape.REQUESTS, "Requests.", [scrape.STATUS], registry=registry).labels("running").set(2)
+    ttft = Histogram(scrape.TTFT_SECONDS, "TTFT.", buckets=(1, 2), registry=registry)
+    readings, served, _ = watching(generate_latest(registry).decode())
+    readings.poll()
     ttft.observe(0.5)
     served["text"] = generate_latest(registry).decode()
-    watch.poll()
-    screen = shown(watch)
+    readings.poll()
+    screen = shown(readings)
     assert "predicted ±- p50" in screen
     assert row(screen, "running") == "running 2 waiting - backlog -"
     assert row(screen, "all").startswith("all 500 ms 990 ms - ")
     assert "requests in flight: -" in screen
 
 
-def test_long_prefills_come_first_with_a_bar() -> None:
+def test_frame_lists_long_prefills_first_with_a_bar() -> None:
     flights = [
         flight("chat-1", "interactive", "decoding", 99, 70, num_output_tokens=30),
         flight("book-1", "batch", "prefilling", 4096, 16384),
         flight("note-1", "standard", "waiting", 0, 700, waiting_s=2.5),
     ]
-    watch, served, _ = watching(Deployment().text(), in_flight=flights)
-    watch.poll()
-    screen = shown(watch)
+    readings, served, _ = watching(Deployment().text(), in_flight=flights)
+    readings.poll()
+    screen = shown(readings)
     assert screen.index("book-1") < screen.index("note-1") < screen.index("chat-1")
     assert row(screen, "book-1").startswith("book-1 batch prefilling ━━━━━")
     assert row(screen, "book-1").endswith("4,096 16,384 0 0 ms")
@@ -196,43 +196,43 @@ def test_long_prefills_come_first_with_a_bar() -> None:
     assert row(screen, "note-1").endswith("0 700 0 2.5 s")
     assert "and 2 more" not in screen
     served["in_flight"] = flights * 10
-    watch.poll()
-    assert "and 27 more" in shown(watch, height=10)
+    readings.poll()
+    assert "and 27 more" in shown(readings, height=10)
     served["in_flight"] = []
-    watch.poll()
-    assert "no requests in flight" in shown(watch)
+    readings.poll()
+    assert "no requests in flight" in shown(readings)
 
 
-def test_a_server_that_goes_away_is_said_so_and_met_anew() -> None:
+def test_server_that_comes_back_is_read_from_the_start() -> None:
     deployment = Deployment()
     deployment.work()
-    watch, served, clock = watching(deployment.text())
-    watch.poll()
+    readings, served, clock = watching(deployment.text())
+    readings.poll()
     served["status"] = 0
-    watch.poll()
+    readings.poll()
     clock.now += 7
-    watch.poll()
-    assert "unreachable for 7 s: Connection refused" in shown(watch)
-    assert REPLICA not in shown(watch)
+    readings.poll()
+    assert "unreachable for 7 s: Connection refused" in shown(readings)
+    assert REPLICA not in shown(readings)
     served["status"], served["text"] = 200, Deployment().text()
-    watch.poll()
-    assert watch.lost is None
-    assert "reading" in shown(watch)
+    readings.poll()
+    assert readings.lost is None
+    assert "reading" in shown(readings)
 
 
 @pytest.mark.parametrize(
-    ("status", "text", "told"),
+    ("status", "text", "complaint"),
     [
         (404, "", "404 Not Found"),
-        (200, "python_info 1\n", "no replica of Crossdock"),
+        (200, "python_info 1\n", "no Crossdock replica"),
         (200, "<html>", "<html>"),
     ],
 )
-def test_what_is_no_crossdock_is_told(status: int, text: str, told: str) -> None:
-    watch, _, _ = watching(text, status)
-    watch.poll()
-    assert watch.lost is not None
-    assert told in watch.lost
+def test_server_without_crossdock_metrics_is_reported(status: int, text: str, complaint: str) -> None:
+    readings, _, _ = watching(text, status)
+    readings.poll()
+    assert readings.lost is not None
+    assert complaint in readings.lost
 
 
 # --- the command
@@ -253,11 +253,11 @@ def server() -> Iterator[tuple[Deployment, ThreadingHTTPServer]]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as it:
-        thread = threading.Thread(target=it.serve_forever, kwargs={"poll_interval": 0.02})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
-        yield deployment, it
-        it.shutdown()
+        yield deployment, http
+        http.shutdown()
         thread.join()
 
 
@@ -265,7 +265,7 @@ def run(*args: str) -> Any:
     return CliRunner().invoke(cli.app, ["top", *args], env={"COLUMNS": "140"})
 
 
-def test_once_prints_a_frame(server: tuple[Deployment, ThreadingHTTPServer]) -> None:
+def test_top_once_prints_one_frame(server: tuple[Deployment, ThreadingHTTPServer]) -> None:
     deployment, http = server
     deployment.in_flight = [flight("book", "batch", "prefilling", 10, 9000)]
     result = run(f"http://127.0.0.1:{http.server_port}/v1", "--once", "--interval", "0.1")
@@ -275,14 +275,14 @@ def test_once_prints_a_frame(server: tuple[Deployment, ThreadingHTTPServer]) -> 
     assert "decodes -" not in result.stdout
 
 
-def test_once_fails_where_no_server_is() -> None:
+def test_top_once_without_a_server_exits_with_1() -> None:
     result = run("http://127.0.0.1:9", "--once", "--interval", "0.1")
     assert result.exit_code == 1
     assert "unreachable" in result.stdout
 
 
 @pytest.mark.parametrize("key", ["q", "\x03"])
-def test_at_a_terminal_it_stays_until_told(server: tuple[Deployment, ThreadingHTTPServer], key: str) -> None:
+def test_top_at_a_terminal_stays_until_a_key_ends_it(server: tuple[Deployment, ThreadingHTTPServer], key: str) -> None:
     _, http = server
     terminal = Pty("top", f"http://127.0.0.1:{http.server_port}", "--interval", "0.1", lines=40)
     terminal.expect(REPLICA)

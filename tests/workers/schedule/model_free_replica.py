@@ -38,12 +38,17 @@ def reference_output(prompt: Sequence[int], params: SamplingParams, max_model_le
 
 
 def new_scheduler(
-    num_pages: int = 64, max_model_len: int = 100, caching: bool = True, cost: StepCost | None = None, **config: Any
+    num_pages: int = 64,
+    max_model_len: int = 100,
+    caching: bool = True,
+    cost: StepCost | None = None,
+    depth: int = 1,
+    **config: Any,
 ) -> Scheduler:
     """Return a small scheduler: pages of 4 tokens, 8 places, 32 tokens in a step, unless `config` differs."""
     settings = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "page_size": 4} | config
     pool = PagePool(num_pages, settings["page_size"], caching)
-    return Scheduler(SchedulerConfig(**settings), pool, max_model_len, {EOS}, cost)
+    return Scheduler(SchedulerConfig(**settings), pool, max_model_len, {EOS}, cost, depth=depth)
 
 
 def new_request(name: str, prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -> Request:

@@ -43,6 +43,7 @@ class AnyHistory(RuleBasedStateMachine):
     """
 
     most_flights = 1
+    depth = 1  # of the scheduler
 
     @initialize(
         pages=st.integers(10, 30),
@@ -91,6 +92,7 @@ class AnyHistory(RuleBasedStateMachine):
             admission=admission,
             starvation_s=0.5,
             slo_classes=CLASSES,
+            depth=self.depth,
         )
         self.pages = self.scheduler.pages
         self.now = 0.0
@@ -193,7 +195,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 6), late_rows=st.sets(st.integers(0, 5), max_size=2))
     def run_steps(self, steps: int, late_rows: set[int]) -> None:
-        self.late_rows = late_rows
+        self.late_rows = late_rows if self.depth == 1 else set()  # with stages no step begins with unknown tokens
         for _ in range(steps):
             self.one_step()
 
@@ -211,11 +213,20 @@ class AnyHistory(RuleBasedStateMachine):
             if batch or not (self.scheduler.held or self.being_read or self.pages.counts().quarantined):
                 assert bool(batch) == self.scheduler.has_work, "there is work, so a step must do some"
             return self.launch(batch)
+        if self.depth > 1:
+            return self.launch(self.scheduler.schedule(self.now))
         if self.scheduler.needs_preemption or self.late:
             return False
         before = self.flights[-1].batch
+        state = self.state_of(before)
         with self.scheduler.assume_ended(before, self.now + COST.seconds(before.work)):
-            return self.launch(self.scheduler.schedule(self.now))
+            is_launched = self.launch(self.scheduler.schedule(self.now))
+        assert self.state_of(before) == state, "the assumption leaves no trace"
+        return is_launched
+
+    def state_of(self, batch: Batch) -> list[tuple[list[int], int, float]]:
+        requests = [part.request for part in batch.scheduled]
+        return [(list(each.token_ids), each.num_computed_tokens, each.due) for each in requests]
 
     def launch(self, batch: Batch) -> bool:
         config, size = self.scheduler.config, self.pages.page_size
@@ -225,7 +236,7 @@ class AnyHistory(RuleBasedStateMachine):
         assert len(names) == len(set(names))
         for number, part in enumerate(batch.scheduled):
             each, end = part.request, part.start + part.num_tokens
-            assert part.start == each.num_computed_tokens
+            assert part.start == each.num_scheduled_tokens - part.num_tokens >= each.num_computed_tokens
             assert part.samples == (end == each.num_tokens and each.sampling.max_tokens > 0)
             assert len(part.pages) * size >= each.num_tokens
             assert end == each.num_tokens or end % size == 0
@@ -297,6 +308,7 @@ class AnyHistory(RuleBasedStateMachine):
         assert counts.owned == len(held)
         for each in self.scheduler.waiting:
             assert not self.pages.pages_of(each.owner)
+            assert each.num_computed_tokens == 0
         for each in self.live.values():
             assert each.status in (Status.WAITING, Status.RUNNING, Status.HELD)
         assert all(each.leg is not Leg.LOCAL for each in self.scheduler.held)
@@ -343,13 +355,21 @@ class AnyHistoryAhead(AnyHistory):
     most_flights = 2
 
 
-for machine in (AnyHistory, AnyHistoryAhead):
+class AnyHistoryInStages(AnyHistory):
+    """The same with pipeline stages: a step begins before the previous ones have ended, with other streams."""
+
+    most_flights = depth = 3
+
+
+MACHINES = (AnyHistory, AnyHistoryAhead, AnyHistoryInStages)
+for machine in MACHINES:
     machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestAnyHistory = AnyHistory.TestCase
 TestAnyHistoryAhead = AnyHistoryAhead.TestCase
+TestAnyHistoryInStages = AnyHistoryInStages.TestCase
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("machine", [AnyHistory, AnyHistoryAhead])
+@pytest.mark.parametrize("machine", MACHINES)
 def test_any_history_at_length(machine: type[AnyHistory]) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=5000, stateful_step_count=100, deadline=None))

@@ -1,5 +1,6 @@
 """When pages run short: the least urgent requests lose theirs, and their output stays the same."""
 
+from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.request import Status
 from tests.workers.schedule.model_free_replica import (
     ModelFreeReplica,
@@ -38,3 +39,20 @@ def test_least_urgent_class_loses_its_pages_first() -> None:
     assert requests["batch"].num_preemptions >= 1
     assert requests["batch"].num_preemptions >= requests["standard"].num_preemptions
     assert requests["interactive"].num_preemptions == late.num_preemptions == 0
+
+
+def test_request_in_flight_is_not_preempted() -> None:
+    """Two steps are in flight, with a stream each, and one stream needs the other's pages."""
+    scheduler = new_scheduler(num_pages=6, max_model_len=24, caching=False, depth=2)
+    for name in "ab":
+        scheduler.add(new_request(name, [ord(name)] * 8, max_tokens=12))
+    flights: list[Batch] = []
+    while scheduler.has_work:
+        while len(flights) < 2 and (batch := scheduler.schedule(0.0)):
+            flights.append(batch)
+            assert all(part.request.status is Status.RUNNING for flight in flights for part in flight.scheduled)
+        landed = flights.pop(0)
+        sampled = {part.request.id: SampledToken(7) for part in landed.scheduled if part.samples}
+        scheduler.update(landed, sampled, 0.0)
+    assert scheduler.num_preemptions > 0
+    assert scheduler.pages.counts().owned == 0

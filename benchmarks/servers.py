@@ -1,0 +1,215 @@
+"""A server under test: start it in a process of its own, wait until it answers, count what it uses, end all of it."""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "CROSSDOCK_PEER_RUN"  # environment variable that all processes of a server inherit
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A server that answers."""
+
+    address: str
+    processes: set[int]  # ids, as found when it was ready
+    start_s: float  # seconds until it answered
+
+
+def add_server_options(parser: argparse.ArgumentParser, name: str, port: int) -> None:
+    """Add the options of every benchmark that starts servers. `name`: of the benchmark, for its files."""
+    parser.add_argument("--port", type=int, default=port, help="where the servers listen (default: %(default)s)")
+    parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds until a server must answer")
+    parser.add_argument(
+        "--crossdock-option", action="append", default=[], metavar="--OPTION=VALUE", help="for every crossdock serve"
+    )
+    output = ROOT / ".cache" / name / "results"
+    parser.add_argument("--output", type=Path, default=output, help="files for results and logs, without suffix")
+
+
+def crossdock_command(args: argparse.Namespace, *flags: str) -> list[str]:
+    """Return the command that serves `args.model` with these flags."""
+    crossdock = str(Path(sys.executable).with_name("crossdock"))
+    return [crossdock, "serve", str(args.model), "--port", str(args.port), *flags, *args.crossdock_option]
+
+
+def log_of(args: argparse.Namespace, name: str) -> Path:
+    """Return the file for the output of a server; its folder exists afterwards."""
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    log: Path = args.output.with_name(f"{args.output.name}-{name}.log")
+    return log
+
+
+@contextmanager
+def serving(
+    name: str, command: Sequence[str], args: argparse.Namespace, log: Path, model: str | None = None
+) -> Iterator[RunningServer]:
+    """Start a server, wait until it answers, and end all its processes afterwards.
+
+    Args:
+        name: for error messages.
+        command: listens at `args.port`.
+        args: with the options of `add_server_options`.
+        log: its output is appended to this file.
+        model: the name that clients ask for; None: the first that the server lists.
+
+    Raises:
+        RuntimeError: the server ended, or did not answer within `args.start_timeout` seconds.
+    """
+    mark, address = uuid.uuid4().hex, f"http://127.0.0.1:{args.port}"
+    started = time.monotonic()
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, MARK: mark},
+            start_new_session=True,
+        )
+    try:
+        while not _answers(address, model):
+            if process.poll() is not None:
+                raise RuntimeError(f"{name} ended with {process.returncode} before it was ready; see {log}")
+            if time.monotonic() - started > args.start_timeout:
+                raise RuntimeError(f"{name} was not ready within {args.start_timeout} s; see {log}")
+            time.sleep(0.5)
+        yield RunningServer(address, processes_of(process.pid, mark), time.monotonic() - started)
+    finally:
+        _end(process, mark)
+
+
+def _answers(address: str, model: str | None) -> bool:
+    """Return whether the server completes a prompt: Ray's router lists the models long before an engine is ready."""
+    try:
+        models = httpx.get(f"{address}/v1/models", timeout=5)
+        if models.status_code != 200:
+            return False
+        body = {"model": model or models.json()["data"][0]["id"], "prompt": "One", "max_tokens": 1}
+        return httpx.post(f"{address}/v1/completions", json=body, timeout=60).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
+    """Interrupt a server, wait for its processes, and kill those that stay."""
+    left = processes_of(process.pid, mark)
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+    deadline = time.monotonic() + 15
+    while left and time.monotonic() < deadline:
+        time.sleep(0.5)
+        # Processes that have lost their parent meanwhile are not found again, so those found before are kept.
+        process.poll()
+        left = {pid for pid in left if _is_alive(pid)} | processes_of(process.pid, mark)
+    for pid in left:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    process.wait()
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+def processes_of(session: int, mark: str) -> set[int]:
+    """Return the ids of all living processes of a server.
+
+    They are the processes of its session, those with the mark in their environment, and all descendants of either. One
+    sign alone does not suffice: Ray's daemons leave the session, and processes that set their title (vLLM's workers,
+    Ray's) overwrite their environment.
+    """
+    parents: dict[int, int] = {}
+    found = set()
+    wanted = f"{MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        pid = int(entry.name)
+        try:
+            state, parent, _, own_session = _stat(pid)[:4]  # state, parent, group, session
+            if state == "Z":
+                continue
+            parents[pid] = int(parent)
+            if int(own_session) == session or wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.add(pid)
+        except OSError:  # it has ended, or belongs to another user
+            continue
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def memory_mib(processes: set[int]) -> float:
+    """Return the memory of processes; pages that they share count once (PSS)."""
+    total = 0
+    for pid in processes:
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total / 1024
+
+
+class OtherLoad:
+    """The CPU time that all else on the machine takes from now on: what disturbs a measurement."""
+
+    def __init__(self, processes: Iterable[int]) -> None:
+        self._own = {*processes, os.getpid()}
+        self._started = time.monotonic()
+        self._before = self._seconds()
+
+    def share(self) -> float:
+        """Return the share of one core, the host's other guests included."""
+        return max(0.0, (self._seconds() - self._before) / (time.monotonic() - self._started))
+
+    def _seconds(self) -> float:
+        return _machine_cpu_seconds() - _cpu_seconds(self._own)
+
+
+def _cpu_seconds(processes: Iterable[int]) -> float:
+    """Return the CPU time of processes and of those of their children that have ended."""
+    ticks = 0
+    for pid in processes:
+        try:
+            ticks += sum(int(field) for field in _stat(pid)[11:15])  # utime stime cutime cstime
+        except OSError:
+            continue
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _machine_cpu_seconds() -> float:
+    """Return the CPU time of all processes on this machine, and what its host took from it."""
+    user, nice, system, _, _, irq, softirq, steal = Path("/proc/stat").read_text().split()[1:9]
+    return sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return _stat(pid)[0] != "Z"
+    except OSError:
+        return False
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third on, the state.
+
+    The second field, a name in brackets, may contain anything, so the text is read from the closing bracket.
+    """
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,0 +1,69 @@
+"""The results of a benchmark: medians over repeats, Markdown tables, and the machine they were measured on."""
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, float]  # figures by the name of their column
+
+
+def medians(rows: Sequence[Row]) -> Row:
+    """Return the median of each figure over the rows that have it."""
+    names = {name: None for row in rows for name in row}  # a set with an order
+    return {name: statistics.median(row[name] for row in rows if name in row) for name in names}
+
+
+def quantiles(name: str, spread: Mapping[str, Any]) -> Row:
+    """Return p50 and p99 of a spread of `crossdock bench` as figures; none where nothing was measured."""
+    return {f"{name} {quantile}": spread[quantile] for quantile in ("p50", "p99") if quantile in spread}
+
+
+def table(results: Mapping[str, Row], label: str) -> str:
+    """Return a Markdown table with a row per result and a column per figure. `label`: head of the first column."""
+    names = {name: None for row in results.values() for name in row}
+    lines = [[label, *names]]
+    lines += [[name, *(cell(row.get(key)) for key in names)] for name, row in results.items()]
+    return markdown(lines)
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; the first line is its head."""
+    head, *rows = ("| " + " | ".join(cells) + " |" for cells in lines)
+    return "\n".join([head, "|---" * len(lines[0]) + "|", *rows]) + "\n"
+
+
+def cell(value: float | None) -> str:
+    """Return a figure with three digits, or all digits of a whole or large number; a dash for None."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 or float(value).is_integer() else f"{value:.3g}"
+
+
+def hardware() -> str:
+    """Return the cores, processor and memory of this machine."""
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+        memory = int(Path("/proc/meminfo").read_text().split()[1]) / 2**20
+    except OSError:
+        return model
+    return f"{os.cpu_count()} cores, {model}, {memory:.0f} GiB"
+
+
+def today() -> str:
+    """Return the date in UTC, as in 2026-11-22."""
+    return datetime.now(UTC).date().isoformat()
+
+
+def write(output: Path, text: str, data: object) -> None:
+    """Write `text` to output.md and `data` to output.json, and print the text."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.with_suffix(".md").write_text(text)
+    output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    print("\n" + text)

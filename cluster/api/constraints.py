@@ -1,0 +1,72 @@
+"""Structured output: each way in which a request may constrain its output, as a grammar."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from crossdock.cluster.api.errors import ApiError
+from crossdock.workers.schedule.request import Grammar
+
+
+def response_format(value: Mapping[str, Any] | None) -> Grammar | None:
+    """Return the grammar of OpenAI's `response_format`; None where any text will do."""
+    if value is None:
+        return None
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar("json_object")
+    if kind == "json_schema":
+        holder = value.get("json_schema")
+        schema = holder.get("schema") if isinstance(holder, dict) else None
+        if not isinstance(schema, dict):
+            param = "response_format.json_schema.schema"
+            raise ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+        return Grammar("json_schema", json.dumps(schema))
+    raise ApiError(
+        "Invalid value for 'response_format.type': it must be 'text', 'json_object' or 'json_schema'.",
+        param="response_format.type",
+        code="invalid_value",
+    )
+
+
+def json_schema(schema: str | Mapping[str, Any] | bool | None, param: str) -> Grammar | None:
+    """Return the grammar of a JSON schema, which may itself be written as JSON."""
+    if schema is None:
+        return None
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError:
+            raise ApiError(f"'{param}' is not valid JSON.", param=param, code="invalid_value") from None
+    if not isinstance(schema, dict | bool):
+        raise ApiError(f"'{param}' must be a JSON schema.", param=param, code="invalid_value")
+    return Grammar("json_schema", json.dumps(schema))
+
+
+def choice(texts: Any, param: str) -> Grammar | None:
+    """Return the grammar that allows any one of `texts`."""
+    if texts is None:
+        return None
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+        reason = f"'{param}' must be a list of one or more strings, and none of them empty."
+        raise ApiError(reason, param=param, code="invalid_value")
+    return Grammar("choice", json.dumps(texts))
+
+
+def structured_outputs(value: Mapping[str, Any] | None) -> list[Grammar]:
+    """Return the grammars of vLLM's `structured_outputs`: one of json, regex, choice, grammar, json_object."""
+    given = {name: part for name, part in (value or {}).items() if part is not None and part is not False}
+    for name in ("regex", "grammar"):
+        if name in given and not isinstance(given[name], str):
+            param = f"structured_outputs.{name}"
+            raise ApiError(f"'{param}' must be a string.", param=param, code="invalid_value")
+    grammars = (
+        json_schema(given.get("json"), "structured_outputs.json"),
+        Grammar("regex", given["regex"]) if "regex" in given else None,
+        choice(given.get("choice"), "structured_outputs.choice"),
+        Grammar("lark", given["grammar"]) if "grammar" in given else None,
+        Grammar("json_object") if given.get("json_object") else None,
+    )
+    return [grammar for grammar in grammars if grammar is not None]

@@ -1,0 +1,185 @@
+"""The part that completions and chats share: prompts become submissions, and replicas' deltas become outputs."""
+
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from fastapi import Request
+from starlette.datastructures import State
+
+from crossdock.cluster.api.answers import usage
+from crossdock.cluster.api.bodies import GenerationBody
+from crossdock.cluster.api.choices import Choice, Output, Prompt, merge
+from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.models import Models
+from crossdock.cluster.api.prompts import output_limit
+from crossdock.cluster.api.tiers import SLO_CLASS_HEADER, Tiers
+from crossdock.cluster.api.tokenizer import ModelTokenizer, TextStream
+from crossdock.cluster.dispatch.dispatch import Dispatcher, ModelCard
+from crossdock.workers.schedule.request import InvalidField, SamplingParams, Submission, TokenDelta
+
+
+@dataclass(slots=True)
+class Generation:
+    """One HTTP request for generated text, and the choices of its answer."""
+
+    body: GenerationBody
+    card: ModelCard
+    slo_class: str
+    state: State  # of the HTTP request: its id, its API key, and that key's account
+    choices: list[Choice] = field(default_factory=list)
+
+    def head(self, prefix: str, kind: str) -> dict[str, Any]:
+        """Return the fields with which the answer and each of its events begin."""
+        return {
+            "id": f"{prefix}-{self.state.request_id}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.body.model or self.card.name,
+            "service_tier": self.slo_class,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """Count tokens. A prompt counts once, however many outputs it has."""
+        firsts = self.choices[:: self.body.n]
+        return usage(
+            sum(len(choice.prompt.token_ids) for choice in firsts),
+            sum(choice.num_tokens for choice in self.choices),
+            sum(choice.num_cached_tokens for choice in firsts),
+        )
+
+
+class Generations:
+    """Begins generations, and follows each to its end."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, tokenizer: ModelTokenizer, models: Models, tiers: Tiers, *, max_logprobs: int
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._tokenizer = tokenizer
+        self._models = models
+        self._tiers = tiers
+        self._max_logprobs = max_logprobs
+
+    def begin(self, request: Request, body: GenerationBody) -> Generation:
+        """Begin a generation. Raises ApiError for an unknown model, or an SLO class that the API key may not use."""
+        card = self._models.card(body.model)
+        header = request.headers.get(SLO_CLASS_HEADER)
+        slo_class = self._tiers.choose(body.service_tier, header, request.state.api_key)
+        return Generation(body, card, slo_class, request.state)
+
+    def add_choices(self, generation: Generation, prompts: Sequence[Prompt]) -> None:
+        """Add one choice for each prompt and each of `n`, in OpenAI's order, and charge the prompts to the API key.
+
+        Raises:
+            ApiError: one of them cannot be served, or the key has used up its tokens. Nothing has been submitted yet.
+        """
+        body, card, state = generation.body, generation.card, generation.state
+        body.check_streaming()
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        for prompt in prompts:
+            max_tokens = output_limit(len(prompt.token_ids), body, card)
+            sampling = body.sampling(
+                max_tokens,
+                defaults=self._tokenizer.defaults,
+                vocab_size=card.vocab_size,
+                max_logprobs=self._max_logprobs,
+            )
+            for i in range(body.n):
+                # Even for no output, the engine samples one token.
+                own = replace(sampling, max_tokens=max(1, max_tokens), seed=(seed + i) % 2**63)
+                generation.choices.append(self._choice(generation, prompt, own, is_prompt_only=max_tokens == 0))
+        if state.account is not None:
+            state.account.prompt(sum(len(prompt.token_ids) for prompt in prompts))
+        state.submission_ids = {choice.submission.id for choice in generation.choices}
+
+    def _choice(
+        self, generation: Generation, prompt: Prompt, sampling: SamplingParams, *, is_prompt_only: bool
+    ) -> Choice:
+        body, state = generation.body, generation.state
+        key = state.api_key
+        submission = Submission(
+            # A client may use an id twice, and one HTTP request has several submissions.
+            f"{state.request_id}-{uuid.uuid4().hex}",
+            prompt.token_ids,
+            sampling,
+            body.cache_salt if key is None else key.cache_salt(body.cache_salt),
+            generation.slo_class,
+            request_id=state.request_id,
+            tenant="" if key is None else key.tenant,
+        )
+        skips = body.skip_special_tokens
+        stream = TextStream(
+            self._tokenizer.detokenizer(after=prompt.token_ids, skip_special_tokens=skips),
+            body.stop,
+            include_stop=body.include_stop_str_in_output,
+            min_tokens=body.min_tokens,
+        )
+        shows_stop = body.include_stop_str_in_output
+        index = len(generation.choices)
+        return Choice(index, prompt, submission, stream, shows_stop, is_prompt_only, state.account)
+
+    async def whole_outputs(self, generation: Generation) -> list[Output]:
+        """Return the complete output of each choice."""
+        wholes = [Output(choice.index) for choice in generation.choices]
+        async with aclosing(self.outputs(generation)) as outputs:
+            async for output in outputs:
+                wholes[output.index].extend(output)
+        return wholes
+
+    async def outputs(self, generation: Generation) -> AsyncGenerator[Output, None]:
+        """Yield the outputs of all choices as they come, the first only when replicas have accepted every choice.
+
+        Until then, the refusal of one choice must still be able to become the status of the whole answer. Closing the
+        iterator aborts the submissions.
+        """
+        streams = [self._outputs_of(choice, generation.body) for choice in generation.choices]
+        refusable = {choice.index for choice in generation.choices}
+        held: list[Output] = []
+        async with aclosing(streams[0] if len(streams) == 1 else merge(streams)) as outputs:
+            async for output in outputs:
+                if not output.is_acceptance:
+                    held.append(output)
+                if refusable:
+                    refusable.discard(output.index)
+                    if refusable:
+                        continue
+                for ready in held:
+                    yield ready
+                held.clear()
+
+    async def _outputs_of(self, choice: Choice, body: GenerationBody) -> AsyncGenerator[Output, None]:
+        """Yield the outputs of one choice up to its end, whether the engine or a stop string ends it.
+
+        The first output may be an acceptance.
+        """
+        deltas = cast(AsyncGenerator[TokenDelta, None], self._dispatcher.generate(choice.submission))
+        async with aclosing(deltas):
+            while True:
+                try:
+                    delta = await anext(deltas, None)
+                except ValueError as error:
+                    raise _refusal(error, body) from error
+                if delta is None:
+                    raise RuntimeError(f"{choice.submission.id} ended without a finish reason")
+                if not delta.token_ids and delta.finish_reason is None:
+                    yield Output(choice.index)
+                    continue
+                output = choice.read(delta)
+                yield output
+                if output.finish_reason is not None:
+                    return
+
+
+def _refusal(error: ValueError, body: GenerationBody) -> ApiError:
+    """Return the client's error for an engine's.
+
+    Ray wraps the error of another process in one whose text is a traceback: the first argument is the error itself.
+    """
+    reason = str(error.args[0]) if error.args else "The engine refuses the request."
+    param = body.param_of(error.field) if isinstance(error, InvalidField) else None
+    return ApiError(reason, param=param, code="invalid_value")

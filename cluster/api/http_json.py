@@ -1,0 +1,77 @@
+"""JSON in, JSON or server-sent events out. FastAPI describes the bodies; `Body.parse` reads each of them, once."""
+
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Path, Request, Response
+from fastapi.routing import APIRoute
+from starlette.types import Receive, Scope, Send
+
+from crossdock.cluster.api.bodies import Body
+from crossdock.cluster.api.errors import ApiError, to_json
+
+# The rest of a path. The length is for the description only: an empty name is answered like an unknown one.
+Name = Annotated[str, Path(json_schema_extra={"minLength": 1})]
+
+_Body = TypeVar("_Body", bound=Body)
+
+
+class JsonRoute(APIRoute):
+    """A route whose endpoint takes the request and its body.
+
+    FastAPI's own reading would accept NaN and lone surrogates, and report errors in another shape than OpenAI's.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        assert self.body_field is not None
+        kind, endpoint = self.body_field.field_info.annotation, self.endpoint
+        assert isinstance(kind, type)
+        assert issubclass(kind, Body)
+
+        async def handle(request: Request) -> Response:
+            response: Response = await endpoint(request, await _read(request, kind))
+            return response
+
+        return handle
+
+
+async def _read(request: Request, kind: type[_Body]) -> _Body:
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        reason = f"Unsupported content type {content_type[:100]!r}: send application/json."
+        raise ApiError(reason, status=415, code="unsupported_media_type")
+    return kind.parse(await request.body())
+
+
+def json_answer(value: Any) -> Response:
+    return Response(to_json(value), media_type="application/json")
+
+
+def error_answer(error: ApiError) -> Response:
+    return Response(error.body(), error.status, headers=error.headers, media_type="application/json")
+
+
+async def event_stream(events: AsyncGenerator[bytes, None]) -> Response:
+    """Return the events as an answer, once the first has come: an error before it still decides the status."""
+    return EventStream(await anext(events), events)
+
+
+class EventStream(Response):
+    """Server-sent events: the first, which came before the status was decided, and the rest."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._rest) as rest:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for event in rest:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

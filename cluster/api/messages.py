@@ -1,0 +1,65 @@
+"""Messages of a chat as chat templates expect them: content as text, arguments of past tool calls as objects."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from crossdock.cluster.api.errors import ApiError
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages for a template. Raises ApiError, which names the part of the message at fault."""
+    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _template_message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ApiError(f"'{param}.role' must be a string.", param=f"{param}.role", code="invalid_value")
+    content = message.get("content")
+    calls = message.get("tool_calls")
+    if content is None:
+        if role != "assistant":
+            raise ApiError(f"'{param}.content' is missing.", param=f"{param}.content", code="invalid_value")
+        content = ""
+    if isinstance(content, list):
+        content = "\n".join(_part_text(part, f"{param}.content[{i}]") for i, part in enumerate(content))
+    elif not isinstance(content, str):
+        raise ApiError(
+            f"'{param}.content' must be a string or a list of parts.", param=f"{param}.content", code="invalid_value"
+        )
+    result = {**message, "content": content}
+    if calls is not None:
+        result["tool_calls"] = _template_calls(calls, f"{param}.tool_calls")
+    return result
+
+
+def _part_text(part: Any, param: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text"):
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
+        raise ApiError(f"'{param}.text' must be a string.", param=f"{param}.text", code="invalid_value")
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise ApiError(f"'{param}' is of type {kind!r}; this model takes text only.", param=param, code="invalid_value")
+
+
+def _template_calls(calls: Any, param: str) -> list[dict[str, Any]]:
+    result = []
+    if not isinstance(calls, list):
+        raise ApiError(f"'{param}' must be a list.", param=param, code="invalid_value")
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise ApiError(f"'{param}[{i}].function' must be an object.", param=f"{param}[{i}]", code="invalid_value")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments) if arguments else {}
+            except ValueError:
+                where = f"{param}[{i}].function.arguments"
+                raise ApiError(f"'{where}' is not valid JSON.", param=where, code="invalid_value") from None
+        result.append({**call, "function": {**function, "arguments": arguments}})
+    return result

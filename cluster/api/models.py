@@ -1,0 +1,44 @@
+"""GET /v1/models: the served model and the further names that it answers to."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Response
+
+from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.http_json import Name, json_answer
+from crossdock.cluster.dispatch.dispatch import Dispatcher, ModelCard
+
+
+class Models:
+    def __init__(self, dispatcher: Dispatcher, aliases: Sequence[str]) -> None:
+        self._dispatcher = dispatcher
+        self._aliases = aliases
+
+    def card(self, name: str | None) -> ModelCard:
+        """Return the card of the model `name`, or of the served one for None. Raises ApiError 404 for another model."""
+        card = self._dispatcher.model
+        if name is not None and name != card.name and name not in self._aliases:
+            raise ApiError(
+                f"The model '{name[:200]}' does not exist.", status=404, param="model", code="model_not_found"
+            )
+        return card
+
+    async def all(self) -> Response:
+        card = self._dispatcher.model
+        return json_answer({"object": "list", "data": [_model(card, name) for name in (card.name, *self._aliases)]})
+
+    async def one(self, name: Name) -> Response:
+        return json_answer(_model(self.card(name), name))
+
+
+def _model(card: ModelCard, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "crossdock",
+        "root": card.name,
+        "parent": None,
+        "max_model_len": card.max_model_len,
+    }

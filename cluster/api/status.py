@@ -1,0 +1,71 @@
+"""Endpoints for operators: requests in flight, timelines, replicas and their steps, health, metrics, version."""
+
+from importlib.metadata import version
+from typing import Annotated
+
+from fastapi import Query, Request, Response
+from pydantic import Field
+
+from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.http_json import Name, json_answer
+from crossdock.cluster.api.keys import ApiKey
+from crossdock.cluster.dispatch.dispatch import Dispatcher
+
+# The pattern is for the description only: `_step_number` reports what is wrong in words of its own.
+_SeenStep = Annotated[str, Field(json_schema_extra={"pattern": "^[0-9a-f]{32}:[0-9]{1,15}$"})]
+_SEEN = "INCARNATION:NUMBER of the newest step that the client has, once for each replica."
+
+
+class ServerStatus:
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    async def requests(self, request: Request) -> Response:
+        data = await self._dispatcher.live_requests(_visible_tenant(request))
+        return json_answer({"object": "list", "data": data})
+
+    async def timeline(self, request: Request, name: Name) -> Response:
+        """Find the request by its id (the answer's header X-Request-Id), or by the `id` in the answer's body."""
+        tenant = _visible_tenant(request)
+        for request_id in dict.fromkeys((name, name.removeprefix("chatcmpl-").removeprefix("cmpl-"))):
+            if found := await self._dispatcher.timelines(request_id, tenant):
+                return json_answer({"id": request_id, "object": "request.timeline", "requests": found})
+        reason = f"No request '{name[:200]}' is known: it never arrived, ended long ago, or belongs to another API key."
+        raise ApiError(reason, status=404, param="id", code="request_not_found")
+
+    async def replicas(
+        self, request: Request, after: Annotated[tuple[_SeenStep, ...], Query(description=_SEEN)] = ()
+    ) -> Response:
+        """List every replica as it is now, with its steps after those that the client has."""
+        seen: dict[str, int] = {}
+        for value in after:
+            incarnation, _, number = value.partition(":")
+            seen[incarnation] = _step_number(number, value)
+        return json_answer({"object": "list", "data": await self._dispatcher.replicas(seen, _visible_tenant(request))})
+
+    async def health(self) -> Response:
+        return Response()
+
+    async def ready(self) -> Response:
+        if not self._dispatcher.ready():
+            raise ApiError("No replica is up yet.", status=503, kind="server_error", code="not_ready")
+        return Response()
+
+    async def metrics(self) -> Response:
+        return Response(await self._dispatcher.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def version(self) -> Response:
+        return json_answer({"version": version("crossdock")})
+
+
+def _step_number(number: str, value: str) -> int:
+    if not (number.isascii() and number.isdigit() and len(number) < 16):
+        reason = f"Invalid value for 'after': {value[:100]!r} is not of the form INCARNATION:NUMBER."
+        raise ApiError(reason, param="after", code="invalid_value")
+    return int(number)
+
+
+def _visible_tenant(request: Request) -> str | None:
+    """Return the tenant whose requests this client may see. None: all, as is the case where no API key is required."""
+    key: ApiKey | None = request.state.api_key
+    return None if key is None or key.sees_all_requests else key.tenant

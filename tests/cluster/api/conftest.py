@@ -1,0 +1,52 @@
+"""A tokenizer for all tests of the API, and one server in front of a scripted dispatcher."""
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http_config import HttpConfig
+from crossdock.cluster.api.tokenizer import ModelTokenizer
+from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, eventually
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizers: dict[str, PreTrainedTokenizerFast]) -> ModelTokenizer:
+    return ModelTokenizer(tokenizers["byte_level"])
+
+
+@pytest.fixture(scope="session")
+def shared_engine(tokenizer: ModelTokenizer) -> ScriptedDispatcher:
+    return ScriptedDispatcher(tokenizer)
+
+
+@pytest.fixture
+def engine(shared_engine: ScriptedDispatcher) -> Iterator[ScriptedDispatcher]:
+    """The dispatcher behind `url`. No test may leave a generator open in it."""
+    shared_engine.script, shared_engine.is_ready = shared_engine.story, True
+    shared_engine.submissions.clear()
+    shared_engine.aborted.clear()
+    yield shared_engine
+    eventually(lambda: shared_engine.running == 0)
+
+
+@pytest.fixture(scope="session")
+def url(shared_engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterator[str]:
+    config = HttpConfig(max_body_bytes=100_000, model_aliases=("other",), trust_request_chat_template=True)
+    with LiveServer(build_api(shared_engine, tokenizer, config)) as url:  # type: ignore[arg-type]
+        yield url
+
+
+@pytest.fixture
+def http(url: str, engine: ScriptedDispatcher) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+def client(url: str, engine: ScriptedDispatcher) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        yield client

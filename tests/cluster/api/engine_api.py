@@ -1,0 +1,142 @@
+"""The API in front of real engines: in this process (`EngineApi`), or also on a port, in a thread (`LiveApi`)."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import httpx
+from pydantic import ByteSize
+
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http_config import HttpConfig
+from crossdock.cluster.api.listener import listen
+from crossdock.cluster.api.tiers import Tiers
+from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.dispatch.dispatch import Dispatcher
+from crossdock.router.fleet import RouterConfig
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.schedule.slo import SloClass
+from tests.cluster.dispatch.test_dispatch import InProcess
+from tests.cluster.ports import free_port
+from tests.workers.replica.test_engine_thread import hold, posted
+
+CLASSES = (
+    SloClass(name="urgent", ttft_s=1e-9, tpot_s=1.0),  # so its deadline is twice the time of a prompt alone
+    SloClass(name="standard", ttft_s=1e3, tpot_s=1.0),
+)
+
+
+class EngineApi:
+    """An asynchronous context, in which the replicas are up. `engine`: fields of `EngineConfig`."""
+
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        *,
+        num_replicas: int = 1,
+        keys: Any = (),
+        router: RouterConfig | None = None,
+        **engine: Any,
+    ) -> None:
+        settings = {"kv_cache_memory": ByteSize(4 << 20), "slo_classes": CLASSES, "enable_prefix_caching": False}
+        config = EngineConfig.model_validate(settings | engine)
+        self.replicas = [InProcess(config) for _ in range(num_replicas)]
+        self.dispatcher = Dispatcher("tiny", router)
+        http = HttpConfig.model_validate({"api_keys": keys})
+        self.app = build_api(self.dispatcher, tokenizer, http, Tiers(config.slo_classes, config.default_slo_class))
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://a")
+
+    async def __aenter__(self) -> Self:
+        for number, replica in enumerate(self.replicas):  # all advertise the same speed: the router takes turns
+            self.dispatcher.join(f"r{number}", replica, self.replicas[0].profile)
+        await all_up(self.dispatcher, len(self.replicas))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.http.aclose()
+        await self.dispatcher.close()
+        for replica in self.replicas:
+            await replica.loop.close()
+
+    async def ask(self, tier: str | None = "urgent", tokens: int = 200, **fields: Any) -> httpx.Response:
+        headers = {f"x-{name}": fields.pop(name) for name in ("request-id", "slo-class") if name in fields}
+        if "key" in fields:
+            headers["authorization"] = f"Bearer {fields.pop('key')}"
+        body = {"prompt": [5] * tokens, "max_tokens": 3, "ignore_eos": True, "service_tier": tier, **fields}
+        return await self.http.post("/v1/completions", json=body, headers=headers)
+
+    async def held(
+        self, *asking: Coroutine[Any, Any, httpx.Response], num_submissions: int = 0
+    ) -> tuple[list[Any], threading.Event]:
+        """Begin requests to a single replica, which accepts them and computes nothing until the event is set."""
+        loop, count = self.replicas[0].loop, num_submissions or len(asking)
+        gate = await hold(loop)
+        tasks = [asyncio.create_task(one) for one in asking]
+        await posted(loop, count)
+        again = asyncio.create_task(hold(loop))
+        await posted(loop, count + 1)
+        gate.set()
+        return tasks, await again
+
+    async def get(self, path: str, key: str = "none") -> httpx.Response:
+        return await self.http.get(f"/v1/requests{path}", headers={"authorization": f"Bearer {key}"})
+
+    async def owned_pages(self) -> int:
+        return sum([await replica.owned_pages() for replica in self.replicas])
+
+
+class LiveApi:
+    """An `EngineApi` with one small replica, its port and its thread."""
+
+    def __init__(self, tokenizer: ModelTokenizer, keys: Any) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+        self.api: EngineApi = self.call(self._start(tokenizer, keys, port))
+
+    async def _start(self, tokenizer: ModelTokenizer, keys: Any, port: int) -> EngineApi:
+        api = EngineApi(tokenizer, keys=keys, max_num_batched_tokens=40, max_num_seqs=8, admission="queue")
+        await api.__aenter__()
+        self._server = await listen(api.app, "127.0.0.1", port)
+        return api
+
+    def call(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine in the API's thread and return its result."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self.call(self.api.__aexit__())
+        self.call(asyncio.sleep(0.2))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+    def work(self, key: str = "mine") -> None:
+        """Serve two streams, and beside them a prompt that is long for this engine."""
+
+        async def several() -> list[httpx.Response]:
+            streams = [self.api.ask("standard", 20, key=key, max_tokens=60) for _ in range(2)]
+            prompts = [self.api.ask("standard", 230, key=key, **{"request-id": f"of-{key}"})]
+            return list(await asyncio.gather(*streams, *prompts))
+
+        assert [answer.status_code for answer in self.call(several())] == [200] * 3
+
+
+@contextmanager
+def live_api(tokenizer: ModelTokenizer, keys: Any = ()) -> Iterator[LiveApi]:
+    api = LiveApi(tokenizer, keys)
+    try:
+        yield api
+    finally:
+        api.stop()
+
+
+async def all_up(dispatcher: Dispatcher, count: int) -> None:
+    """Wait until `count` replicas can serve."""
+    while len(dispatcher.fleet) < count:
+        await asyncio.sleep(0.001)

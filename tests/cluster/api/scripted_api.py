@@ -1,0 +1,172 @@
+"""The API on a port, in front of a dispatcher whose tokens are scripted: helpers to call it and to check answers."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http_config import HttpConfig
+from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.dispatch.dispatch import ModelCard
+from crossdock.workers.schedule.request import FinishReason, Submission, TokenDelta, TokenLogprobs
+
+MAX_MODEL_LEN = 200
+VOCAB_SIZE = 620
+STORY = "The quick brown fox 🙂 jumps over the lazy dog"
+HI = [{"role": "user", "content": "Hi"}]
+Script = Callable[[Submission], Iterable[TokenDelta | Exception | float]]
+
+
+class ScriptedDispatcher:
+    """A dispatcher that plays a script: deltas, errors, and pauses in seconds. Records submissions and aborts."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.eos = tokenizer.encode("<|im_end|>")[0]
+        self.is_ready = True
+        self.script: Script = self.story
+        self.submissions: list[Submission] = []
+        self.aborted: list[str] = []
+        self.running = 0
+
+    @property
+    def model(self) -> ModelCard:
+        return ModelCard("tiny", 1_700_000_000, MAX_MODEL_LEN, VOCAB_SIZE)
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    async def metrics_text(self) -> str:
+        return "crossdock_up 1\n"
+
+    async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        return [
+            {"id": submission.id}
+            for submission in self.submissions
+            if submission.request_id == request_id and tenant in (None, submission.tenant)
+        ]
+
+    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
+        return [{"id": submission.id} for submission in self.submissions if tenant in (None, submission.tenant)]
+
+    async def generate(self, submission: Submission) -> AsyncIterator[TokenDelta]:
+        self.submissions.append(submission)
+        self.running += 1
+        is_over = False
+        try:
+            for step in self.script(submission):
+                if isinstance(step, float):
+                    await asyncio.sleep(step)
+                    continue
+                await asyncio.sleep(0)
+                if isinstance(step, Exception):
+                    is_over = True
+                    raise step
+                is_over = step.finish_reason is not None
+                yield step
+        finally:
+            self.running -= 1
+            if not is_over:
+                self.aborted.append(submission.id)
+
+    def story(self, submission: Submission, words: str = STORY) -> list[TokenDelta | Exception | float]:
+        """Play `words`, then EOS, one token a step, with the log-probabilities that the submission asks for."""
+        sampling = submission.sampling
+        ids = [*self.tokenizer.encode(words), self.eos][: sampling.max_tokens]
+        deltas: list[TokenDelta | Exception | float] = []
+        for i, token in enumerate(ids):
+            delta = TokenDelta(submission.id, [token])
+            if sampling.logprobs is not None:
+                delta.logprobs = [self.logprob(token, sampling.logprobs)]
+            if i == 0:
+                delta.num_cached_tokens = min(4, len(submission.prompt_token_ids))
+                if sampling.prompt_logprobs is not None:
+                    known = [self.logprob(t, sampling.prompt_logprobs) for t in submission.prompt_token_ids[1:]]
+                    delta.prompt_logprobs = [None, *known]
+            if i == len(ids) - 1:
+                delta.finish_reason = FinishReason.STOP if token == self.eos else FinishReason.LENGTH
+                delta.stop_token_id = self.eos if token == self.eos else None
+            deltas.append(delta)
+        return deltas
+
+    def logprob(self, token: int, count: int) -> TokenLogprobs:
+        return TokenLogprobs(token, -0.25, 1, tuple((token + i, -0.25 - i) for i in range(count)))
+
+
+class LiveServer(uvicorn.Server):
+    """uvicorn in a thread of this process."""
+
+    def __init__(self, app: Any) -> None:
+        super().__init__(uvicorn.Config(app, port=0, log_level="critical", ws="none", lifespan="off"))
+        self.thread = threading.Thread(target=self.run)
+
+    def __enter__(self) -> str:
+        self.thread.start()
+        eventually(lambda: self.started)
+        return f"http://127.0.0.1:{self.servers[0].sockets[0].getsockname()[1]}"
+
+    def __exit__(self, *exc: object) -> None:
+        self.should_exit = True
+        self.thread.join(10)
+
+
+@contextmanager
+def serving(engine: ScriptedDispatcher, tokenizer: ModelTokenizer, config: HttpConfig) -> Iterator[httpx.Client]:
+    """Serve an API of its own, for a test whose settings differ from those of the fixture `url`."""
+    app = build_api(engine, tokenizer, config)  # type: ignore[arg-type]
+    with LiveServer(app) as url, httpx.Client(base_url=url, timeout=20) as http:
+        yield http
+
+
+@contextmanager
+def raw(url: str) -> Iterator[socket.socket]:
+    """Open a TCP connection, for requests that no HTTP client would send."""
+    host, port = url.removeprefix("http://").rstrip("/").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as wire:
+        yield wire
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "did not come true"
+        time.sleep(0.002)
+
+
+def complete(http: httpx.Client, prompt: Any = "Hi", **fields: Any) -> Any:
+    """Return the body of a completion, which must succeed."""
+    answer = http.post("/v1/completions", json={"prompt": prompt, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refused(answer: httpx.Response, status: int, **expected: Any) -> dict[str, Any]:
+    """Check OpenAI's error shape and the given fields; return the error."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json().keys() == {"error"}
+    error: dict[str, Any] = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert "Traceback" not in answer.text
+    assert {name: error[name] for name in expected} == expected
+    return error
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    """Return the events of a stream, which must end in [DONE]."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *blocks, rest = answer.text.split("\n\n")
+    assert rest == ""
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    assert blocks[-1] == "data: [DONE]"
+    return [json.loads(block[6:]) for block in blocks[:-1]]

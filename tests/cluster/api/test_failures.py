@@ -1,0 +1,166 @@
+"""Errors from behind the API: their status before the first token, their event after it."""
+
+import asyncio
+import pickle
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from ray.exceptions import RayTaskError
+
+from crossdock.cluster.api.choices import merge
+from crossdock.cluster.dispatch.dispatch import ReplicaLost
+from crossdock.workers.schedule.request import (
+    FinishReason,
+    InvalidField,
+    Overloaded,
+    Submission,
+    TokenDelta,
+)
+from tests.cluster.api.scripted_api import (
+    HI,
+    ScriptedDispatcher,
+    events,
+    refused,
+)
+
+FAILURES = [
+    (InvalidField("prompt has token id 7", "prompt"), 400, "invalid_request_error", "invalid_value"),
+    (Overloaded("try later", 2.3), 429, "rate_limit_error", "rate_limit_exceeded"),
+    (ReplicaLost("secret traceback"), 503, "server_error", "service_unavailable"),
+    (RuntimeError("secret /etc/passwd"), 500, "server_error", "internal_error"),
+    (TimeoutError("not ours"), 500, "server_error", "internal_error"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("failure", "status", "kind", "code"), FAILURES)
+def test_failure_before_first_token_has_its_status(
+    http: httpx.Client,
+    engine: ScriptedDispatcher,
+    failure: Exception,
+    status: int,
+    kind: str,
+    code: str,
+    n: int,
+    stream: bool,
+) -> None:
+    engine.script = lambda s: [failure]
+    for path, body in (("/v1/completions", {"prompt": "Hi"}), ("/v1/chat/completions", {"messages": HI})):
+        answer = http.post(path, json={**body, "n": n, "stream": stream})
+        error = refused(answer, status, type=kind, code=code)
+        assert "secret" not in answer.text
+        if status == 400:
+            assert error["param"] == "prompt"
+        if status == 429:
+            assert answer.headers["retry-after"] == "3"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("failure", "status", "kind", "code"), FAILURES)
+def test_failure_after_first_token_is_an_event(
+    http: httpx.Client, engine: ScriptedDispatcher, failure: Exception, status: int, kind: str, code: str, n: int
+) -> None:
+    engine.script = lambda s: [*engine.story(s)[:3], 0.01, failure]
+    for path, body in (("/v1/completions", {"prompt": "Hi"}), ("/v1/chat/completions", {"messages": HI})):
+        *chunks, last = events(http.post(path, json={**body, "n": n, "stream": True}))
+        assert chunks
+        assert all("error" not in chunk for chunk in chunks)
+        assert (last["error"]["type"], last["error"]["code"]) == (kind, code)
+        assert "secret" not in last["error"]["message"]
+        refused(http.post(path, json={**body, "n": n}), status, type=kind, code=code)
+
+
+def test_refusal_from_another_process_shows_message_and_field_only(
+    http: httpx.Client, engine: ScriptedDispatcher
+) -> None:
+    """Ray's stand-in for a remote ValueError is also a ValueError, but its text is the remote traceback."""
+    cause = pickle.loads(pickle.dumps(InvalidField("the value must not be 3", "temperature")))
+    remote = RayTaskError("submit", "Traceback (most recent call last): secret.py", cause).as_instanceof_cause()
+    engine.script = lambda s: [remote]
+    error = refused(http.post("/v1/completions", json={"prompt": "Hi"}), 400, param="temperature")
+    assert error["message"] == "the value must not be 3"
+
+
+@pytest.mark.parametrize(
+    ("field", "body", "param"),
+    [
+        ("grammar", {"guided_regex": "a"}, "guided_regex"),
+        ("grammar", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("grammar", {"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+        ("request_id", {}, None),  # the server made the id that it names
+    ],
+)
+def test_refusal_names_the_field_as_the_client_does(
+    http: httpx.Client, engine: ScriptedDispatcher, field: str, body: dict[str, Any], param: str | None
+) -> None:
+    engine.script = lambda s: [InvalidField("it cannot be served", field)]
+    refused(http.post("/v1/completions", json={"prompt": "Hi", **body}), 400, param=param, code="invalid_value")
+
+
+def test_openai_client_raises_on_error_event(client: openai.OpenAI, engine: ScriptedDispatcher) -> None:
+    engine.script = lambda s: [*engine.story(s)[:3], ReplicaLost("the replica died")]
+    stream = client.completions.create(model="tiny", prompt="Hi", stream=True)
+    with pytest.raises(openai.APIError, match="not available"):
+        list(stream)
+
+
+@pytest.mark.parametrize(
+    ("last", "status"),
+    [
+        (TokenDelta("", [], finish_reason=FinishReason.ERROR, error="cuda"), 500),
+        (TokenDelta("", [], finish_reason=FinishReason.ABORT), 503),
+        (None, 500),
+    ],
+)
+def test_end_without_result_is_an_error(
+    http: httpx.Client, engine: ScriptedDispatcher, last: TokenDelta | None, status: int
+) -> None:
+    engine.script = lambda s: [*engine.story(s)[:3], *([last] if last else [])]
+    answer = http.post("/v1/completions", json={"prompt": "Hi"})
+    refused(answer, status, type="server_error")
+    assert "cuda" not in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_failure_of_one_choice_aborts_others(http: httpx.Client, engine: ScriptedDispatcher, stream: bool) -> None:
+    def script(submission: Submission) -> list[TokenDelta | Exception | float]:
+        if list(submission.prompt_token_ids) == [6]:
+            return [0.05, ReplicaLost("the replica died")]
+        return [30.0]
+
+    engine.script = script
+    answer = http.post("/v1/completions", json={"prompt": [[5], [6], [7]], "stream": stream})
+    refused(answer, 503)
+    others = {s.id for s in engine.submissions if list(s.prompt_token_ids) != [6]}
+    assert set(engine.aborted) == others  # all of it before the answer
+
+
+def test_merged_streams_end_together() -> None:
+    closed: list[int] = []
+
+    async def stream(index: int, count: int, error: Exception | None = None) -> AsyncIterator[tuple[int, int]]:
+        try:
+            for i in range(count):
+                await asyncio.sleep(0)
+                yield index, i
+            if error:
+                raise error
+            if index == 9:
+                await asyncio.sleep(60)
+        finally:
+            closed.append(index)
+
+    async def collect(*streams: Any) -> list[Any]:
+        return [item async for item in merge(streams)]
+
+    items = asyncio.run(collect(stream(0, 50), stream(1, 3), stream(2, 0)))
+    assert len(items) == 53
+    assert [i for index, i in items if index == 0] == list(range(50))
+    closed.clear()
+    with pytest.raises(RuntimeError, match="one"):
+        asyncio.run(collect(stream(0, 5), stream(1, 2, RuntimeError("one")), stream(9, 0)))
+    assert sorted(closed) == [0, 1, 9]

@@ -1,0 +1,354 @@
+"""HttpGuard over sockets: API keys, their limits, body sizes, request ids, time limits and clients that leave."""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http_config import HttpConfig
+from crossdock.cluster.api.http_guard import HttpGuard
+from crossdock.cluster.api.keys import KeyRing
+from crossdock.cluster.api.limits import Ledger
+from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.workers.schedule.request import (
+    TokenDelta,
+)
+from tests.cluster.api.scripted_api import (
+    HI,
+    ScriptedDispatcher,
+    complete,
+    events,
+    eventually,
+    raw,
+    refused,
+    serving,
+)
+
+
+def test_api_key_is_required_and_not_shown(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    with serving(engine, tokenizer, HttpConfig(api_keys=("first", "schlüssel"))) as http:
+
+        def post(authorization: str | None) -> httpx.Response:
+            headers = {} if authorization is None else {"authorization": authorization.encode()}
+            return http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers)  # type: ignore[arg-type]
+
+        for right in ("Bearer first", "bearer first", "Bearer schlüssel"):
+            assert post(right).status_code == 200
+        for wrong in (None, "", "Bearer", "Bearer firs", "Bearer first2", "Basic first", "first"):
+            answer = post(wrong)
+            refused(answer, 401, type="invalid_request_error", code="invalid_api_key")
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert "first" not in answer.text
+        refused(http.get("/v1/models"), 401)
+        refused(http.get("/v1/nothing"), 401)
+        refused(http.get("/v1/../v1/models"), 401)
+        for path in ("/health", "/ready", "/metrics", "/version"):
+            assert http.get(path).status_code == 200
+    assert "schlüssel" not in repr(HttpConfig(api_keys=("schlüssel",)))
+
+
+def test_paths_that_cost_work_need_a_key(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    with serving(engine, tokenizer, HttpConfig(api_keys=("k",))) as http:
+        for path in ("/tokenize", "/detokenize", "/v1/completions", "/v1/requests", "/anything", "/health/"):
+            refused(http.post(path, json={"prompt": "Hi"}), 401)
+
+
+def test_key_file_is_read_again_without_restart(
+    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("old")
+    with serving(engine, tokenizer, HttpConfig(api_keys_file=str(path))) as http:
+
+        def status(key: str) -> int:
+            return http.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
+
+        assert (status("old"), status("new")) == (200, 401)
+        path.write_text("new")
+        eventually(lambda: (status("old"), status("new")) == (401, 200))
+    with pytest.raises(ValueError, match=r"http\.api_keys_file"):
+        build_api(engine, tokenizer, HttpConfig(api_keys_file=str(tmp_path / "other")))  # type: ignore[arg-type]
+
+
+def test_key_at_its_limit_is_refused(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    limits = {"key": "k", "requests_per_minute": 4, "tokens_per_minute": 100, "max_concurrent_requests": 1}
+    config = HttpConfig.model_validate({"api_keys": [limits, "free"]})
+    with serving(engine, tokenizer, config) as http:
+
+        def post(key: str = "k", num_tokens: int = 10, **fields: Any) -> httpx.Response:
+            body = {"prompt": [5] * num_tokens, "max_tokens": 5, **fields}
+            return http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+
+        first = post()
+        assert first.status_code == 200
+        assert (first.headers["x-ratelimit-limit-requests"], first.headers["x-ratelimit-remaining-requests"]) == (
+            "4",
+            "3",
+        )
+        assert first.headers["x-ratelimit-limit-tokens"] == "100"
+        engine.script = lambda submission: [TokenDelta(submission.id, []), 0.5, *engine.story(submission)]
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda _: post(), range(2)))
+        assert sorted(answer.status_code for answer in answers) == [200, 429], "one at a time"
+        engine.script = engine.story
+        refused(post(num_tokens=90), 429, code="rate_limit_exceeded", type="rate_limit_error")
+        assert post(stream=True).status_code == 200
+        late = post()
+        error = refused(late, 429, code="rate_limit_exceeded")
+        assert "4 requests per minute" in error["message"]
+        assert int(late.headers["retry-after"]) >= 1
+        assert late.headers.get_list("x-ratelimit-remaining-requests") == ["0"]
+        assert "x-ratelimit-limit-requests" not in post("free").headers
+        assert http.get("/v1/models", headers={"authorization": "Bearer k"}).status_code == 200, "reading is free"
+
+
+def test_ended_request_frees_its_place(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    """However a request ends, the next one is accepted."""
+    key = {"key": "k", "max_concurrent_requests": 1, "tokens_per_minute": 1000}
+    with serving(engine, tokenizer, HttpConfig.model_validate({"api_keys": [key], "max_body_bytes": 1000})) as http:
+        headers = {"authorization": "Bearer k"}
+        for body in (b"{", b'{"prompt": 5}', b"x" * 2000, b'{"prompt": "Hi", "n": 999}'):
+            answer = http.post("/v1/completions", content=body, headers=headers | {"content-type": "application/json"})
+            assert answer.status_code in (400, 413)
+        engine.script = lambda submission: [RuntimeError("broken")]
+        assert http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers).status_code == 500
+        engine.script = engine.story
+        assert http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers).status_code == 200
+
+
+def test_tenants_share_no_cached_prefix(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    keys = ["first", "second", {"key": "third", "cache_group": "us"}, {"key": "fourth", "cache_group": "us"}]
+
+    def salts(http: httpx.Client, headers: list[dict[str, str]], **fields: Any) -> list[str]:
+        engine.submissions.clear()
+        for header in headers:
+            assert http.post("/v1/completions", json={"prompt": "Hi", **fields}, headers=header).status_code == 200
+        return [submission.cache_salt for submission in engine.submissions]
+
+    with serving(engine, tokenizer, HttpConfig.model_validate({"api_keys": keys})) as http:
+        names = [{"authorization": f"Bearer {key}"} for key in ("first", "second", "third", "fourth", "first")]
+        one, two, three, four, again = salts(http, names)
+        assert one == again != two
+        assert three == four not in (one, two)
+        assert not {"first", "second"} & {one, two}, "a salt is not the key"
+        assert len({*salts(http, names, cache_salt="s"), one, two, three}) == 6
+    with serving(engine, tokenizer, HttpConfig()) as http:
+        assert salts(http, [{}], cache_salt="mine") == ["mine"]
+
+
+def test_requests_of_other_keys_are_hidden(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    keys = ["first", "second", {"key": "operator", "sees_all_requests": True}]
+    with serving(engine, tokenizer, HttpConfig.model_validate({"api_keys": keys})) as http:
+
+        def get(path: str, key: str) -> httpx.Response:
+            return http.get(path, headers={"authorization": f"Bearer {key}"})
+
+        headers = {"authorization": "Bearer first", "x-request-id": "mine"}
+        http.post("/v1/completions", json={"prompt": "Hi"}, headers=headers)
+        assert all("first" not in submission.tenant for submission in engine.submissions)
+        assert [get("/v1/requests/mine", key).status_code for key in ("first", "second", "operator")] == [200, 404, 200]
+        assert [len(get("/v1/requests", key).json()["data"]) for key in ("first", "second", "operator")] == [1, 0, 1]
+        refused(http.get("/v1/requests/mine"), 401)
+        refused(http.get("/v1/requests"), 401)
+
+
+def test_key_with_classes_is_bound_to_them(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    config = HttpConfig.model_validate({"api_keys": ["first", {"key": "second", "classes": ["batch", "standard"]}]})
+    with serving(engine, tokenizer, config) as http:
+
+        def post(key: str, **fields: Any) -> httpx.Response:
+            return http.post(
+                "/v1/completions", json={"prompt": "Hi", **fields}, headers={"authorization": f"Bearer {key}"}
+            )
+
+        assert post("first", service_tier="interactive").json()["service_tier"] == "interactive"
+        assert post("second").json()["service_tier"] == "standard"
+        answer = post("second", service_tier="interactive")
+        refused(answer, 403, type="permission_error", param="service_tier", code="slo_class_not_allowed")
+        assert "second" not in answer.text
+
+
+def test_body_that_stops_is_refused(
+    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crossdock.cluster.api.http_guard.SILENCE_S", 0.2)
+    with serving(engine, tokenizer, HttpConfig()) as http, raw(str(http.base_url)) as wire:
+        wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\nabc")
+        assert b"408" in wire.recv(4096)
+
+
+def test_client_without_key_is_answered_before_its_body(
+    url: str, engine: ScriptedDispatcher, tokenizer: ModelTokenizer
+) -> None:
+    """The answer comes before the body."""
+    with serving(engine, tokenizer, HttpConfig(api_keys=("k",))) as http, raw(str(http.base_url)) as wire:
+        wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n")
+        assert b"401" in wire.recv(4096)
+
+
+def test_request_id_is_taken_from_client_or_made(http: httpx.Client, engine: ScriptedDispatcher) -> None:
+    def post(given: str | None) -> httpx.Response:
+        return http.post("/v1/completions", json={"prompt": "Hi"}, headers={"x-request-id": given} if given else {})
+
+    answers = [post("mine-1"), post("mine-1")]
+    assert [answer.headers["x-request-id"] for answer in answers] == ["mine-1", "mine-1"]
+    assert answers[0].json()["id"] == "cmpl-mine-1"
+    assert len({s.id for s in engine.submissions}) == 2  # those of submissions are unique
+    assert all("mine-1" in s.id for s in engine.submissions)
+    generated = {
+        post(None).headers["x-request-id"],
+        post("a b").headers["x-request-id"],
+        post("x" * 129).headers["x-request-id"],
+    }
+    assert len(generated) == 3
+    assert all(re.fullmatch("[0-9a-f]{32}", one) for one in generated)
+    assert http.get("/nope", headers={"x-request-id": "mine-2"}).headers["x-request-id"] == "mine-2"
+    stream = http.post("/v1/completions", json={"prompt": "Hi", "stream": True}, headers={"x-request-id": "mine-3"})
+    assert stream.headers["x-request-id"] == "mine-3"
+
+
+def test_too_large_body_is_refused(http: httpx.Client, url: str, engine: ScriptedDispatcher) -> None:
+    body = b'{"prompt": "' + b"a" * 200_000 + b'"}'
+    answer = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    refused(answer, 413, code="request_too_large", type="invalid_request_error")
+    chunks = (body[i : i + 10_000] for i in range(0, len(body), 10_000))
+    answer = http.post("/v1/completions", content=chunks, headers={"content-type": "application/json"})
+    refused(answer, 413, code="request_too_large")
+    # The body is announced and never sent: the answer comes at once.
+    with raw(url) as wire:
+        wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 104857600\r\n\r\n")
+        assert b" 413 " in wire.recv(4096)
+        assert http.get("/health").status_code == 200
+
+
+def test_too_large_body_is_not_read(http: httpx.Client) -> None:
+    """The connection ends soon after the limit; only the kernel's buffers take more."""
+    taken = 0
+
+    def body() -> Iterator[bytes]:
+        nonlocal taken
+        for _ in range(1600):
+            taken += 65536
+            yield b" " * 65536
+
+    for headers in ({}, {"content-length": str(1600 * 65536)}):
+        taken = 0
+        headers = {"content-type": "application/json", **headers}
+        refused(http.post("/v1/completions", content=body(), headers=headers), 413)
+        assert taken < 50 << 20
+
+
+def test_reading_stops_at_limit() -> None:
+    received = 0
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        nonlocal received
+        received += 1000
+        return {"type": "http.request", "body": b"a" * 1000, "more_body": True}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("not reached")
+
+    guard = HttpGuard(
+        app, keys=KeyRing(), open_paths=(), ledger=Ledger(), max_body_bytes=10_000, request_timeout_s=None
+    )
+    for headers, most in (([], 11_000), ([(b"content-length", b"10001")], 0), ([(b"content-length", b"x")], 11_000)):
+        received = 0
+        asyncio.run(guard({"type": "http", "path": "/", "headers": headers}, receive, send))
+        assert received == most
+        assert sent[0]["status"] == 413
+        sent.clear()
+
+
+def test_client_leaving_while_sending_ends_request() -> None:
+    messages = [{"type": "http.request", "body": b"a", "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def never(*_: Any) -> None:
+        raise AssertionError("not reached")
+
+    guard = HttpGuard(never, keys=KeyRing(), open_paths=(), ledger=Ledger(), max_body_bytes=10, request_timeout_s=None)
+    asyncio.run(guard({"type": "http", "path": "/", "headers": []}, receive, never))
+
+
+BODIES: list[Any] = [
+    ("/v1/completions", {"prompt": ["a", "b"]}),
+    ("/v1/completions", {"prompt": "a"}),
+    ("/v1/chat/completions", {"messages": HI}),
+    ("/v1/chat/completions", {"messages": HI, "n": 3}),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_client_leaving_aborts_its_requests(
+    url: str, engine: ScriptedDispatcher, path: str, body: dict[str, Any], tokens: int, stream: bool
+) -> None:
+    """The client waits for the first token, or reads tokens already."""
+    engine.script = lambda s: [*engine.story(s)[:tokens], 60.0]
+    content = json.dumps({**body, "stream": stream}).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    )
+    with raw(url) as wire:
+        wire.sendall(head.encode() + content)
+        if stream and tokens:
+            assert b"200 OK" in wire.recv(4096)
+        eventually(lambda: engine.running > 0)
+        time.sleep(0.05)
+    eventually(lambda: engine.running == 0)
+    assert sorted(engine.aborted) == sorted(s.id for s in engine.submissions)
+
+
+def test_client_leaving_fast_stream_aborts_it(url: str, engine: ScriptedDispatcher) -> None:
+    """A stream without pauses ends while a token is being sent as often as between tokens."""
+    engine.script = lambda s: (TokenDelta(s.id, [5]) for _ in range(100_000))
+    content = json.dumps({"prompt": "a", "stream": True}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+    )
+    for _ in range(5):
+        with raw(url) as wire:
+            wire.sendall(head.encode() + b"\r\n\r\n" + content)
+            wire.recv(4096)
+        eventually(lambda: engine.running == 0)
+    assert len(engine.aborted) == 5
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_request_over_time_limit_is_ended(engine: ScriptedDispatcher, tokenizer: ModelTokenizer, n: int) -> None:
+    with serving(engine, tokenizer, HttpConfig(request_timeout_s=0.3)) as http:
+        engine.script = lambda s: [60.0]
+        for stream in (False, True):
+            answer = http.post("/v1/completions", json={"prompt": "Hi", "n": n, "stream": stream})
+            assert "0.3 s" in refused(answer, 504, type="server_error", code="request_timeout")["message"]
+        engine.script = lambda s: [*engine.story(s)[:3], 60.0]
+        *chunks, last = events(http.post("/v1/completions", json={"prompt": "Hi", "n": n, "stream": True}))
+        assert chunks
+        assert last["error"]["code"] == "request_timeout"
+        refused(http.post("/v1/chat/completions", json={"messages": HI, "n": n}), 504)
+        assert len(engine.aborted) == len(engine.submissions) == 4 * n
+        engine.script = engine.story
+        complete(http)
+
+
+@pytest.mark.parametrize("fields", [{"port": -1}, {"api_keys": ("",)}, {"max_body_bytes": 0}, {"prot": 1}])
+def test_http_config_with_invalid_value_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        HttpConfig(**fields)

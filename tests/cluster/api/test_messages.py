@@ -1,0 +1,49 @@
+"""Messages of chats on their way to the template."""
+
+from typing import Any
+
+import pytest
+
+from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.messages import template_messages
+
+
+def test_messages_reach_template_as_text() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [
+        {"role": "system", "content": "S", "name": "n"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "42", "tool_call_id": "1"},
+    ]
+    seen = template_messages(messages)
+    assert seen[0] == messages[0]
+    assert seen[1]["content"] == "a\nb"
+    assert seen[2]["content"] == ""
+    assert seen[2]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert seen[3]["tool_call_id"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"content": "a"}, "messages[0].role"),
+        ({"role": 5, "content": "a"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": [5]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0]"),
+        ({"role": "assistant", "tool_calls": 5}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [5]}, "messages[0].tool_calls[0]"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_invalid_message_is_refused(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        template_messages([message])
+    assert refused.value.param == param

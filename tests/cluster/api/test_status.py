@@ -1,0 +1,161 @@
+"""The small endpoints: SLO classes, requests by id, models, tokenization, health, metrics; and the cost of a token."""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import openai
+import pytest
+
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http_config import HttpConfig
+from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.workers.schedule.request import (
+    FinishReason,
+    Submission,
+    TokenDelta,
+)
+from tests.cluster.api.scripted_api import (
+    HI,
+    MAX_MODEL_LEN,
+    STORY,
+    ScriptedDispatcher,
+    complete,
+    events,
+    refused,
+)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_slo_class_is_chosen_and_reported(http: httpx.Client, engine: ScriptedDispatcher, path: str) -> None:
+    def post(**fields: Any) -> httpx.Response:
+        headers = {"X-SLO-Class": fields.pop("header")} if "header" in fields else {}
+        return http.post(path, json={"prompt": "Hi", "messages": HI, **fields}, headers=headers)
+
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "standard"),
+        ({"service_tier": None}, "standard"),
+        ({"service_tier": "priority"}, "interactive"),
+        ({"service_tier": "batch"}, "batch"),
+        ({"header": "batch"}, "batch"),
+        ({"header": "interactive", "service_tier": "auto"}, "interactive"),
+    ]
+    for fields, chosen in cases:
+        assert post(**fields).json()["service_tier"] == chosen
+        chunks = events(post(**fields, stream=True))
+        assert {chunk["service_tier"] for chunk in chunks} == {chosen}
+        assert {submission.slo_class for submission in engine.submissions} == {chosen}
+        engine.submissions.clear()
+    refused(post(service_tier="gold"), 400, param="service_tier", code="invalid_value")
+    refused(post(service_tier=5), 400, param="service_tier", code="invalid_value")
+    refused(post(header="gold"), 400, param="X-SLO-Class", code="invalid_value")
+    refused(post(header="batch", service_tier="priority"), 400, param="service_tier")
+    assert not engine.submissions
+
+
+def test_openai_client_reads_tier(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=HI, service_tier="priority")  # type: ignore[arg-type]
+    assert answer.service_tier == "interactive"  # type: ignore[comparison-overlap]
+
+
+def test_request_is_found_by_id(http: httpx.Client, engine: ScriptedDispatcher) -> None:
+    for client_id in ("mine", "a/b", "50%", "cmpl-it"):
+        answer = http.post("/v1/completions", json={"prompt": "Hi", "n": 2}, headers={"x-request-id": client_id})
+        for name in (client_id, answer.json()["id"]):
+            found = http.get(f"/v1/requests/{quote(name)}")
+            assert found.status_code == 200, name
+            assert (found.json()["id"], len(found.json()["requests"])) == (client_id, 2)
+    assert len(http.get("/v1/requests").json()["data"]) == 8
+    refused(http.get("/v1/requests/other"), 404, param="id", code="request_not_found")
+    refused(http.get(f"/v1/requests/{'x' * 500}"), 404)
+    refused(http.post("/v1/requests"), 405)
+
+
+def test_ready_without_replica_is_503(http: httpx.Client, engine: ScriptedDispatcher) -> None:
+    assert http.get("/ready").status_code == 200
+    engine.is_ready = False
+    refused(http.get("/ready"), 503, code="not_ready")
+    assert http.get("/health").status_code == 200
+
+
+def test_models_list_name_and_aliases(client: openai.OpenAI, http: httpx.Client) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny", "other"]
+    model = client.models.retrieve("tiny")
+    assert (model.object, model.created, model.owned_by) == ("model", 1_700_000_000, "crossdock")
+    assert http.get("/v1/models/other").json()["max_model_len"] == MAX_MODEL_LEN
+    refused(http.get("/v1/models/meta-llama/Llama-3"), 404, param="model", code="model_not_found")
+    assert complete(http, model="other")["model"] == "other"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-5", prompt="Hi")
+
+
+def test_tokenize_and_detokenize_are_inverse(http: httpx.Client, tokenizer: ModelTokenizer) -> None:
+    answer = http.post("/tokenize", json={"model": "tiny", "prompt": STORY, "return_token_strs": True}).json()
+    assert answer["tokens"] == tokenizer.encode(STORY)
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == MAX_MODEL_LEN
+    assert http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": STORY}
+    chat = http.post("/tokenize", json={"messages": HI}).json()
+    assert tokenizer.decode(chat["tokens"]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert chat["token_strs"] is None
+    assert http.post("/tokenize", json={"prompt": "dog " * 9000}).json()["count"] > MAX_MODEL_LEN
+    assert http.post("/tokenize", json={"prompt": ""}).json()["count"] == 0
+    refused(http.post("/tokenize", json={}), 400, param="prompt")
+    refused(http.post("/tokenize", json={"prompt": "a", "messages": HI}), 400, param="prompt")
+    refused(http.post("/tokenize", json={"prompt": "a", "model": "b"}), 404, param="model")
+    refused(http.post("/detokenize", json={"tokens": [999_999]}), 400, param="tokens")
+    refused(http.post("/detokenize", json={"tokens": ["a"]}), 400, param="tokens[0]")
+    refused(http.post("/detokenize", json={}), 400, param="tokens")
+
+
+def test_metrics_and_version_are_served(http: httpx.Client) -> None:
+    answer = http.get("/metrics")
+    assert answer.text == "crossdock_up 1\n"
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert re.fullmatch(r"\d+\.\d+.*", http.get("/version").json()["version"])
+
+
+def test_token_costs_few_microseconds(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    """Without sockets, the ingress adds at most 60 µs of CPU time to a token. Other load slows this test down."""
+    count = 5000
+    ids = tokenizer.encode("the lazy dog jumps over " * 1000)[:count]
+
+    class Fast(ScriptedDispatcher):
+        async def generate(self, submission: Submission) -> AsyncIterator[TokenDelta]:
+            for token in ids[:-1]:
+                yield TokenDelta(submission.id, [token])
+            yield TokenDelta(submission.id, ids[-1:], finish_reason=FinishReason.LENGTH)
+
+    body = json.dumps({"messages": HI, "stream": True}).encode()
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+
+    async def seconds() -> float:
+        app = build_api(Fast(tokenizer), tokenizer, HttpConfig())  # type: ignore[arg-type]
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        num_sent = 0
+
+        async def receive() -> Any:
+            return messages.pop() if messages else await asyncio.get_running_loop().create_future()
+
+        async def send(message: Any) -> None:
+            nonlocal num_sent
+            num_sent += 1
+
+        start = time.process_time()
+        await app(dict(scope), receive, send)
+        assert num_sent >= count
+        return time.process_time() - start
+
+    best = min(asyncio.run(seconds()) for _ in range(3))
+    assert best / count < 60e-6

@@ -1,0 +1,119 @@
+"""`crossdock bench` as a person meets it."""
+
+import json
+import socket
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from crossdock.cluster.bench.command import BenchFlags, bench
+from crossdock.cluster.bench.mix import MIXES, Mix
+from crossdock.cluster.bench.run import BenchOptions
+from crossdock.cluster.bench.workloads import Interference
+from tests.cluster.bench.scripted import Scripted
+
+
+def test_every_flag_but_five_is_named_like_the_option_that_it_sets() -> None:
+    options = {field.name for kind in (BenchOptions, Interference, Mix) for field in fields(kind)}
+    others = {field.name for field in fields(BenchFlags)} - options
+    assert others == {"slo", "long_service_tier", "header", "json_file", "plot_file"}
+
+
+def test_flags_reach_the_options_the_long_prompts_and_the_mix() -> None:
+    plain = BenchFlags("http://h", num_requests=3, request_rate=2.0, burstiness=0.5, service_tier="batch").options()
+    assert (plain.workload, plain.num_requests, plain.request_rate, plain.burstiness) == ("chat", 3, 2.0, 0.5)
+    assert plain.interference == Interference(service_tier="batch")
+    long = BenchFlags("http://h", "interference", long_prompts=7, quiet=0.5, long_service_tier="standard").options()
+    assert long.interference == Interference(long_prompts=7, quiet=0.5, service_tier="standard")
+    mixed = BenchFlags("http://h", mix="bursty", request_rate=3.0, long_tokens="10-20", long_share=0.5).options()
+    assert (mixed.workload, mixed.request_rate) == ("mix", None)
+    assert mixed.mix == replace(MIXES["bursty"], rate=3.0, long_tokens=(10, 20), long_share=0.5)
+    assert BenchFlags("http://h", trace=Path("t.jsonl")).options().workload == "trace"
+
+
+@pytest.fixture
+def command() -> Any:
+    app = typer.Typer()
+    app.command()(bench)
+    return lambda *args: CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def test_command_prints_a_table_and_writes_its_files(
+    scripted: tuple[Scripted, str], tmp_path: Path, command: Any
+) -> None:
+    script, url = scripted
+    script.gap = 0.005
+    files = tmp_path / "out.json", tmp_path / "out.png"
+    result = command(
+        *(f"{url}/v1", "-n", 4, "-c", 2, "--output-tokens", 6, "--warmup", 0, "--api-key", "secret"),
+        *("--goodput", "ttft:60000", "--goodput", "tpot:60000", "--header", "X-Team: dock"),
+        *("--json", files[0], "--plot", files[1]),
+    )
+    assert result.exit_code == 0, result.output
+    assert "4 / 0" in result.output
+    assert "100.0%" in result.output
+    written = json.loads(files[0].read_text())
+    assert written["summary"]["output_tokens"] == 24
+    assert [row["output_tokens"] for row in written["requests"]] == [6] * 4
+    assert "secret" not in files[0].read_text()
+    assert files[1].stat().st_size > 1000
+
+
+def test_command_with_mix_shows_classes_and_server_figures(scripted: tuple[Scripted, str], command: Any) -> None:
+    script, url = scripted
+    script.refused_tier = "batch"
+    script.metrics_text = """
+crossdock_steps_total{kind="mixed"} 1
+crossdock_step_relative_error{quantile="0.5"} 0.041
+crossdock_step_relative_error{quantile="0.9"} 0.125
+"""
+    result = command(
+        *(url, "--mix", "bursty", "-n", 30, "--request-rate", 100, "--long-tokens", "1000-1200"),
+        *("--long-share", 0.4, "--batch-share", 0.5, "--slo", "interactive=ttft:20000,tpot:5000", "--warmup", 0),
+    )
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    for text in (
+        "refused (429)",
+        "interactive: ok / refused / failed",
+        "good (ttft:20000 tpot:5000)",
+        "batch: ok / refused / failed",
+        "all classes: good",
+        "step prediction error p50 / p90",
+        "4.1% / 12.5%",
+        "plain TTFT",
+    ):
+        assert text in shown
+
+
+def test_command_with_wrong_argument_names_it(command: Any, tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        result = command(f"http://127.0.0.1:{unused.getsockname()[1]}")
+    assert result.exit_code == 1
+    assert "no server at" in " ".join(result.output.split())
+    for args, complaint in [
+        (("-w", "nap"), "there is no 'nap'"),
+        (("--goodput", "speed:9"), "not KEY:MS"),
+        (("--header", "nonsense"), "not 'Name: value'"),
+        (("--slo", "fast"), "not CLASS=KEY:MS"),
+        (("-w", "mix", "--mix", "wild"), "there is no 'wild'; choose from chat-heavy, long-heavy, bursty"),
+        (("-w", "mix", "--long-tokens", "many"), "not FROM-TO"),
+        (("-w", "mix", "--long-share", "2"), "share between 0 and 1"),
+        (("--trace", tmp_path / "none"), "cannot read"),
+    ]:
+        result = command("http://127.0.0.1:9", *args)
+        assert result.exit_code == 2
+        assert complaint in " ".join(result.output.split())
+
+
+def test_command_with_only_failed_requests_exits_with_1(scripted: tuple[Scripted, str], command: Any) -> None:
+    script, url = scripted
+    script.fail_every = 1
+    result = command(url, "-n", 2, "--warmup", 0)
+    assert result.exit_code == 1
+    assert "scripted failure" in result.output

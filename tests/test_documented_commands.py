@@ -1,0 +1,191 @@
+"""The commands in README.md, docs/ and benchmarks/RESULTS.md: flags parse, targets, scripts, tests and files exist."""
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from crossdock.cluster import cli
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
+FENCE = re.compile(r"^```sh\n(.*?)^```", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"(?<!`)`(crossdock [^`]+)`(?!`)")
+LINK = re.compile(r"\]\(([^)#\s]+)")
+KEYWORDS = {"do", "done", "then", "fi", "for", "if"}  # of the shell
+FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()}
+
+
+def commands(block: str) -> Iterator[list[str]]:
+    """Yield the words of each command in a block of shell, without comments, assignments and redirections."""
+    for line in block.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
+        lexer.commenters, lexer.whitespace_split = "", True
+        words: list[str] = []
+        for word in [*_without_comment(lexer), ";"]:
+            if set(word) <= set(";|&()"):
+                if command := _stripped(words):
+                    yield command
+                words = []
+            else:
+                words.append(word)
+
+
+def _without_comment(words: Iterator[str]) -> Iterator[str]:
+    for word in words:
+        if word.startswith("#"):
+            return
+        yield word
+
+
+def _stripped(words: list[str]) -> list[str]:
+    """Return a command without shell keywords, assignments before it and redirections after it."""
+    end = next((place for place, word in enumerate(words) if set(word) <= {"<", ">"}), len(words))
+    words = words[:end]
+    while words and (words[0] in KEYWORDS or re.fullmatch(r"\w+=.*", words[0])):
+        if words[0] == "for":
+            return []
+        words = words[1:]
+    return words
+
+
+def problems(command: list[str]) -> Iterator[str]:
+    """Yield what is wrong with a documented command."""
+    name, *args = command
+    match name.removeprefix(".venv/bin/"):
+        case "crossdock":
+            yield from _crossdock_problems(args)
+        case "make":
+            known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+            yield from (f"no target {arg}" for arg in args if "=" not in arg and arg not in known)
+        case "python" if args and args[0].startswith("benchmarks/"):
+            known = script_flags(args[0]) if (ROOT / args[0]).is_file() else set()
+            yield from (f"{args[0]} has no {flag}" for flag in _flags(args[1:]) if flag not in known)
+    for word in command:
+        yield from _path_problems(word)
+
+
+def _crossdock_problems(args: list[str]) -> Iterator[str]:
+    try:
+        command, rest, context = resolve(args)
+        command.make_context(command.name, rest, parent=context)  # parses, and runs nothing
+    except Exception as error:  # a usage error of click, or its Exit after --help
+        if getattr(error, "exit_code", 1) != 0:
+            yield getattr(error, "message", None) or repr(error)
+
+
+def resolve(args: list[str]) -> tuple[Any, list[str], Any]:
+    """Return the click command that `crossdock ARGS` names, the arguments left for it, and its parent's context."""
+    command: Any = get_command(cli.app)
+    context = None
+    while hasattr(command, "resolve_command"):
+        context = command.make_context(command.name, list(args), parent=context)
+        _, command, args = command.resolve_command(context, list(args))
+    return command, list(args), context
+
+
+def _flags(words: list[str]) -> list[str]:
+    return [word.partition("=")[0] for word in words if word.startswith("--")]
+
+
+@cache
+def script_flags(path: str) -> set[str]:
+    """Return the flags that a script of benchmarks/ declares, itself or through servers.py.
+
+    Read from the source, since importing the scripts takes seconds of importing torch each.
+    """
+    source = (ROOT / path).read_text()
+    shared = (ROOT / "benchmarks" / "servers.py").read_text() if "add_server_options" in source else ""
+    return {"--help"} | {
+        argument.value
+        for node in [*ast.walk(ast.parse(source)), *ast.walk(ast.parse(shared))]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument"
+        for argument in node.args
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str) and argument.value.startswith("--")
+    }
+
+
+def _path_problems(word: str) -> Iterator[str]:
+    """Yield a complaint if the word is a path into this repository, or a test in it, and does not exist."""
+    path, _, test = word.removeprefix("./").partition("::")
+    if path.split("/")[0] not in FOLDERS or "/" not in path or re.search(r"[$*{…]", path):
+        return
+    if not (ROOT / path).exists():
+        yield f"there is no {path}"
+    elif test and f"def {test}(" not in (ROOT / path).read_text():
+        yield f"{path} has no {test}"
+
+
+def page_problems(page: Path) -> Iterator[str]:
+    text = page.read_text()
+    for block in FENCE.findall(text):
+        for command in commands(block):
+            yield from (f"{' '.join(command)}: {problem}" for problem in problems(command))
+    for code in INLINE.findall(text):
+        yield from (f"{code}: {problem}" for problem in _inline_problems(code))
+    for link in LINK.findall(FENCE.sub("", text)):
+        if "://" not in link and not (page.parent / link).exists():
+            yield f"link to {link}, which does not exist"
+
+
+def _inline_problems(code: str) -> Iterator[str]:
+    """Yield the flags that the command lacks. Inline code may leave out arguments, so it is not parsed as a whole."""
+    words = [word for word in code.split()[1:] if "…" not in word]
+    if not words or words[0].startswith("-"):
+        return
+    try:
+        command, rest, _ = resolve(words)
+    except Exception as error:
+        yield getattr(error, "message", None) or repr(error)
+        return
+    known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)} | {"--help"}
+    yield from (f"no {flag}" for flag in _flags(rest) if flag not in known)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_a_page_are_valid(page: Path) -> None:
+    assert list(page_problems(page)) == []
+
+
+def test_front_page_has_commands() -> None:
+    found = {command[0] for block in FENCE.findall((ROOT / "README.md").read_text()) for command in commands(block)}
+    assert found >= {"make", "crossdock"}
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("crossdock srve", "No such command"),
+        ("crossdock serve --max-modell-len 5", "No such option"),
+        ("X=1 crossdock bench http://h --num-requests many  # comment", "valid int"),
+        ("crossdock config > c.yaml && crossdock serve --nope", "No such option"),
+        ("make everything", "no target everything"),
+        ("python benchmarks/adaptive.py --durations 5", "has no --durations"),
+        ("python benchmarks/absent.py", "there is no benchmarks/absent.py"),
+        (".venv/bin/pytest -s tests/test_documented_commands.py::test_absent", "has no test_absent"),
+        ("kubectl apply -k \\\n  manifests/absent", "there is no manifests/absent"),
+    ],
+)
+def test_planted_mistake_is_reported(line: str, complaint: str) -> None:
+    (problem,) = [problem for command in commands(line) for problem in problems(command)]
+    assert complaint in problem
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "crossdock simulate --pools mixed=4xh100-8b --request-rate 50 && crossdock serve --config tune.yaml",
+        'make serve ARGS="--port 9000"',
+        "for peer in vllm llamacpp; do benchmarks/peers/$peer.sh install --venv VENVS/$peer; done",
+        "OMP_WAIT_POLICY=PASSIVE python benchmarks/step_cost.py --seconds 60 &",
+        "python benchmarks/pools.py --port 1 --output=here",
+    ],
+)
+def test_valid_line_has_no_problem(line: str) -> None:
+    assert [problem for command in commands(line) for problem in problems(command)] == []
