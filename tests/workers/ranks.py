@@ -20,8 +20,8 @@ _PRELOADED = ["torch.distributed", "transformers.models.llama.modeling_llama", "
 class Ranks:
     """`size` processes that call the functions sent to them.
 
-    A fork server imports torch and transformers once for all. Starting, loading a first model and ending take four ranks
-    8 s; spawned ones took 17 (two cores, 2026-11-22). Only imports have run in that server, and not NIXL's: it may fork.
+    A fork server imports torch and transformers once for all. To start, load a first model and end takes them 8 s; it
+    took spawned processes 17 s (two cores, 2026-11-22). The server only imports, and not NIXL, so that it may fork.
     """
 
     def __init__(self, size: int) -> None:
