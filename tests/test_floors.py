@@ -105,8 +105,8 @@ def test_file_imports_only_what_its_room_may(path: str) -> None:
         ("workers/schedule/scheduler.py", "from crossdock.workers.replica.engine import Engine"),
         ("workers/model/runner.py", "from crossdock.workers.report.timeline import Timelines"),
         ("router/placement.py", "from crossdock import cluster"),
-        ("cluster/dispatch/dispatch.py", "from crossdock.cluster.config import ClusterConfig"),
-        ("cluster/simulate/clock.py", "from crossdock.cluster.dispatch.dispatch import Dispatcher"),
+        ("cluster/dispatch/dispatcher.py", "from crossdock.cluster.config import ClusterConfig"),
+        ("cluster/simulate/clock.py", "from crossdock.cluster.dispatch.dispatcher import Dispatcher"),
         ("kernels/attention.py", "from crossdock.workers.schedule.pages import PagePool"),
         ("kvtransfer/shm.py", "from crossdock.kernels import attention"),
         ("cluster/serve/app.py", "from kernels import attention"),
@@ -118,7 +118,7 @@ def test_file_imports_only_what_its_room_may(path: str) -> None:
         ("workers/report/timeline.py", "import asyncio"),
         ("workers/schedule/scheduler.py", "if TYPE_CHECKING:\n    from transformers import PreTrainedModel"),
         ("kvtransfer/shm.py", "from nixl._api import nixl_agent"),
-        ("cluster/dispatch/dispatch.py", "from fastapi import FastAPI"),
+        ("cluster/dispatch/dispatcher.py", "from fastapi import FastAPI"),
     ],
 )
 def test_planted_violation_is_reported(path: str, source: str) -> None:

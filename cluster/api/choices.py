@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from crossdock.cluster.api.limits import Account
 from crossdock.cluster.api.tokenizer import TextStream
-from crossdock.cluster.dispatch.dispatch import ReplicaLost
+from crossdock.cluster.dispatch.dispatcher import ReplicaLost
 from crossdock.workers.schedule.request import FinishReason, Submission, TokenDelta, TokenLogprobs
 
 _Item = TypeVar("_Item")

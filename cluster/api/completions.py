@@ -14,7 +14,7 @@ from crossdock.cluster.api.generation import Generation, Generations
 from crossdock.cluster.api.http_json import event_stream, json_answer
 from crossdock.cluster.api.prompts import PromptEncoder, truncate
 from crossdock.cluster.api.tokenizer import ModelTokenizer
-from crossdock.cluster.dispatch.dispatch import ModelCard
+from crossdock.cluster.dispatch.dispatcher import ModelCard
 
 
 class Completions:

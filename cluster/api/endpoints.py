@@ -28,7 +28,7 @@ from crossdock.cluster.api.tokenization import Tokenization
 from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.api.tracing import Tracing, otlp_exporter
 from crossdock.cluster.api.web_assets import ASSET_HEADERS, WebAsset, web_assets
-from crossdock.cluster.dispatch.dispatch import Dispatcher
+from crossdock.cluster.dispatch.dispatcher import Dispatcher
 
 _GENERATES = ("/v1/completions", "/v1/chat/completions")
 _OPEN = ("/health", "/ready", "/metrics", "/version", "/openapi.json")  # need no key: they show no client's requests

@@ -19,7 +19,7 @@ from crossdock.cluster.api.models import Models
 from crossdock.cluster.api.prompts import output_limit
 from crossdock.cluster.api.tiers import SLO_CLASS_HEADER, Tiers
 from crossdock.cluster.api.tokenizer import ModelTokenizer, TextStream
-from crossdock.cluster.dispatch.dispatch import Dispatcher, ModelCard
+from crossdock.cluster.dispatch.dispatcher import Dispatcher, ModelCard
 from crossdock.workers.schedule.request import InvalidField, SamplingParams, Submission, TokenDelta
 
 

@@ -14,7 +14,7 @@ from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http_json import error_answer
 from crossdock.cluster.api.keys import ApiKey, KeyRing
 from crossdock.cluster.api.limits import Account, Ledger
-from crossdock.cluster.dispatch.dispatch import ReplicaLost
+from crossdock.cluster.dispatch.dispatcher import ReplicaLost
 from crossdock.workers.schedule.request import Overloaded
 
 logger = logging.getLogger("ray.serve")

@@ -7,7 +7,7 @@ from fastapi import Response
 
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http_json import Name, json_answer
-from crossdock.cluster.dispatch.dispatch import Dispatcher, ModelCard
+from crossdock.cluster.dispatch.dispatcher import Dispatcher, ModelCard
 
 
 class Models:

@@ -7,7 +7,7 @@ from crossdock.cluster.api.bodies import ChatCompletionRequest, GenerationBody, 
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.messages import template_messages
 from crossdock.cluster.api.tokenizer import ModelTokenizer
-from crossdock.cluster.dispatch.dispatch import ModelCard
+from crossdock.cluster.dispatch.dispatcher import ModelCard
 
 _LONG_TEXT = 4096  # characters; about 1 ms to encode. A longer text leaves the event loop for a thread.
 _NOT_TEMPLATE_VARIABLES = {

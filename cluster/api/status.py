@@ -9,7 +9,7 @@ from pydantic import Field
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http_json import Name, json_answer
 from crossdock.cluster.api.keys import ApiKey
-from crossdock.cluster.dispatch.dispatch import Dispatcher
+from crossdock.cluster.dispatch.dispatcher import Dispatcher
 
 # The pattern is for the description only: `_step_number` reports what is wrong in words of its own.
 _SeenStep = Annotated[str, Field(json_schema_extra={"pattern": "^[0-9a-f]{32}:[0-9]{1,15}$"})]

@@ -1,21 +1,21 @@
-"""Which replicas are up, as Serve last told the routers of this process.
+"""Which replicas are up, as Serve last reported to the routers of this process.
 
-Serve pickles a router class by value, so what the router and the dispatcher share cannot live beside that class.
+Serve pickles a router class by value, so state that the router and the dispatcher share cannot live beside that class.
 """
 
 from collections.abc import Callable, Mapping
 from threading import Lock
 from typing import Any
 
-Members = Mapping[str, dict[str, Any]]  # replica id -> what it advertises
+Members = Mapping[str, dict[str, Any]]  # replica id -> the static profile that it advertises
 
 _lock = Lock()
-_members: dict[str, Members] = {}
-_listeners: dict[str, list[Callable[[Members], None]]] = {}
+_members: dict[str, Members] = {}  # by deployment
+_listeners: dict[str, list[Callable[[Members], None]]] = {}  # by deployment
 
 
 def publish(deployment: str, members: Members) -> None:
-    """Called by the router, in its thread, whenever the set of replicas changes."""
+    """Report the set of replicas. The router calls this, in its thread, at every change."""
     with _lock:
         _members[deployment] = members
         listeners = list(_listeners.get(deployment, ()))
@@ -24,7 +24,7 @@ def publish(deployment: str, members: Members) -> None:
 
 
 def subscribe(deployment: str, listener: Callable[[Members], None]) -> None:
-    """`listener` is called at once with what is known, and at every change, in whatever thread that happens."""
+    """Call `listener` at once with the known members, and at every change, in the thread of that change."""
     with _lock:
         _listeners.setdefault(deployment, []).append(listener)
         known = _members.get(deployment)

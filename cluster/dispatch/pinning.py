@@ -1,4 +1,4 @@
-"""The Serve router of engine deployments: a call goes to the replica it names. Which one is decided in router/."""
+"""The Serve router of engine deployments: a call goes to the replica that it names. router/ chooses that replica."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ class PinningRouter(RequestRouter):  # type: ignore[misc]
     capacity-queue router: the public `choose_replicas` hangs when one request makes several calls at once."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        # Those that left included: a draining replica still hears of its running requests' aborts and of our leaving.
+        # Includes replicas that left: a draining one still receives the aborts of its requests, and our `close`.
         self._by_name: dict[str, RunningReplica] = {}
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
@@ -23,7 +23,7 @@ class PinningRouter(RequestRouter):  # type: ignore[misc]
         wanted = pending_request.metadata.session_id
         replica = self._by_name.get(wanted)
         if replica is None or is_retry:
-            raise RuntimeError(f"replica {wanted} is gone")  # never another one: the caller re-plans
+            raise RuntimeError(f"replica {wanted} is gone")  # never another: the caller places again
         return replica
 
     async def choose_replicas(

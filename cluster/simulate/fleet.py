@@ -1,4 +1,4 @@
-"""What is simulated: pools of replicas, each with a profile, the network between them, and what goes wrong when."""
+"""The simulated cluster: pools of replicas, each with a profile, the network between them, and failures."""
 
 import json
 import os
@@ -21,20 +21,22 @@ class SimulatedPool(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(pattern=r"^[a-z][a-z0-9-]*$", description="Of the pool.")
+    name: str = Field(pattern=r"^[a-z][a-z0-9-]*$", description="Name of the pool.")
     role: Role = Field("mixed", description="mixed, prefill or decode; a pool named prefill or decode has that role.")
     replicas: int = Field(1, ge=0, description="How many run from the start.")
     profile: SchedulingProfile = Field(
         description="A preset, such as h100-8b, a JSON file of `crossdock tune`, a server's URL."
     )
-    engine: SchedulerConfig = Field(description="What differs from the profile, or is not in it, e.g. prefill_order.")
+    engine: SchedulerConfig = Field(
+        description="Settings that differ from the profile, or are not in it, e.g. prefill_order."
+    )
     enable_prefix_caching: bool = Field(True, description="Share pages between requests with equal beginnings.")
-    price: float = Field(0.0, ge=0, description="Of a replica for an hour, in whatever currency.")
+    price: float = Field(0.0, ge=0, description="Price of a replica for an hour, in any currency.")
 
     @model_validator(mode="before")
     @classmethod
     def _profile_and_engine_agree(cls, data: Any) -> Any:
-        """The engine has what the profile says, but for what is set here; the profile then says that too."""
+        """Give the engine the settings of the profile, unless they are set here; then give those to the profile too."""
         if not isinstance(data, Mapping) or not isinstance(data.get("profile"), SchedulingProfile):
             return data
         profile: SchedulingProfile = data["profile"]
@@ -44,9 +46,9 @@ class SimulatedPool(BaseModel):
             raise ValueError(f"engine.page_size is the profile's, {profile.page_size}; leave it out")
         engine = SchedulerConfig.model_validate({**_default_class(profile), **shared, **given})
         role = data.get("role", data.get("name") if data.get("name") in ("prefill", "decode") else profile.role)
-        told = {name: getattr(engine, name) for name in shared} | {"role": role}
-        told["min_chunk_tokens"] = engine.min_chunk_tokens or engine.page_size
-        return {**data, "role": role, "engine": engine, "profile": profile.model_copy(update=told)}
+        agreed = {name: getattr(engine, name) for name in shared} | {"role": role}
+        agreed["min_chunk_tokens"] = engine.min_chunk_tokens or engine.page_size
+        return {**data, "role": role, "engine": engine, "profile": profile.model_copy(update=agreed)}
 
 
 def _default_class(profile: SchedulingProfile) -> dict[str, str]:
@@ -56,7 +58,7 @@ def _default_class(profile: SchedulingProfile) -> dict[str, str]:
 
 
 class Failure(BaseModel):
-    """A replica dies, or one more comes up."""
+    """A replica dies, or another one comes up."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -72,19 +74,21 @@ class Failure(BaseModel):
 
 
 class SimulatedFleet(BaseModel):
-    """All of it."""
+    """The simulated cluster: its pools, routers and network, and its failures."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     pools: tuple[SimulatedPool, ...]
-    slo_classes: tuple[SloClass, ...] | None = Field(None, description="What is promised; null is as profiles say.")
+    slo_classes: tuple[SloClass, ...] | None = Field(
+        None, description="The promises of all pools; null: those of the profiles."
+    )
     router: RouterConfig = Field(
         default_factory=lambda: RouterConfig.model_validate({}), description="How requests are placed."
     )
     routers: int = Field(1, ge=1, description="Ingresses, each with a router of its own.")
-    publish_s: float = Field(0.05, ge=0, description="Seconds at least between two reports of a replica to routers.")
+    publish_s: float = Field(0.05, ge=0, description="Least seconds between two reports of a replica to routers.")
     latency_s: float = Field(0.001, ge=0, description="Seconds from an ingress to a replica and back.")
-    noise: float = Field(0.0, ge=0, lt=1, description="How far steps differ from their prediction: a relative spread.")
+    noise: float = Field(0.0, ge=0, lt=1, description="Relative spread of step times around their prediction.")
     failures: tuple[Failure, ...] = ()
 
     @model_validator(mode="before")
@@ -120,10 +124,11 @@ class SimulatedFleet(BaseModel):
 
 
 def load_fleet(path: Path | None, pools: str | None = None, **settings: Any) -> SimulatedFleet:
-    """The fleet that a YAML file describes; `pools`, `NAME=COUNTxPROFILE,…`, and `settings` that are not None win.
+    """Return the fleet that a YAML file describes. `pools` (`NAME=COUNTxPROFILE,…`) and `settings` that are not None
+    take precedence.
 
     Raises:
-        ValueError: names what is wrong and what would be accepted.
+        ValueError: names the field and the accepted values.
     """
     data = _read(path) if path is not None else {}
     folder = path.parent if path is not None else Path()
@@ -134,7 +139,7 @@ def load_fleet(path: Path | None, pools: str | None = None, **settings: Any) -> 
 
 
 def describe(data: Mapping[str, Any], folder: Path = Path()) -> SimulatedFleet:
-    """The fleet that `data` describes, in the terms of the YAML file; files of profiles are looked for in `folder`."""
+    """Return the fleet that `data` describes, in the fields of the YAML file; `folder` holds files of profiles."""
     try:
         if isinstance(data.get("pools"), list):
             data = {**data, "pools": [_with_profile(pool, folder) for pool in data["pools"]]}
@@ -164,14 +169,18 @@ def _parse_pool(text: str) -> dict[str, Any]:
 
 
 def _with_profile(pool: Any, folder: Path) -> Any:
-    """The pool with its profile in place of the profile's name."""
+    """Return the pool with its profile in place of the profile's name."""
     if not isinstance(pool, Mapping) or not isinstance(pool.get("profile"), str):
         return pool
     return {**pool, "profile": read_profile(pool["profile"], folder)}
 
 
 def read_profile(name: str, folder: Path = Path()) -> SchedulingProfile:
-    """A profile as `crossdock tune --profile` writes it, that of a running server's first replica, or a preset."""
+    """Return a profile: a JSON file of `crossdock tune --profile`, that of a server's first replica, or a preset.
+
+    Raises:
+        ValueError: there is no such profile, or it cannot be read.
+    """
     if name.startswith(("http://", "https://")):
         return _fetch_profile(name)
     path = folder / name
@@ -189,7 +198,7 @@ def read_profile(name: str, folder: Path = Path()) -> SchedulingProfile:
 
 
 def _fetch_profile(url: str) -> SchedulingProfile:
-    import httpx  # here: only this needs it
+    import httpx  # here: no other profile needs it
 
     headers = {"authorization": f"Bearer {key}"} if (key := os.environ.get("OPENAI_API_KEY")) else {}
     try:

@@ -1,7 +1,7 @@
-"""Profiles of GPUs that nobody has measured here, computed from published specifications: estimates, and named so.
+"""Estimated profiles of GPUs that were not measured here, computed from published specifications.
 
-With W the bytes of the weights, P their number, t the GPUs of a replica (tensor parallel), BW and FLOPS a GPU's
-published memory bandwidth and dense bf16 rate, and the achieved shares below:
+W are the bytes of the weights, P is their number, t the GPUs of a replica (tensor parallel), BW and FLOPS a GPU's
+published memory bandwidth and dense bf16 rate. With the achieved shares below:
 
     base                = W / (t · BW · bandwidth share) + LAUNCH_S + 2 · layers · ALL_REDUCE_S where t > 1
     per_prefill_token   = 2 · P / (t · FLOPS · GEMM share) + all-reduced bytes / (link · bandwidth share)
@@ -10,8 +10,8 @@ published memory bandwidth and dense bf16 rate, and the achieved shares below:
     per_context  = KV bytes of a token / (t · BW · bandwidth share)
 
 An all-reduce moves 2 · (t - 1) / t of a token's hidden state over each GPU's link, twice per layer. `StepCost` adds
-reading weights and multiplying by them, where a real step hides the shorter of the two: estimates are a little high for
-steps that are about balanced. KV pages get what weights and a tenth of the memory leave.
+the times of reading weights and of multiplying by them, where a real step hides the shorter of the two: estimates are a
+little high for balanced steps. KV pages get the memory that the weights and a reserve of a tenth leave.
 """
 
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class Model:
 
     @property
     def token_bytes(self) -> int:
-        """Of keys and values, all layers."""
+        """Return the bytes of one token's keys and values, all layers."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -67,14 +67,14 @@ MODELS = {  # the configurations of Llama 3.1
     "70b": Model(70.6e9, 80, 64, 8, 128, 131_072),
 }
 
-# Assumptions, not measurements: about what well-tuned servers reach of the published peaks.
+# Assumptions, not measurements: the shares of the published peaks that well-tuned servers reach.
 _BANDWIDTH_SHARE = 0.8
 _GEMM_SHARE = 0.6
 _ATTENTION_SHARE = 0.4
-_LAUNCH_S = 1e-3  # of a step beside its kernels
-_ALL_REDUCE_S = 10e-6  # each, beside its bytes
+_LAUNCH_S = 1e-3  # of a step, in addition to its kernels
+_ALL_REDUCE_S = 10e-6  # each, in addition to the time of its bytes
 _SAMPLE_S = 5e-6  # per stream
-_KEPT_FREE = 0.1  # of the memory, for activations and graphs
+_RESERVE = 0.1  # of the memory, for activations and graphs
 _NETWORK = 25e9  # bytes per second at which a GPU's KV pages travel: 200 Gbit/s of RDMA
 
 _PAGE_SIZE = 16
@@ -83,8 +83,8 @@ _MAX_NUM_BATCHED_TOKENS = 8192
 
 
 def preset(name: str) -> SchedulingProfile:
-    """The estimated profile of a replica, e.g. `h100-8b` or `a100-70b-tp4`. Without `-tpN` it has as few GPUs, a power
-    of two, as leave a third of their memory to KV pages.
+    """Return the estimated profile of a replica, e.g. `h100-8b` or `a100-70b-tp4`. Without `-tpN` the replica has the
+    least power of two of GPUs that leaves a third of their memory to KV pages.
 
     Raises:
         ValueError: there is no such GPU or model, or it does not fit.
@@ -98,7 +98,7 @@ def preset(name: str) -> SchedulingProfile:
         )
     gpu, model = GPUS[gpu_name], MODELS[model_name]
     sizes = [int(tp_text)] if tp_text else [1, 2, 4, 8]
-    wanted = _KEPT_FREE if tp_text else _KEPT_FREE + 1 / 3
+    wanted = _RESERVE if tp_text else _RESERVE + 1 / 3
     tp = next((tp for tp in sizes if tp * gpu.memory * (1 - wanted) >= model.weight_bytes), None)
     if tp is None:
         raise ValueError(
@@ -121,7 +121,7 @@ def preset(name: str) -> SchedulingProfile:
 
 
 def _kv_tokens(gpu: Gpu, model: Model, tp: int) -> int:
-    tokens = int((tp * gpu.memory * (1 - _KEPT_FREE) - model.weight_bytes) / model.token_bytes)
+    tokens = int((tp * gpu.memory * (1 - _RESERVE) - model.weight_bytes) / model.token_bytes)
     return tokens - tokens % _PAGE_SIZE
 
 

@@ -1,7 +1,7 @@
 """One simulated replica: the real scheduler and pages, and a clock where the model would be.
 
-It goes round as `EngineThread` does: what was posted, then a step, then its transfers. While nobody comes or goes, steps
-that are alike are taken in at once (`Scheduler.advance`), which changes nothing but the time it takes to simulate.
+Works in the order of `EngineThread`: posted actions, then a step, then transfers. While no request comes or ends, steps
+that are alike are taken at once (`Scheduler.advance`). That changes nothing but the time that the simulation takes.
 """
 
 from bisect import bisect_right
@@ -22,32 +22,32 @@ from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Request, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
 
-TOKEN = 2**32 - 1  # what every simulated model says
+TOKEN = 2**32 - 1  # the token that every simulated model samples
 _SAMPLED = SampledToken(TOKEN)
 
 Action: TypeAlias = Callable[[float], None]
-"""Something done at a time."""
+"""A function of the time, in seconds, at which it is called."""
 
 
 class Observer(Protocol):
-    """Who is told what a replica did."""
+    """Receives the results of a replica's work."""
 
     def streamed(self, requests: Sequence[Request], times: Sequence[float]) -> None:
-        """Each of the requests made a token at each of the times."""
+        """Each of the requests has made a token at each of the times."""
 
     def stepped(self, replica: "SimulatedReplica", batch: Batch, deltas: Sequence[TokenDelta], now: float) -> None:
         """A step has ended."""
 
     def granted(self, replica: "SimulatedReplica", request: Request, now: float) -> None:
-        """There are pages for what another replica computes."""
+        """There are pages for a prompt that another replica computes."""
 
     def published(self, replica: "SimulatedReplica", now: float) -> None:
-        """It is time for the routers to hear of it."""
+        """A report of the replica to the routers is due."""
 
 
 @dataclass(slots=True)
 class Noise:
-    """By which factor each step's seconds differ from what was predicted: log-normal, 1 on average."""
+    """Random factors of the steps' seconds around their prediction: log-normal, with mean 1."""
 
     spread: float
     seed: tuple[int, int]  # of the simulation, and the replica's number
@@ -56,11 +56,11 @@ class Noise:
 
     @property
     def overrun(self) -> float:
-        """Its 95th percentile, which a real replica learns of its steps: see `StepCostFit.overrun`."""
+        """Return the 95th percentile of the factors, which a real replica measures: see `StepCostFit.overrun`."""
         return max(exp(1.645 * self.spread - self.spread**2 / 2), 1.0)
 
     def factor(self, step: int) -> float:
-        """Of the step of that number, whenever it is asked for."""
+        """Return the factor of the step of that number: the same at every call, in any order."""
         if not self.spread:
             return 1.0
         block, place = divmod(step, 1024)
@@ -72,7 +72,7 @@ class Noise:
 
 @dataclass(slots=True, eq=False)
 class SimulatedReplica:
-    """`post` is the only way in."""
+    """One replica. All actions on it come in by `post`, and run between two steps."""
 
     name: str
     pool: SimulatedPool
@@ -104,7 +104,7 @@ class SimulatedReplica:
         self.publisher = Publisher(self.scheduler, self.name)
 
     def post(self, action: Action, now: float) -> None:
-        """Does `action` between two steps."""
+        """Run `action` between two steps."""
         if self.until is not None:
             return
         self._inbox.append(action)
@@ -116,7 +116,7 @@ class SimulatedReplica:
             self._go_round(now)
 
     def die(self, now: float) -> None:
-        """Nothing follows, not even the end of the running step."""
+        """End the replica: no event follows, not even the end of the running step."""
         if self._batch is not None:
             self._pass(bisect_right(self._ends, now, hi=len(self._ends) - 1))
             self.busy_s += now - self._started
@@ -159,7 +159,7 @@ class SimulatedReplica:
         self.clock.at(ends[-1], partial(self._end, self._version), is_step=True)
 
     def _pass(self, done: int) -> None:
-        """So many of the steps are over, and the next one runs."""
+        """Account for the first `done` of the steps in `_ends`; the next one is running."""
         if not done:
             return
         assert self._batch is not None
@@ -171,12 +171,12 @@ class SimulatedReplica:
         self.observer.streamed(requests, ends)
         self.num_steps += done
         self.num_decoded += done * len(requests)
-        tokens = dict.fromkeys([it.id for it in requests], [TOKEN] * done)
+        tokens = dict.fromkeys([request.id for request in requests], [TOKEN] * done)
         self._batch = self.scheduler.advance(self._batch, tokens, ends)
 
     def _end(self, version: int, now: float) -> None:
         if version != self._version or self.until is not None:
-            return
+            return  # the plan has changed, or the replica has died
         self._pass(len(self._ends) - 1)
         batch, self._batch, self._is_between = self._batch, None, True
         assert batch is not None

@@ -1,4 +1,4 @@
-"""Shows what came of a simulation: a table for the eye, JSON for programs, a plot."""
+"""The results of a simulation: a table for the terminal, figures for JSON, a plot."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ from crossdock.cluster.simulate.study import Estimate, Score
 
 
 def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
-    """All of it, ready for JSON. The same simulation gives the same figures."""
-    errors = [abs(it.predicted_ttft - it.ttft) / it.ttft for it in outcome.placed if it.ttft > 0]
+    """Return all figures, ready for JSON. The same simulation gives the same figures."""
+    errors = [abs(placed.predicted_ttft - placed.ttft) / placed.ttft for placed in outcome.placed if placed.ttft > 0]
     found: dict[str, Any] = {
         "seed": outcome.seed,
         "router": outcome.fleet.router.model_dump(),
@@ -28,7 +28,7 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
         "duration_s": outcome.duration,
         **metrics.by_class(outcome.samples, outcome.duration, targets),
         "pools": {pool.name: _pool(outcome, pool.name) for pool in outcome.fleet.pools},
-        "placements": dict(sorted(Counter(it.reason for it in outcome.placed).items())),
+        "placements": dict(sorted(Counter(placed.reason for placed in outcome.placed).items())),
         "cost": _cost(outcome),
     }
     if errors:
@@ -37,22 +37,22 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
 
 
 def _pool(outcome: Outcome, name: str) -> dict[str, Any]:
-    its = [replica for replica in outcome.replicas if replica.pool.name == name]
-    busy = [_utilisation(replica, outcome.duration) for replica in its]
+    replicas = [replica for replica in outcome.replicas if replica.pool.name == name]
+    busy = [_utilisation(replica, outcome.duration) for replica in replicas]
     seconds = max(outcome.duration, 1e-9)
     return {
-        "role": its[0].pool.role if its else None,
-        "replicas": {replica.name: share for replica, share in zip(its, busy, strict=True)},
+        "role": replicas[0].pool.role if replicas else None,
+        "replicas": {replica.name: share for replica, share in zip(replicas, busy, strict=True)},
         "utilisation": float(np.mean(busy)) if busy else 0.0,
-        "steps": sum(replica.num_steps for replica in its),
-        "prefill_tokens_per_s": sum(replica.num_prefilled for replica in its) / seconds,
-        "decode_tokens_per_s": sum(replica.num_decoded for replica in its) / seconds,
-        "preemptions": sum(replica.scheduler.num_preemptions for replica in its),
+        "steps": sum(replica.num_steps for replica in replicas),
+        "prefill_tokens_per_s": sum(replica.num_prefilled for replica in replicas) / seconds,
+        "decode_tokens_per_s": sum(replica.num_decoded for replica in replicas) / seconds,
+        "preemptions": sum(replica.scheduler.num_preemptions for replica in replicas),
     }
 
 
 def _utilisation(replica: SimulatedReplica, duration: float) -> float:
-    """The share of its life in which it computed."""
+    """Return the share of a replica's life in which it computed."""
     return replica.busy_s / max(_alive_s(replica, duration), 1e-9)
 
 
@@ -61,8 +61,8 @@ def _alive_s(replica: SimulatedReplica, duration: float) -> float:
 
 
 def _cost(outcome: Outcome) -> dict[str, float] | None:
-    """None where no pool has a price."""
-    total = sum(it.pool.price * _alive_s(it, outcome.duration) / 3600 for it in outcome.replicas)
+    """Return the price of all replicas' hours, total and per token; None where no pool has a price."""
+    total = sum(replica.pool.price * _alive_s(replica, outcome.duration) / 3600 for replica in outcome.replicas)
     if not total:
         return None
     ok = [sample for sample in outcome.samples if sample.ok]
@@ -76,7 +76,7 @@ def _cost(outcome: Outcome) -> dict[str, float] | None:
 
 
 def table(found: dict[str, Any], wall_s: float) -> Table:
-    """A two-column table; times in milliseconds."""
+    """Return a two-column table; times in milliseconds. `wall_s`: seconds that the simulation took."""
     replicas = sum(len(pool["replicas"]) for pool in found["pools"].values())
     router = found["router"]["policy"]
     title = f"{found['requests']:,} requests on {replicas:,} replicas, placed by {router}"
@@ -111,22 +111,25 @@ def table(found: dict[str, Any], wall_s: float) -> Table:
 
 
 def comparison(found: Mapping[str, Sequence[Score]], num_seeds: int) -> Table:
-    """One row for each of what was compared, the best first by goodput."""
+    """Return a table with one row for each fleet that was compared, the best goodput first."""
     seeds = f"{num_seeds} seeds, 95 % confidence" if num_seeds > 1 else "one seed"
     out = Table(title=f"Share of requests that kept their promises ({seeds})", title_justify="left")
     for name in ("", "good, %", "weighted, %", "refused, %", "urgent TTFT p99, ms", "urgent TPOT p99, ms"):
         out.add_column(name, justify="right" if name else "left", style=None if name else "bold")
-    for name, its in sorted(found.items(), key=lambda item: -fmean(score.good for score in item[1])):
+    for name, runs in sorted(found.items(), key=lambda item: -fmean(score.good for score in item[1])):
         out.add_row(
             escape(name) or "as given",
-            *(str(Estimate.of([getattr(it, field) * 100 for it in its])) for field in ("good", "weighted", "refused")),
-            *(str(Estimate.of([getattr(it, field) for it in its])) for field in ("ttft_p99", "tpot_p99")),
+            *(
+                str(Estimate.of([getattr(score, field) * 100 for score in runs]))
+                for field in ("good", "weighted", "refused")
+            ),
+            *(str(Estimate.of([getattr(score, field) for score in runs])) for field in ("ttft_p99", "tpot_p99")),
         )
     return out
 
 
 def plot(samples: Sequence[Sample], path: Path) -> None:
-    """Above, each request's time to first token at its arrival; below, the share of requests that waited longer."""
+    """Draw each request's time to first token at its arrival, and below, the share of requests that waited longer."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -134,11 +137,11 @@ def plot(samples: Sequence[Sample], path: Path) -> None:
 
     figure, (timeline, tail) = plt.subplots(2, 1, figsize=(10, 7), layout="constrained")
     for name in sorted({sample.service_tier or "" for sample in samples}):
-        its = [sample for sample in samples if sample.ok and sample.service_tier == name]
-        if not its:
+        answered = [sample for sample in samples if sample.ok and sample.service_tier == name]
+        if not answered:
             continue
-        ttft = np.array([sample.ttft for sample in its]) * 1000
-        timeline.plot([sample.sent for sample in its], ttft, ".", markersize=2, alpha=0.5, label=name)
+        ttft = np.array([sample.ttft for sample in answered]) * 1000
+        timeline.plot([sample.sent for sample in answered], ttft, ".", markersize=2, alpha=0.5, label=name)
         tail.plot(np.sort(ttft), 1 - np.arange(ttft.size) / ttft.size, label=name)
     refused = [sample.sent for sample in samples if sample.refused]
     if refused:

@@ -1,4 +1,4 @@
-"""Several simulations side by side: policies over seeds, with confidence intervals; and pools of every ratio."""
+"""Comparisons of simulations: policies over several seeds, with confidence intervals, and pools of every ratio."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Estimate:
     def of(cls, values: Sequence[float]) -> "Estimate":
         if len(values) < 2:
             return cls(fmean(values), None)
-        t = _T[min(len(values) - 1, len(_T)) - 1]  # beyond the table a little too wide
+        t = _T[min(len(values) - 1, len(_T)) - 1]  # beyond the table: a little too wide
         return cls(fmean(values), t * stdev(values) / sqrt(len(values)))
 
     def __str__(self) -> str:
@@ -34,12 +34,12 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a run is judged by."""
+    """The figures by which runs are compared."""
 
-    good: float  # share of requests that kept their promises
-    weighted: float  # the same, each request by the weight of its class
+    good: float  # share of requests whose promises were kept
+    weighted: float  # the same, each request weighted by its class
     refused: float  # share
-    ttft_p99: float  # ms, of the most urgent class that was asked for
+    ttft_p99: float  # ms, of the most urgent class that requests had
     tpot_p99: float
 
     @classmethod
@@ -47,20 +47,20 @@ class Score:
         found = by_class(outcome.samples, outcome.duration, targets)
         classes = found["classes"]
         weights = {slo.name: slo.weight for slo in outcome.fleet.classes}
-        counts = {name: _answered(its) * weights.get(name, 1.0) for name, its in classes.items()}
+        counts = {name: _answered(row) * weights.get(name, 1.0) for name, row in classes.items()}
         good = sum(classes[name]["goodput"]["share"] * count for name, count in counts.items() if name in targets)
         urgent = next(slo.name for slo in outcome.fleet.classes if slo.name in classes)
         return cls(
             good=found["goodput"]["share"],
             weighted=good / max(sum(counts.values()), 1e-9),
-            refused=sum(its["requests_refused"] for its in classes.values()) / max(len(outcome.samples), 1),
+            refused=sum(row["requests_refused"] for row in classes.values()) / max(len(outcome.samples), 1),
             ttft_p99=classes[urgent]["ttft_ms"].get("p99", float("inf")),
             tpot_p99=classes[urgent]["tpot_ms"].get("p99", float("inf")),
         )
 
 
-def _answered(its: dict[str, int]) -> int:
-    return its["requests_ok"] + its["requests_refused"] + its["requests_failed"]
+def _answered(row: dict[str, int]) -> int:
+    return row["requests_ok"] + row["requests_refused"] + row["requests_failed"]
 
 
 def scores(
@@ -70,7 +70,7 @@ def scores(
     targets: Targets,
     on_done: Callable[[str, int, Score], None] = lambda *_: None,
 ) -> dict[str, list[Score]]:
-    """Each fleet on the same jobs, those of each seed."""
+    """Return the scores of every fleet, by name, one for each seed; all fleets get the same jobs."""
     found: dict[str, list[Score]] = {}
     for name, fleet in fleets:
         for seed in seeds:
@@ -81,15 +81,19 @@ def scores(
 
 
 def routed(fleet: SimulatedFleet, setting: str, values: Sequence[str]) -> Iterator[tuple[str, SimulatedFleet]]:
-    """The fleet with each of these values of a setting of its router: its policy, or its shipping."""
+    """Yield each value, and the fleet with that value of a setting of its router: its policy, or its shipping."""
     for value in values:
         router = type(fleet.router).model_validate({**fleet.router.model_dump(), setting: value})
         yield value, fleet.model_copy(update={"router": router})
 
 
 def ratios(fleet: SimulatedFleet, most: int = 16) -> Iterator[tuple[str, SimulatedFleet]]:
-    """As many replicas as the fleet has, of the kind of its first pool: all mixed, and split between prefill and decode
-    in up to `most` ways."""
+    """Yield the fleet's number of replicas, all like those of its first pool: first all mixed, then split between
+    prefill and decode in up to `most` ways.
+
+    Raises:
+        ValueError: there are fewer than two replicas.
+    """
     total = sum(pool.replicas for pool in fleet.pools)
     if total < 2:
         raise ValueError(f"sweep: there is nothing to split in {total} replicas")

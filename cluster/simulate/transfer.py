@@ -1,42 +1,48 @@
-"""KV pages on their way from the replica that computes a prompt to the one that decodes: chunk by chunk, behind what
-else the two replicas' links carry. What `Handover` and the docks do, in simulated time."""
+"""KV pages on their way from a prefill replica to a decode replica, chunk by chunk, behind the other messages on the
+two replicas' links. Does in simulated time what `Handover` and the docks do."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.replica import TOKEN, SimulatedReplica
 from crossdock.workers.schedule.request import Leg, Request, Status
 
+GRACE_S = 1.0  # after a replica's death, until its writes cannot land any more: the default of `transfer.grace_s`
+
 
 @dataclass(slots=True)
 class SimulatedNetwork:
-    """Every replica has one link out and one in; each carries one message at a time, in the order they were given."""
+    """Links: one out of and one into every replica. One message at a time, first come first served."""
 
-    _free: dict[tuple[str, bool], float] = field(default_factory=dict)  # by replica, and whether out
+    _free: dict[tuple[str, bool], float] = field(default_factory=dict)  # by replica and whether out: when it is free
 
-    def carry(
+    def send(
         self, sender: SimulatedReplica, receiver: SimulatedReplica, num_bytes: float, now: float
     ) -> tuple[float, float]:
-        """When so many bytes that are sent now begin to travel, and when they will have arrived."""
+        """Return when a message that is sent now begins to travel, and when it will have arrived."""
         out, into = (sender.name, True), (receiver.name, False)
         begin = max(now, self._free.get(out, 0.0), self._free.get(into, 0.0))
-        rate = min(it.pool.profile.bytes_per_second for it in (sender, receiver))
+        rate = min(replica.pool.profile.bytes_per_second for replica in (sender, receiver))
         self._free[out] = self._free[into] = end = begin + num_bytes / rate
         return begin, end
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedTransfer:
-    """The pages of one prompt. It is over when all has arrived, or when either side does not want it any more."""
+    """The pages of one prompt. Over when all have arrived, or when either side does not want them any more."""
 
     request_id: str
-    epoch: int
+    attempt: int
     sender: SimulatedReplica
     receiver: SimulatedReplica
     clock: Clock
-    links: SimulatedNetwork
+    network: SimulatedNetwork
     latency_s: float  # of a message between replicas
+    on_arrived: Callable[["SimulatedTransfer", float], None]  # all pages are at the receiver
     is_over: bool = False
+    is_cancelled: bool = False  # the request was aborted, or its first token was its last
     _granted: int | None = None  # the first page that the receiver does not have
     _computed: int = 0  # tokens
     _is_complete: bool = False
@@ -46,22 +52,44 @@ class SimulatedTransfer:
 
     @property
     def owner(self) -> str:
-        return Request.owner_name(self.request_id, self.epoch)
+        return Request.owner_name(self.request_id, self.attempt)
 
     def grant(self, request: Request, now: float) -> None:
-        """The receiver has pages."""
+        """The receiver has pages for the request."""
         first = request.num_computed_tokens // self.receiver.scheduler.pages.page_size
 
-        def heard(now: float) -> None:
+        def arrive(now: float) -> None:
             self._granted = first
             self._send(now)
 
-        self.clock.at(now + self.latency_s, heard)
+        self.clock.at(now + self.latency_s, arrive)
 
     def computed(self, num_tokens: int, is_complete: bool, now: float) -> None:
-        """The sender has so many tokens of the prompt; all of them, and the first of the output, if `is_complete`."""
+        """The sender has computed `num_tokens` of the prompt; where `is_complete`, all of them and the first token."""
         self._computed, self._is_complete = num_tokens, is_complete
         self._send(now)
+
+    def cancel(self, now: float) -> None:
+        """Send no more pages. The receiver's pages are free again when the sender has been notified."""
+        if not self.is_over:
+            self.is_over = self.is_cancelled = True
+            self.clock.at(now + 2 * self.latency_s, partial(self.receiver.post, self._end_quarantine))
+
+    def lose_sender(self, now: float) -> None:
+        """The sender has died: the receiver computes the tokens whose pages have not arrived."""
+        if not self.is_over:
+            self.is_over = True
+            self.receiver.post(self._take_over, now)
+            self.clock.at(now + GRACE_S, partial(self.receiver.post, self._end_quarantine))
+
+    def _take_over(self, now: float) -> None:
+        request = self.receiver.scheduler.get(self.request_id)
+        if request is not None and request.leg is Leg.RECEIVE and request.epoch == self.attempt:
+            self.receiver.scheduler.take_over(self.request_id, now)
+
+    def _end_quarantine(self, now: float) -> None:
+        """No replica writes to the receiver's pages any more."""
+        self.receiver.scheduler.pages.end_quarantine(self.owner)
 
     def _send(self, now: float) -> None:
         if self._granted is None or self.is_over:
@@ -73,7 +101,7 @@ class SimulatedTransfer:
             return
         self._sent = max(begin, end)
         num_bytes = (self._sent - begin) * self.sender.pool.profile.page_bytes
-        departure, arrival = self.links.carry(self.sender, self.receiver, num_bytes, now)
+        departure, arrival = self.network.send(self.sender, self.receiver, num_bytes, now)
         self._bytes += num_bytes
         self._seconds += arrival - departure
         num_tokens, is_last = self._computed, self._is_complete
@@ -85,7 +113,7 @@ class SimulatedTransfer:
             return
         scheduler = self.receiver.scheduler
         request = scheduler.get(self.request_id)
-        assert request is not None, "who receives has the request for as long as it is not over"
+        assert request is not None, "a receiver has the request until the transfer is over"
         assert request.status is Status.HELD
         assert request.leg is Leg.RECEIVE
         if not is_last:
@@ -93,6 +121,7 @@ class SimulatedTransfer:
             return
         scheduler.start_decoding(self.request_id, TOKEN, now)
         self.is_over = True
+        self.on_arrived(self, now)
         self.clock.at(now + self.latency_s, lambda now: self.sender.post(self._shipped, now))
 
     def _shipped(self, now: float) -> None:
@@ -100,6 +129,6 @@ class SimulatedTransfer:
         if self._bytes:
             self.sender.publisher.transferred(self._bytes, self._seconds)
         request = scheduler.get(self.request_id)
-        if request is not None and request.epoch == self.epoch:
+        if request is not None and request.epoch == self.attempt:
             scheduler.finish_sent(self.request_id)
         scheduler.pages.release(self.owner)

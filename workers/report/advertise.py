@@ -27,6 +27,7 @@ with 0.5, 5 and 50 s, the p90 error of predicted TTFT is 72, 70 and 66 %
 (`crossdock simulate --pools mixed=4xh100-8b --request-rate 100 --mix bursty`, 2026-11-22).
 """
 
+HEARTBEAT_S = 1.0  # silence after which a replica repeats its last report
 _NEWEST_RATE = 0.2  # weight of the newest transfer in the mean rate, which so spans about five transfers
 
 

@@ -15,7 +15,7 @@ import uvicorn
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.tokenizer import ModelTokenizer
-from crossdock.cluster.dispatch.dispatch import ModelCard
+from crossdock.cluster.dispatch.dispatcher import ModelCard
 from crossdock.workers.schedule.request import FinishReason, Submission, TokenDelta, TokenLogprobs
 
 MAX_MODEL_LEN = 200

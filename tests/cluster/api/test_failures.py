@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from crossdock.cluster.api.choices import merge
-from crossdock.cluster.dispatch.dispatch import ReplicaLost
+from crossdock.cluster.dispatch.dispatcher import ReplicaLost
 from crossdock.workers.schedule.request import (
     FinishReason,
     InvalidField,

@@ -15,7 +15,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.tokenizer import ModelTokenizer
-from crossdock.cluster.dispatch.dispatch import Dispatcher
+from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from tests.cluster.api.engine_api import LiveApi, live_api
 
 EXAMPLES = 60  # for each endpoint; `make soak` tries fifty times as many

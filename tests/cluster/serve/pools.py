@@ -25,6 +25,7 @@ from ray.serve.config import ProxyLocation
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
 from crossdock.workers.model.load import load_model
+from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
@@ -72,7 +73,7 @@ def deployment(model: Path) -> Iterator[str]:
 def local_engine(model: Path) -> Engine:
     """Return the oracle: the same model on one engine, which other tests compare with transformers' own generate."""
     config = EngineConfig(kv_cache_memory=ByteSize(300 << 20), admission="queue", enable_prefix_caching=False)
-    return Engine(load_model(model, None, _MAX_MODEL_LEN), config)
+    return Engine(load_model(ModelSpec(str(model), max_model_len=_MAX_MODEL_LEN)), config)
 
 
 def expected(engine: Engine, prompts: list[list[int]], **params: Any) -> list[list[int]]:

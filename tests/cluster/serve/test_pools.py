@@ -145,7 +145,7 @@ def test_role_assigned_to_a_running_replica_changes_its_work_but_no_token(url: s
         deadline = time.monotonic() + 10
         while True:  # the handle does not know its replicas at once
             try:
-                handle.options(session_id=name).keep_for.remote(role).result()
+                handle.options(session_id=name).assign_role.remote(role).result()
                 break
             except RuntimeError:
                 assert time.monotonic() < deadline

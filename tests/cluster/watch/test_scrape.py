@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from crossdock.cluster.dispatch.dispatch import merge_metrics
+from crossdock.cluster.dispatch.ingress_metrics import merge_metrics
 from crossdock.cluster.watch.scrape import Scrape
 
 TEXT = """

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from crossdock.cluster import cli
-from crossdock.cluster.dispatch.dispatch import merge_metrics
+from crossdock.cluster.dispatch.ingress_metrics import merge_metrics
 from crossdock.cluster.watch import scrape
 from crossdock.cluster.watch.top import Readings
 

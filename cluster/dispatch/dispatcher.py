@@ -1,0 +1,251 @@
+"""Serves requests from an ingress: drives each request's life with real replicas, and asks replicas what they know."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from crossdock.cluster.dispatch.connections import (
+    Attempt,
+    EngineClient,
+    RemoteMethod,
+    ReplicaConnection,
+    ReplicaConnections,
+)
+from crossdock.cluster.dispatch.ingress_metrics import IngressMetrics, merge_metrics
+from crossdock.router.fleet import Fleet, RouterConfig
+from crossdock.router.request_life import (
+    MOST_PLACEMENTS,
+    Accepted,
+    Action,
+    Ask,
+    Detach,
+    Fail,
+    PlaceAgain,
+    ReplicaLost,
+    RequestLife,
+    Submit,
+    Timeouts,
+)
+from crossdock.workers.report.profile import SchedulingProfile
+from crossdock.workers.schedule.request import Overloaded, Submission, TokenDelta
+
+__all__ = ["Dispatcher", "ModelCard", "ReplicaLost", "Timeouts"]
+
+logger = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """The properties of the served model that clients may know."""
+
+    name: str
+    created: int  # Unix seconds
+    max_model_len: int  # tokens
+    vocab_size: int
+
+
+class Dispatcher:
+    """Serves requests on the replicas that join. One per ingress; belongs to one event loop."""
+
+    def __init__(
+        self,
+        model_name: str,
+        router: RouterConfig | None = None,
+        ingress_texts: Callable[[], Awaitable[Mapping[str, str]]] | None = None,
+        timeouts: Timeouts | None = None,
+        most_placements: int = MOST_PLACEMENTS,
+    ) -> None:
+        """`ingress_texts` fetches the metrics of all ingresses, by name; None: this is the only one."""
+        self._model_name = model_name
+        self._created = int(time.time())
+        self._card: ModelCard | None = None
+        self._timeouts = timeouts or Timeouts()
+        self._most_placements = most_placements
+        self.fleet = Fleet(router or RouterConfig.model_validate({}))  # the replicas that are up
+        self.metrics = IngressMetrics()
+        self._connections = ReplicaConnections(self.fleet, self._timeouts)
+        self._lives: dict[str, RequestLife] = {}  # by request, those in flight
+        self._ingress_texts = ingress_texts or self._own_text
+        self.leave = self._connections.leave
+        self.close = self._connections.close
+
+    def join(self, name: str, client: EngineClient, profile: SchedulingProfile) -> None:
+        """Serve requests on a replica that is up. `profile`: what it advertises."""
+        self._card = ModelCard(self._model_name, self._created, profile.max_model_len, profile.vocab_size)
+        self._connections.join(name, client, profile)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, submission: Submission) -> AsyncIterator[TokenDelta]:
+        """Yield the request's tokens, one delta per engine step. The first delta is empty: a replica has taken the
+        request, and none will refuse it any more. Closing the iterator early, at any moment, aborts the request.
+
+        A replica that is lost on the way is replaced: another goes on after the tokens that were already yielded.
+
+        Raises:
+            ValueError: the replica refuses the request; the message names the field.
+            Overloaded: no replica can make the first token in time.
+            ReplicaLost: none is up, or one after the other was lost.
+        """
+        watch = self.metrics.start(submission)
+        life = RequestLife(submission, self.fleet, watch.last, self._timeouts, self._most_placements)
+        self._lives[submission.id] = life
+        attempt, actions = Attempt(life), deque[Action]([PlaceAgain(None)])
+        try:
+            while True:
+                action = actions.popleft() if actions else None
+                match action:
+                    case None:
+                        actions += await attempt.next_actions()
+                    case TokenDelta():
+                        watch.tokens(len(action.token_ids))
+                        yield action
+                        if action.finish_reason is not None:
+                            return
+                    case Accepted():
+                        assert life.placement is not None
+                        watch.placed(life.placement)
+                        if watch.num_placements == 1:
+                            yield TokenDelta(submission.id, [])
+                    case PlaceAgain(loss):
+                        attempt, placed = await self._place(attempt, loss)
+                        actions += placed
+                    case Submit():
+                        self._submit(attempt, action)
+                    case Detach(name, _, is_running):
+                        self._connections.detach(attempt, name, is_running)
+                    case Ask(name):
+                        actions += await self._ask(attempt, name)
+                    case Fail(error):
+                        raise error
+        except Overloaded:
+            watch.refused()
+            raise
+        finally:
+            self._lives.pop(submission.id, None)
+            actions += life.close()
+            for left in actions:
+                if isinstance(left, Detach):
+                    self._connections.detach(attempt, left.replica, left.is_running)
+            watch.end()
+
+    async def _place(self, attempt: Attempt, loss: ReplicaLost | None) -> tuple[Attempt, list[Action]]:
+        """Begin the next attempt, once the aborts of the one before are answered."""
+        life = attempt.life
+        if loss is not None:
+            self.metrics.placed_again.inc()
+            logger.warning("request %s goes on elsewhere: %s", life.submission.id, loss)
+        if attempt.aborting:
+            await asyncio.wait(attempt.aborting, timeout=self._timeouts.answer_s)
+        if loss is not None or life.attempt < 0:
+            await self._connections.wait_until_one_is_open(self._timeouts.answer_s)
+        actions = life.place(time.monotonic())
+        if life.placement is not None and not life.is_over:
+            self.metrics.placements.labels(life.placement.reason).inc()
+        return Attempt(life), actions
+
+    def _submit(self, attempt: Attempt, action: Submit) -> None:
+        """Submit a leg of an attempt; the answer will be an event of the attempt."""
+        connection, submission = self._connections.attach(attempt, action.replica), action.submission
+        if action.peer is not None:
+            submission = replace(submission, peer=self._connections[action.peer].profile.peer)
+        answering = asyncio.ensure_future(_answer(attempt, connection, submission))
+        attempt.submitting[connection.name] = answering
+
+    async def _ask(self, attempt: Attempt, name: str) -> list[Action]:
+        """Ask a replica whether it has the request, whose deadline has passed."""
+        life = attempt.life
+        request_id, number = life.submission.id, life.attempt
+        try:
+            async with asyncio.timeout(self._timeouts.answer_s):
+                turns = await attempt.connections[name].client.call("progress", request_id)
+        except Exception as error:
+            loss = ReplicaLost(f"replica {name} does not report what became of {request_id}")
+            loss.__cause__ = error
+            return life.lost(name, number, loss, time.monotonic())
+        return life.progress(number, turns, time.monotonic())
+
+    @property
+    def deadlines(self) -> dict[str, float]:
+        """Return, by request in flight, when it is looked after though no event comes; `time.monotonic` seconds."""
+        return {request_id: life.deadline for request_id, life in self._lives.items()}
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> ModelCard:
+        """Return the properties of the served model.
+
+        Raises:
+            ReplicaLost: no replica has been up yet.
+        """
+        if self._card is None:
+            raise ReplicaLost("no replica has been up yet; the model may still be loading")
+        return self._card
+
+    def ready(self) -> bool:
+        """Return whether a replica is up."""
+        return bool(self._connections.opened())
+
+    async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        """Return the timelines of all that the client's request `request_id` led to, on all replicas, oldest first.
+        `tenant`: only that tenant's; None: all."""
+        return await self._collect("timelines", request_id, tenant)
+
+    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
+        """Return the requests in flight on all replicas, oldest first."""
+        return await self._collect("live_requests", tenant)
+
+    async def replicas(self, seen: Mapping[str, int], tenant: str | None) -> list[dict[str, Any]]:
+        """Return the state of every replica, by name, and its steps after those already `seen`, by incarnation."""
+        answers = await self._ask_all("watched", seen, tenant)
+        return [{"replica": name, **answer} for name, answer in sorted(answers.items())]
+
+    async def metrics_text(self) -> str:
+        """Return the Prometheus text of the whole deployment: every replica's samples, labelled `replica`, and every
+        ingress's, labelled `ingress`."""
+        texts = await self._ask_all("metrics_text")
+        return merge_metrics(texts, "replica") + merge_metrics(await self._ingress_texts(), "ingress")
+
+    async def _collect(self, method: RemoteMethod, *arguments: Any) -> list[dict[str, Any]]:
+        """Return the entries of every replica's answer, each with the name of the replica, in order of arrival."""
+        answers = await self._ask_all(method, *arguments)
+        entries = [{"replica": name, **entry} for name, answer in answers.items() for entry in answer]
+        return sorted(entries, key=lambda entry: entry["arrived"])
+
+    async def _ask_all(self, method: RemoteMethod, *arguments: Any) -> dict[str, Any]:
+        """Return the answer of each replica, by name, without those that fail or do not answer in time."""
+        connections = self._connections.opened()
+        answering = (
+            asyncio.wait_for(connection.client.call(method, *arguments), self._timeouts.answer_s)
+            for connection in connections
+        )
+        answers = await asyncio.gather(*answering, return_exceptions=True)
+        return {
+            connection.name: answer
+            for connection, answer in zip(connections, answers, strict=True)
+            if not isinstance(answer, BaseException)
+        }
+
+    async def _own_text(self) -> dict[str, str]:
+        return {"0": self.metrics.text()}
+
+
+async def _answer(attempt: Attempt, connection: ReplicaConnection, submission: Submission) -> None:
+    """Submit a leg, and make an event of the answer."""
+    life, name, number = attempt.life, connection.name, submission.epoch
+    try:
+        sequence = await connection.client.submit(submission)
+    except (Overloaded, ValueError) as refusal:
+        attempt.events.put_nowait(partial(life.refused, name, number, refusal))
+    except Exception as error:
+        loss = ReplicaLost(f"replica {name} did not take the request: {error}")
+        loss.__cause__ = error
+        attempt.events.put_nowait(partial(life.refused, name, number, loss))
+    else:
+        attempt.events.put_nowait(partial(life.taken, name, number, sequence))

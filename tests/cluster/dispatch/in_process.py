@@ -1,0 +1,132 @@
+"""Replicas in this process: real engines, no Ray; and clients of a dispatcher over them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
+from inspect import isawaitable
+from typing import Any
+
+from pydantic import ByteSize
+
+from crossdock.cluster.dispatch.connections import RemoteMethod
+from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.router.fleet import RouterConfig
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.replica.calibrate import warm_up
+from crossdock.workers.replica.config import EngineConfig, TransferConfig
+from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine_thread import EngineThread
+from crossdock.workers.replica.handover import connect
+from crossdock.workers.report.advertise import Message
+from crossdock.workers.report.profile import Role
+from crossdock.workers.schedule.request import Overloaded, SamplingParams, Submission
+from tests.workers.architectures import build
+
+IN_TURN = RouterConfig(policy="round-robin")
+
+
+class InProcess:
+    """An `EngineClient` without a process between: `replica.py` does the same behind a Serve handle."""
+
+    def __init__(self, config: EngineConfig | None = None, role: Role = "mixed") -> None:
+        config = config or EngineConfig(kv_cache_memory=ByteSize(4 << 20))
+        engine = Engine(wrap_module(build("llama", {})), config)
+        self.profile = warm_up(engine)
+        if role == "mixed":
+            self.loop = EngineThread(engine)
+        else:
+            self.loop = EngineThread(engine, partial(connect, engine, "tiny", role, TransferConfig(transport="tcp")))
+            assert self.loop.handover is not None
+            self.profile = self.profile.model_copy(update={"role": role, "peer": self.loop.handover.dock.blob})
+        self.is_killed = False
+
+    async def messages(self) -> AsyncIterator[Message]:
+        channel = self.loop.channel("test")
+        try:
+            yield Message()
+            async for message in channel.messages(1.0):
+                if self.is_killed:
+                    raise ConnectionError("killed")
+                yield message
+        finally:
+            await self.loop.close_channel("test", channel)
+
+    async def submit(self, submission: Submission) -> int:
+        return await self.loop.submit("test", submission)
+
+    async def close(self) -> None:
+        self.loop.channels["test"].close()
+
+    async def call(self, method: RemoteMethod, *arguments: Any) -> Any:
+        """Call a method of this class, or else the engine thread's of that name."""
+        answer = (getattr(self, method, None) or getattr(self.loop, method))(*arguments)
+        return await answer if isawaitable(answer) else answer
+
+    async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        return self.loop.timelines.find(request_id, tenant, self.loop.engine.clock())
+
+    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
+        return self.loop.timelines.live(tenant, self.loop.engine.clock())
+
+    async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
+        profile = self.profile.model_dump(exclude={"peer"}, mode="json")
+        return {"pool": "mixed", "profile": profile, **self.loop.watched(seen, tenant)}
+
+    async def metrics_text(self) -> str:
+        return self.loop.metrics.text()
+
+    async def owned_pages(self) -> int:
+        counts = []
+        await self.loop.call(lambda: counts.append(self.loop.engine.pages.counts().owned))
+        return counts[0]
+
+
+class Refusing(InProcess):
+    """An overloaded replica: it refuses all requests, and asks for a wait of `retry_after` seconds."""
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__()
+        self.retry_after = retry_after
+        self.num_refused = 0
+
+    async def submit(self, submission: Submission) -> int:
+        self.num_refused += 1
+        raise Overloaded(f"retry in {self.retry_after} s", self.retry_after)
+
+
+class Forgetful(InProcess):
+    """A replica that takes requests and forgets every other one, as if a message had been lost."""
+
+    num_taken = 0
+
+    async def submit(self, submission: Submission) -> int:
+        sequence = await super().submit(submission)
+        self.num_taken += 1
+        if self.num_taken % 2:
+            await self.loop.abort([submission.id])
+        return sequence
+
+
+class Hung(InProcess):
+    """A replica whose engine is stuck: it reports that it has the request, and no token ever comes."""
+
+    async def submit(self, submission: Submission) -> int:
+        return 0
+
+    async def progress(self, request_id: str) -> int | None:
+        return 7
+
+
+async def ready(dispatcher: Dispatcher, num_replicas: int = 1) -> None:
+    """Wait until so many replicas are up."""
+    while len(dispatcher.fleet) < num_replicas:
+        await asyncio.sleep(0.001)
+
+
+async def tokens(dispatcher: Dispatcher, name: str, max_tokens: int = 20, prompt: int = 30) -> list[int]:
+    """Return the whole output of a greedy request."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    output: list[int] = []
+    async for delta in dispatcher.generate(Submission(name, [3 + i % 100 for i in range(prompt)], params)):
+        output += delta.token_ids
+    return output

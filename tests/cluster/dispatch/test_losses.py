@@ -1,0 +1,208 @@
+"""Requests over engines in this process, while replicas die, hang and forget."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+
+from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost, Timeouts
+from crossdock.router.fleet import RouterConfig
+from crossdock.workers.report.advertise import Message
+from crossdock.workers.schedule.request import SamplingParams, Submission
+from tests.cluster.dispatch.in_process import IN_TURN, Forgetful, Hung, InProcess, ready, tokens
+
+
+def test_request_of_dead_replica_goes_on_elsewhere_with_the_same_tokens() -> None:
+    """None comes twice and none is changed, sampled ones too."""
+
+    async def main() -> None:
+        first, second, dispatcher = InProcess(), InProcess(), Dispatcher("tiny")
+        dispatcher.join("first", first, first.profile)
+        await ready(dispatcher)
+        params = SamplingParams(max_tokens=200, temperature=0.9, seed=5, ignore_eos=True, logprobs=0)
+        wanted = [t async for d in dispatcher.generate(Submission("alone", [7] * 30, params)) for t in d.token_ids]
+        dispatcher.join("second", second, second.profile)
+        output: list[int] = []
+        async for delta in dispatcher.generate(Submission("running", [7] * 30, params)):
+            assert delta.first == len(output) or not delta.token_ids
+            assert len(delta.logprobs or ()) == len(delta.token_ids)
+            output += delta.token_ids
+            if len(output) == 50:
+                victim = first if dispatcher.fleet.num_booked("first") else second
+                victim.is_killed = True
+        assert output == wanted
+        dispatcher.leave("first" if victim is first else "second")
+        assert len(await tokens(dispatcher, "next")) == 20
+        assert "crossdock_ingress_placed_again_total 1.0" in dispatcher.metrics.text()
+        await first.loop.close()
+        await second.loop.close()
+
+    asyncio.run(main())
+
+
+class Withholding(InProcess):
+    """A prefill replica whose tokens do not come before `release`; when it is killed they never come."""
+
+    def __init__(self) -> None:
+        super().__init__(role="prefill")
+        self.release = asyncio.Event()
+
+    async def messages(self) -> AsyncIterator[Message]:
+        async for message in super().messages():
+            if any(delta.token_ids for delta in message.deltas):
+                await self.release.wait()
+                if self.is_killed:
+                    raise ConnectionError("killed")
+            yield message
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_first_token_that_comes_late_or_never_changes_no_output(is_killed: bool) -> None:
+    """Prefill has shipped all, decode streams, and the first token is still on its way to the ingress, or is lost."""
+
+    async def main() -> None:
+        prefill, decode = Withholding(), InProcess(role="decode")
+        dispatcher = Dispatcher("tiny", RouterConfig(shipping="always"))
+        dispatcher.join("d", decode, decode.profile)
+        await ready(dispatcher)
+        wanted = await tokens(dispatcher, "alone")
+        dispatcher.join("p", prefill, prefill.profile)
+        await ready(dispatcher, 2)
+        asking = asyncio.create_task(tokens(dispatcher, "r"))
+        while not any(one["num_output_tokens"] >= 10 for one in await decode.live_requests(None)):
+            await asyncio.sleep(0.001)
+        prefill.is_killed = is_killed
+        prefill.release.set()
+        assert await asking == wanted
+        assert f"crossdock_ingress_placed_again_total {float(is_killed)}" in dispatcher.metrics.text()
+        for client in (prefill, decode):
+            await client.loop.close()
+
+    asyncio.run(main())
+
+
+def test_replica_that_does_not_take_a_request_leaves_it_to_another() -> None:
+    class Broken(InProcess):
+        async def submit(self, submission: Submission) -> int:
+            raise ConnectionError("it has just died")
+
+    async def main() -> None:
+        first, second, dispatcher = Broken(), InProcess(), Dispatcher("tiny", IN_TURN)
+        dispatcher.join("a", first, first.profile)
+        dispatcher.join("b", second, second.profile)
+        await ready(dispatcher, 2)
+        for name in ("one", "another"):
+            assert len(await tokens(dispatcher, name)) == 20
+        dispatcher.leave("b")
+        with pytest.raises(ReplicaLost, match="a did not take the request"):
+            await tokens(dispatcher, "no other replica")
+        await first.loop.close()
+        await second.loop.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", [Forgetful, Hung])
+def test_request_of_silent_replica_is_placed_again(kind: type[InProcess]) -> None:
+    async def main() -> None:
+        first, second = kind(), InProcess()
+        dispatcher = Dispatcher("tiny", IN_TURN, timeouts=Timeouts(patience_s=0.2, stuck_s=0.3))
+        dispatcher.join("a", first, first.profile)
+        dispatcher.join("b", second, second.profile)
+        await ready(dispatcher, 2)
+        outputs = [await asyncio.wait_for(tokens(dispatcher, f"{number}"), 10) for number in range(4)]
+        assert all(output == outputs[0] for output in outputs)
+        assert "crossdock_ingress_placed_again_total 0.0" not in dispatcher.metrics.text()
+        assert not dispatcher.deadlines
+        await first.loop.close()
+        await second.loop.close()
+
+    asyncio.run(main())
+
+
+def test_every_request_has_a_deadline_while_replicas_come_and_go() -> None:
+    """Replicas come, die, are drained, hang and forget while requests keep coming: each request in flight has a
+    deadline soon, every one ends, and with the tokens it ends with where no replica fails."""
+    rng = random.Random(5)
+    timeouts = Timeouts(patience_s=0.3, stuck_s=3.0, rejoin_s=0.2)
+
+    async def main() -> None:
+        dispatcher = Dispatcher("tiny", timeouts=timeouts, most_placements=99)  # chance may hit one request every time
+        up: dict[str, InProcess] = {}
+        gone: list[InProcess] = []
+        for name in ("first", "second"):
+            up[name] = InProcess()
+            dispatcher.join(name, up[name], up[name].profile)
+        await ready(dispatcher, 2)
+        wanted = await tokens(dispatcher, "wanted", 40)
+        in_flight: set[str] = set()
+
+        num_ended = 0
+
+        async def client(number: int) -> None:
+            nonlocal num_ended
+            for turn in range(12):
+                name = f"{number} {turn}"
+                in_flight.add(name)
+                try:
+                    assert await tokens(dispatcher, name, 40) == wanted, name
+                finally:
+                    in_flight.discard(name)
+                num_ended += 1
+
+        clients = [asyncio.create_task(client(number)) for number in range(6)]
+        num_events = 0
+        while not all(task.done() for task in clients):
+            await asyncio.sleep(0.02)
+            now, deadlines = asyncio.get_running_loop().time(), dispatcher.deadlines
+            for name in in_flight:
+                assert deadlines[name] - now < 10.5, name  # armed, and not for later than a silent replica's
+                assert deadlines[name] > now - 10.0, name  # and not over without a consequence
+            if num_ended > 3 * num_events:  # as often for each request on a slow machine as on a fast one
+                num_events += 1
+                await fail_or_heal(dispatcher, up, gone, f"r{num_events}")
+        await asyncio.gather(*clients)
+        assert not dispatcher.deadlines
+        assert num_events > 10
+        for replica in [*up.values(), *gone]:
+            await replica.loop.close()
+
+    async def fail_or_heal(dispatcher: Dispatcher, up: dict[str, InProcess], gone: list[InProcess], name: str) -> None:
+        """Something happens; two replicas stay that can serve."""
+        sound = [each for each, replica in up.items() if type(replica) is InProcess and not replica.is_killed]
+        event = rng.choice(["die", "drain", "hang", "forget"])
+        if event in ("hang", "forget"):
+            up[name] = Hung() if event == "hang" else Forgetful()
+            dispatcher.join(name, up[name], up[name].profile)
+        elif len(sound) > 2:
+            victim = rng.choice(sound)
+            gone.append(up[victim])
+            if event == "die":
+                up[victim].is_killed = True
+            dispatcher.leave(victim)
+            del up[victim]
+        else:
+            up[name] = InProcess()
+            dispatcher.join(name, up[name], up[name].profile)
+        for bad in [each for each, replica in up.items() if type(replica) is not InProcess][:-1]:
+            dispatcher.leave(bad)
+            gone.append(up.pop(bad))
+
+    asyncio.run(main())
+
+
+def test_death_of_the_last_replica_fails_its_requests() -> None:
+    async def main() -> None:
+        client, dispatcher = InProcess(), Dispatcher("tiny")
+        dispatcher.join("one", client, client.profile)
+        await ready(dispatcher)
+        running = asyncio.create_task(tokens(dispatcher, "running", 200))
+        await asyncio.sleep(0.02)
+        client.is_killed = True
+        with pytest.raises(ReplicaLost, match="no replica is up"):
+            await running
+        dispatcher.leave("one")
+        await client.loop.close()
+
+    asyncio.run(main())

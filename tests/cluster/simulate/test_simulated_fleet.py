@@ -1,0 +1,55 @@
+"""Descriptions of fleets: from files and flags, and the errors of wrong ones."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from crossdock.cluster.simulate.fleet import describe, load_fleet
+from tests.cluster.simulate.small_fleets import profile
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"pools": []}, "pools must have different names"),
+        ({"pools": [{"name": "a", "profile": "h100-9b"}]}, "'h100-9b' is neither a file nor GPU-MODEL"),
+        ({"pools": [{"name": "a", "profile": "l4-70b"}]}, "do not fit"),
+        ({"pools": [{"name": "a", "profile": "none.json"}]}, "none.json: cannot be read"),
+        ({"pools": [{"name": "a"}]}, "pools.0.profile: field required"),
+        ({"pools": [{"name": "a", "profile": "h100-8b", "gpus": 3}]}, "pools.0.gpus: no such setting"),
+        ({"pools": [{"name": "a", "profile": "h100-8b", "replicas": -1}]}, "pools.0.replicas: must be .* not -1"),
+        ({"pools": [{"name": "prefill", "profile": "h100-8b"}]}, "all have the role 'prefill'"),
+        ({"pools": [{"name": "a", "profile": "h100-8b", "engine": {"page_size": 32}}]}, "page_size is the profile's"),
+        ({"pools": [{"name": "a", "profile": "h100-8b"}], "failures": [{"at": 1, "kill": "b/0"}]}, "no pool 'b'"),
+        ({"pools": [{"name": "a", "profile": "h100-8b"}], "failures": [{"at": 1}]}, "give kill .* or add"),
+        ({"pools": [{"name": "a", "profile": "h100-8b"}], "router": {"policy": "luck"}}, "router.policy: must be"),
+    ],
+)
+def test_invalid_fleet_raises_an_error_that_names_the_field(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        describe(data)
+
+
+def test_fleet_from_a_file_has_its_settings_and_the_profiles_rest(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(profile(max_num_seqs=12).model_dump_json())
+    classes = [{"name": "interactive", "ttft_s": 0.3, "tpot_s": 0.02}, {"name": "standard", "ttft_s": 3, "tpot_s": 0.1}]
+    data = {
+        "slo_classes": classes,
+        "pools": [
+            {"name": "prefill", "replicas": 2, "profile": "mine.json", "price": 3.5},
+            {"name": "decode", "profile": "mine.json", "engine": {"max_num_seqs": 8, "prefill_order": "fcfs"}},
+        ],
+    }
+    path = tmp_path / "fleet.yaml"
+    path.write_text(yaml.safe_dump(data))
+    loaded = load_fleet(path, noise=0.1)
+    prefill, decode = loaded.pools
+    assert [pool.role for pool in loaded.pools] == [pool.profile.role for pool in loaded.pools] == ["prefill", "decode"]
+    assert (prefill.engine.max_num_seqs, decode.engine.max_num_seqs, decode.profile.max_num_seqs) == (12, 8, 8)
+    assert decode.engine.prefill_order == "fcfs"
+    assert prefill.profile.slo_classes == loaded.classes
+    assert [slo.ttft_s for slo in loaded.classes] == [0.3, 3.0]
+    assert loaded.noise == 0.1
+    assert load_fleet(path, "mixed=3xh100-8b").pools[0].replicas == 3

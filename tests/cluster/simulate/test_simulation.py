@@ -1,0 +1,137 @@
+"""Simulations worked out by hand, and how routers spread requests in them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from crossdock.cluster.bench.workloads import Job, Segment, read_trace
+from crossdock.cluster.simulate.replica import Noise
+from crossdock.cluster.simulate.simulation import token_ids
+from crossdock.workers.schedule.pages import hash_pages
+from tests.cluster.simulate.small_fleets import COST, assert_all_ended, fleet, job, play, profile, times
+
+
+def test_one_request_takes_a_prompt_step_and_a_step_per_token() -> None:
+    """A step of 100 prompt tokens, then one per token, each of one stream."""
+    _, outcome = play(fleet(), [job("a", 100, 4, due=2.0)])
+    first = 2 + 1 / 64 + 100 / 1024
+    assert times(outcome) == [[first, *(first + n * (1 / 64 + 1 / 1024) for n in (1, 2, 3))]]
+    assert outcome.duration == outcome.samples[0].ended == outcome.samples[0].times[-1]
+    assert outcome.replicas[0].busy_s == outcome.duration - 2
+
+
+def test_request_that_comes_during_a_step_waits_for_its_end() -> None:
+    """b comes in the middle of a's third step. The next step carries both: a's decode and b's prompt."""
+    decode = 1 / 64 + 1 / 1024
+    first = 1 / 64 + 16 / 1024
+    jobs = [job("a", 16, 6), job("b", 32, 2, due=first + 1.5 * decode)]
+    _, outcome = play(fleet(), jobs)
+    both = first + 2 * decode + 1 / 64 + (1 + 32) / 1024
+    a = [first, first + decode, first + 2 * decode, both, both + 1 / 64 + 2 / 1024]
+    assert times(outcome)[0] == [*a, a[-1] + decode]
+    assert times(outcome)[1] == [both, both + 1 / 64 + 2 / 1024]
+
+
+def test_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
+    _, outcome = play(fleet(), [job("a", 600, 1)])
+    assert times(outcome) == [[3 / 64 + 600 / 1024]]  # 256 + 256 + 88
+    assert outcome.replicas[0].num_steps == 3
+    assert outcome.replicas[0].num_prefilled == 600
+
+
+def test_shared_prefix_is_computed_once() -> None:
+    prefix = Segment("prefix", 64)
+    jobs = [Job((prefix, Segment(name, 16)), 1, due) for name, due in (("a", 0.0), ("b", 1.0))]
+    _, outcome = play(fleet(), jobs)
+    assert outcome.samples[0].ttft == 1 / 64 + 80 / 1024
+    assert outcome.samples[1].ttft == 1 / 64 + 16 / 1024
+    off = fleet({"enable_prefix_caching": False})
+    assert play(off, jobs)[1].samples[1].ttft == 1 / 64 + 80 / 1024
+
+
+def test_chunks_of_a_shipped_prompt_travel_while_the_next_is_computed() -> None:
+    """A page takes 1/64 s to travel, 16 pages 1/4 s; a step of 256 tokens 17/64 s. The second chunk's pages leave when
+    it is done: the link is free again by then. The token after the first needs all of them."""
+    pools = {"name": "prefill"}, {"name": "decode"}
+    _, outcome = play(fleet(*pools, router={"shipping": "always"}), [job("a", 512, 3)])
+    chunk = 17 / 64
+    arrived = 2 * chunk + 1 / 4
+    decode = 1 / 64 + 1 / 1024
+    assert times(outcome) == [[2 * chunk, arrived + decode, arrived + 2 * decode]]
+    prefill, receiver = outcome.replicas
+    assert (prefill.num_prefilled, receiver.num_prefilled, receiver.num_decoded) == (512, 0, 2)
+    slow = tuple({**pool, "profile": profile(bytes_per_second=512 * 1024.0)} for pool in pools)
+    _, outcome = play(fleet(*slow, router={"shipping": "always"}), [job("a", 512, 3)])
+    assert times(outcome)[0][1] == pytest.approx(chunk + 2 * 1 / 2 + decode), "the second waits for the first"
+
+
+def test_output_of_one_token_is_not_shipped() -> None:
+    pools = {"name": "prefill"}, {"name": "decode"}
+    jobs = [job("a", 512, 1), job("b", 512, 1, due=0.1)]
+    simulation, outcome = play(fleet(*pools, router={"shipping": "always"}), jobs)
+    assert_all_ended(simulation, outcome, jobs)
+    assert outcome.replicas[1].num_steps == 0
+
+
+def test_latency_delays_the_first_token_and_no_gap() -> None:
+    _, near = play(fleet(), [job("a", 64, 3)])
+    _, far = play(fleet(latency_s=0.25), [job("a", 64, 3)])
+    assert times(far) == [[time + 0.25 for time in times(near)[0]]]
+
+
+def test_router_by_seconds_sends_siblings_to_the_replica_with_their_prefix() -> None:
+    """Siblings of one prefix, half a second apart: routed by seconds they go where it is."""
+    prefix = Segment("prefix", 480)
+    jobs = [Job((prefix, Segment(f"{n}", 16)), 1, n / 2) for n in range(8)]
+    _, outcome = play(fleet({"replicas": 4}), jobs)
+    assert sum(replica.num_prefilled for replica in outcome.replicas) == 480 + 8 * 16
+    _, apart = play(fleet({"replicas": 4}, router={"policy": "round-robin"}), jobs)
+    assert sum(replica.num_prefilled for replica in apart.replicas) == 4 * 480 + 8 * 16
+
+
+def test_slow_replica_gets_only_requests_that_it_can_serve_in_time() -> None:
+    slow = {"base": COST.base * 8, "per_prefill_token": COST.per_prefill_token * 8}
+    pools = {"name": "fast"}, {"name": "slow", "profile": profile(cost=COST.model_copy(update=slow))}
+    jobs = [job(f"{n}", 64, 8, n / 10) for n in range(40)]
+    counts = {}
+    for policy in ("seconds", "round-robin"):
+        _, outcome = play(fleet(*pools, router={"policy": policy}), jobs)
+        counts[policy] = {replica.name: replica.num_prefilled // 64 for replica in outcome.replicas}
+    assert counts["round-robin"] == {"fast/0": 20, "slow/0": 20}
+    assert counts["seconds"]["slow/0"] < 8
+
+
+def test_prompts_are_equal_where_their_segments_are_equal() -> None:
+    one = Job((Segment("x", 40), Segment("y", 24)), 1)
+    other = Job((Segment("x", 33), Segment("y", 31)), 1)
+    assert len(token_ids(one)) == len(token_ids(other)) == 64
+    same = [a == b for a, b in zip(hash_pages(token_ids(one), 16), hash_pages(token_ids(other), 16), strict=True)]
+    assert same == [True, True, False, False]
+    longer = Job((Segment("x", 64),), 1)
+    assert token_ids(longer)[:40] == token_ids(one)[:40]
+
+
+def test_mooncake_trace_shares_its_blocks(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 0, "input_length": 1100, "output_length": 2, "hash_ids": [7, 8, 9]},
+        {"timestamp": 5000, "input_length": 1300, "output_length": 2, "hash_ids": [7, 8, 10]},
+    ]
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    jobs = read_trace(path)
+    simulation, outcome = play(fleet(), jobs)
+    assert_all_ended(simulation, outcome, jobs)
+    assert outcome.replicas[0].num_prefilled == 1100 + 1300 - 1024
+
+
+def test_noise_has_its_spread_and_depends_on_seed_and_step_alone() -> None:
+    noise = Noise(0.2, (1, 2))
+    factors = np.array([noise.factor(step) for step in range(5000)])
+    assert factors.mean() == pytest.approx(1, abs=0.01)
+    assert np.log(factors).std() == pytest.approx(0.2, rel=0.05)
+    assert [Noise(0.2, (1, 2)).factor(step) for step in (3000, 7, 3000)] == [factors[3000], factors[7], factors[3000]]
+    assert Noise(0.2, (2, 2)).factor(0) != factors[0]
+    assert noise.overrun == pytest.approx(np.quantile(factors, 0.95), rel=0.02)
+    assert Noise(0.0, (1, 2)).factor(9) == Noise(0.0, (1, 2)).overrun == 1

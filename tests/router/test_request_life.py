@@ -1,0 +1,598 @@
+"""The life of a request alone: each rule with a few events, and its promises in any history of events."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from crossdock.router.fleet import Fleet, RouterConfig
+from crossdock.router.placement import Placement, Query
+from crossdock.router.request_life import (
+    MOST_PLACEMENTS,
+    Accepted,
+    Action,
+    Ask,
+    Detach,
+    Fail,
+    PlaceAgain,
+    ReplicaLost,
+    RequestLife,
+    Submit,
+)
+from crossdock.workers.schedule.request import (
+    FinishReason,
+    Leg,
+    Overloaded,
+    SamplingParams,
+    Submission,
+    TokenDelta,
+    TokenLogprobs,
+)
+from tests.router.replicas import live, profile
+
+LOSS = ReplicaLost("out of reach")
+BUSY = Overloaded("busy", 2.0)
+PROMPT = [7] * 40
+
+
+@dataclass(slots=True)
+class CheckedFleet(Fleet):
+    """A router that checks that every booking is settled once, before the next booking."""
+
+    queries: list[Query] = field(default_factory=list)
+    is_booked: bool = False
+    is_computed: bool = False
+
+    def book(self, query: Query, placement: Placement, now: float) -> None:
+        assert not self.is_booked, "the attempt before this was not settled"
+        self.is_booked, self.is_computed = True, False
+        self.queries.append(query)
+        Fleet.book(self, query, placement, now)
+
+    def first_token(self, request_id: str, now: float) -> None:
+        assert self.is_booked
+        assert not self.is_computed
+        self.is_computed = True
+        Fleet.first_token(self, request_id, now)
+
+    def settle(self, request_id: str) -> None:
+        assert self.is_booked, "settled twice, or never booked"
+        self.is_booked = False
+        Fleet.settle(self, request_id)
+
+
+def router(names: Sequence[str], **config: Any) -> CheckedFleet:
+    """Return a router over idle replicas; a name that begins with p is for prefill, with d for decode."""
+    fleet = CheckedFleet(RouterConfig.model_validate({"policy": "round-robin"} | config))
+    for name in names:
+        join(fleet, name)
+    return fleet
+
+
+def join(fleet: Fleet, name: str, now: float = 0.0) -> None:
+    role: Any = {"p": "prefill", "d": "decode"}.get(name[0], "mixed")
+    fleet.join(name, profile(role=role), now)
+    fleet.hear(name, live(), now)
+
+
+def new_life(*names: str, max_tokens: int = 4) -> RequestLife:
+    return RequestLife(Submission("r", PROMPT, SamplingParams(max_tokens=max_tokens)), router(names), 0.0)
+
+
+def running_life(*names: str, max_tokens: int = 4) -> tuple[RequestLife, str]:
+    """Return a life on one replica, which has taken the request, and the name of that replica."""
+    life = new_life(*names, max_tokens=max_tokens)
+    (submit,) = life.place(0.0)
+    assert isinstance(submit, Submit)
+    assert life.taken(submit.replica, 0, 1, 0.0) == [Accepted()]
+    return life, submit.replica
+
+
+def paired_life() -> RequestLife:
+    """Return a life whose prompt "p" computes for "d"; both have taken their legs."""
+    life = new_life("p", "d")
+    assert [(leg.replica, leg.peer, leg.submission.leg) for leg in submits(life.place(0.0))] == [
+        ("d", "p", Leg.RECEIVE),
+        ("p", "d", Leg.SEND),
+    ]
+    assert life.taken("d", 0, 1, 0.0) == []
+    assert life.taken("p", 0, 1, 0.0) == [Accepted()]
+    return life
+
+
+def submits(actions: Sequence[Action]) -> list[Submit]:
+    assert all(isinstance(action, Submit) for action in actions), actions
+    return [action for action in actions if isinstance(action, Submit)]
+
+
+def delta(first: int, count: int = 1, epoch: int = 0, end: FinishReason | None = None) -> TokenDelta:
+    """Return the tokens `first`, `first` + 1, … of an output whose tokens are their own positions."""
+    return TokenDelta("r", list(range(first, first + count)), first, epoch, finish_reason=end)
+
+
+# -- placing ---------------------------------------------------------------------------------------------------------
+
+
+def test_life_without_replicas_fails() -> None:
+    life = new_life()
+    (fail,) = life.place(0.0)
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, ReplicaLost)
+    assert "no replica is up" in str(fail.error)
+    assert life.is_over
+
+
+def test_overloaded_replica_is_left_out_until_all_have_refused_with_the_shortest_wait() -> None:
+    life, waits = new_life("a", "b", "c"), [5.0, 2.0, 9.0]
+    tried = []
+    actions = life.place(0.0)
+    for attempt, wait in enumerate(waits):
+        (submit,) = submits(actions)
+        assert submit.submission.epoch == attempt
+        tried.append(submit.replica)
+        detach, again = life.refused(submit.replica, attempt, Overloaded("busy", wait), 1.0)
+        assert detach == Detach(submit.replica, attempt, is_running=False)
+        assert again == PlaceAgain(None)
+        actions = life.place(1.0)
+    (fail,) = actions
+    assert sorted(tried) == ["a", "b", "c"]
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, Overloaded)
+    assert fail.error.retry_after == 2.0
+
+
+def test_value_error_of_one_leg_fails_the_request_and_aborts_the_other() -> None:
+    life = new_life("p", "d")
+    life.place(0.0)
+    error = ValueError("prompt has too many tokens")
+    assert life.refused("p", 0, error, 0.0) == [Detach("d", 0, True), Detach("p", 0, False), Fail(error)]
+    assert life.taken("d", 0, 1, 0.0) == []
+
+
+def test_refusal_of_one_leg_waits_for_the_answer_of_the_other() -> None:
+    """An abort that overtook its submission would end nothing."""
+    life = new_life("p", "d")
+    life.place(0.0)
+    assert life.refused("p", 0, BUSY, 0.0) == []
+    assert life.taken("d", 0, 1, 1.0) == [Detach("d", 0, True), Detach("p", 0, False), PlaceAgain(None)]
+    (submit,) = submits(life.place(1.0))
+    assert (submit.replica, submit.submission.leg, submit.submission.epoch) == ("d", Leg.LOCAL, 1)
+
+
+def test_unanswered_submission_is_aborted_at_its_deadline() -> None:
+    life = new_life("a", "b")
+    (submit,) = submits(life.place(0.0))
+    assert life.deadline == 10.0
+    assert life.tick(9.9) == []
+    assert life.tick(10.0) == [Detach(submit.replica, 0, True), PlaceAgain(None)]
+    assert life.deadline == 15.0
+    (other,) = submits(life.place(10.0))
+    assert other.replica != submit.replica
+
+
+def test_last_two_placements_are_on_one_replica_alone() -> None:
+    life, legs = new_life("p", "d", "m"), []
+    for attempt in range(MOST_PLACEMENTS):
+        submitted = submits(life.place(0.0))
+        legs.append(len(submitted))
+        for submit in submitted:
+            life.taken(submit.replica, attempt, 1, 0.0)
+        *_, end = life.lost(submitted[0].replica, attempt, LOSS, 0.0)
+        assert end == (PlaceAgain(LOSS) if attempt < MOST_PLACEMENTS - 1 else Fail(LOSS))
+    assert legs == [2, 2, 1, 1]
+
+
+# -- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def test_request_goes_on_elsewhere_after_the_tokens_that_its_client_has() -> None:
+    life, first = running_life("a", "b", max_tokens=10)
+    assert life.tokens(first, delta(0), 1.0) == [delta(0)]
+    assert life.tokens(first, delta(1, 2), 1.0) == [delta(1, 2)]
+    assert life.lost(first, 0, LOSS, 2.0) == [Detach(first, 0, True), PlaceAgain(LOSS)]
+    (submit,) = submits(life.place(2.0))
+    assert submit.replica != first
+    assert submit.submission.output_token_ids == (0, 1, 2)
+    assert submit.submission.sampling.max_tokens == 10, "of the output, not of what is left of it"
+    query = life.query
+    assert query is not None
+    assert (query.num_tokens, query.max_tokens, query.may_refuse) == (43, 7, False)
+    assert life.taken(submit.replica, 1, 1, 2.0) == [Accepted()]
+    assert life.tokens(submit.replica, delta(3, epoch=0), 3.0) == [], "of the older attempt"
+    assert life.tokens(submit.replica, delta(3, epoch=1), 3.0) == [delta(3, epoch=1)]
+
+
+def test_pages_are_hashed_again_with_the_output_and_not_at_all_for_prompt_logprobs() -> None:
+    life, first = running_life("a", "b", max_tokens=100)
+    life.tokens(first, delta(0, 20), 1.0)
+    query = life.query
+    assert query is not None
+    assert len(query.page_hashes) == 40 // 16
+    life.lost(first, 0, LOSS, 1.0)
+    life.place(1.0)
+    assert life.query is not None
+    assert len(life.query.page_hashes) == 60 // 16
+    assert life.query.page_hashes[:2] == query.page_hashes
+    every = RequestLife(Submission("r", PROMPT, SamplingParams(prompt_logprobs=0)), router("ab"), 0.0)
+    every.place(0.0)
+    assert every.query is not None
+    assert not every.query.page_hashes
+
+
+def test_token_that_client_has_already_is_cut_off_with_its_logprob() -> None:
+    life = paired_life()
+    life.tokens("p", delta(0), 1.0)
+    twice = delta(0, 2)
+    twice.logprobs = [TokenLogprobs(0, -1.0, 1), TokenLogprobs(1, -2.0, 1)]
+    (fresh,) = life.tokens("d", twice, 2.0)
+    assert isinstance(fresh, TokenDelta)
+    assert (fresh.first, fresh.token_ids, fresh.logprobs) == (1, [1], [TokenLogprobs(1, -2.0, 1)])
+
+
+def test_tokens_before_acceptance_come_after_it() -> None:
+    life = new_life("p", "d")
+    life.place(0.0)
+    life.taken("p", 0, 1, 0.0)
+    assert life.tokens("p", delta(0), 1.0) == []
+    assert life.tokens("p", TokenDelta("r", [], finish_reason=FinishReason.SHIPPED), 1.0) == []
+    assert life.taken("d", 0, 1, 2.0) == [Accepted(), delta(0), Detach("p", 0, False)]
+
+
+def test_early_tokens_wait_for_the_first_and_end_with_it() -> None:
+    life = paired_life()
+    assert life.tokens("d", delta(1), 1.0) == []
+    assert life.tokens("d", delta(2, 2, end=FinishReason.LENGTH), 1.0) == []
+    end = delta(2, 2, end=FinishReason.LENGTH)
+    assert life.tokens("p", delta(0), 2.0) == [delta(0), delta(1), Detach("d", 0, False), Detach("p", 0, True), end]
+    assert life.is_over
+
+
+@pytest.mark.parametrize("has_early", [False, True])
+def test_attempt_without_prefill_replica_goes_on_unless_the_first_token_is_lost(has_early: bool) -> None:
+    life = paired_life()
+    if has_early:
+        life.tokens("d", delta(1), 1.0)
+    actions = life.lost("p", 0, LOSS, 2.0)
+    assert actions[0] == Detach("p", 0, True)
+    if has_early:
+        assert actions[1] == Detach("d", 0, True)
+        assert isinstance(actions[2], PlaceAgain)
+        assert "first token was lost" in str(actions[2].loss)
+    else:
+        assert len(actions) == 1
+        assert life.tokens("d", delta(0), 3.0) == [delta(0)]
+
+
+def test_error_of_a_replica_ends_the_request() -> None:
+    life, replica = running_life("a")
+    failed = TokenDelta("r", [], finish_reason=FinishReason.ERROR, error="broken")
+    detach, fail = life.tokens(replica, failed, 1.0)
+    assert detach == Detach(replica, 0, False)
+    assert isinstance(fail, Fail)
+    assert str(fail.error) == "broken"
+
+
+@pytest.mark.parametrize("stage", ["placed", "taken", "streaming"])
+def test_client_that_leaves_aborts_both_legs_once(stage: str) -> None:
+    life = new_life("p", "d") if stage == "placed" else paired_life()
+    if stage == "placed":
+        life.place(0.0)
+    if stage == "streaming":
+        life.tokens("p", delta(0), 1.0)
+    assert life.close() == [Detach("d", 0, True), Detach("p", 0, True)]
+    assert life.close() == []
+    assert life.place(1.0) == []
+    assert life.tokens("d", delta(1), 1.0) == []
+
+
+# -- deadlines -------------------------------------------------------------------------------------------------------
+
+
+def test_silent_replica_is_asked_and_every_token_puts_that_off() -> None:
+    life, replica = running_life("a", "b")
+    assert life.deadline == 5.0
+    life.tokens(replica, delta(0), 3.0)
+    assert life.deadline == 8.0
+    assert life.tick(7.9) == []
+    assert life.tick(8.0) == [Ask(replica)]
+    assert life.deadline == 13.0
+    assert life.progress(0, 7, 9.0) == []
+    assert life.deadline == 14.0
+    assert life.tick(14.0) == [Ask(replica)]
+    detach, again = life.tick(19.0)
+    assert detach == Detach(replica, 0, True)
+    assert isinstance(again, PlaceAgain)
+    assert "does not answer" in str(again.loss)
+
+
+@pytest.mark.parametrize(("turns", "since", "why"), [(None, 5.0, "does not have r any more"), (7, 121.0, "no step")])
+def test_replica_that_forgot_the_request_or_is_stuck_is_given_up(turns: int | None, since: float, why: str) -> None:
+    life, replica = running_life("a", "b")
+    life.tick(5.0)
+    assert life.progress(0, turns, 5.0) == [], "the last message may be on its way; a step may be long"
+    life.tick(5.0 + since)
+    detach, again = life.progress(0, turns, 5.0 + since)
+    assert detach == Detach(replica, 0, True)
+    assert isinstance(again, PlaceAgain)
+    assert why in str(again.loss)
+
+
+# -- any history -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Part:
+    """A leg of an attempt at a replica, and how far that has come with it."""
+
+    submission: Submission
+    peer: str | None
+    state: str = "sent"  # then "holds", and in the end "gone": refused, ended, forgotten, aborted or dead
+    made: int = 0  # the next token
+    has_pages: bool = False  # of the prompt, and the first token, from the prefill replica
+    is_detached: bool = False
+
+
+class AnyLife(RuleBasedStateMachine):
+    """Replicas take, refuse, work, forget, die and come back; messages come late and twice; the client may leave."""
+
+    @initialize(
+        names=st.sampled_from(["a", "abc", "pd", "pda", "ppddab", "pqdeab"]),
+        policy=st.sampled_from(["round-robin", "seconds"]),
+        shipping=st.sampled_from(["always", "auto"]),
+        max_tokens=st.integers(1, 6),
+    )
+    def start(self, names: str, policy: str, shipping: str, max_tokens: int) -> None:
+        self.names = sorted(set(names))
+        self.fleet = router(self.names, policy=policy, shipping=shipping)
+        self.up = set(self.names)
+        self.max_tokens, self.now = max_tokens, 0.0
+        params = SamplingParams(max_tokens=max_tokens)
+        self.life = RequestLife(Submission("r", PROMPT, params), self.fleet, self.now)
+        self.parts: dict[tuple[str, int], Part] = {}
+        self.wires: dict[str, deque[TokenDelta]] = {name: deque() for name in self.names}
+        self.delivered: list[tuple[str, TokenDelta]] = []
+        self.num_given = self.num_losses = 0
+        self.must_place, self.is_accepted, self.is_over = True, False, False
+        self.asked: str | None = None
+
+    def do(self, actions: Sequence[Action]) -> None:
+        """Carry out actions as a driver does, and check each of them."""
+        for action in actions:
+            assert not self.is_over, f"{action} after the end"
+            match action:
+                case TokenDelta(token_ids=token_ids):
+                    assert self.is_accepted
+                    assert token_ids == list(range(self.num_given, self.num_given + len(token_ids)))
+                    self.num_given += len(token_ids)
+                    self.is_over = action.finish_reason is not None
+                    assert not self.is_over or self.num_given == self.max_tokens
+                case Submit(replica, submission, peer):
+                    assert replica in self.up
+                    assert submission.epoch == self.life.attempt
+                    assert tuple(submission.output_token_ids) == tuple(range(self.num_given))
+                    assert (replica, submission.epoch) not in self.parts
+                    self.parts[replica, submission.epoch] = Part(submission, peer, made=self.num_given)
+                    query = self.fleet.queries[-1]
+                    assert query.num_tokens == len(PROMPT) + self.num_given
+                    assert query.max_tokens == self.max_tokens - self.num_given
+                    assert query.may_refuse == (not self.num_given)
+                case Accepted():
+                    self.is_accepted = True
+                    assert all(part.state != "sent" for part in self.current().values())
+                case Detach(replica, attempt, is_running):
+                    part = self.parts[replica, attempt]
+                    assert not part.is_detached, "detached twice"
+                    assert is_running or part.state == "gone", "left running"
+                    part.is_detached, part.state = True, "gone"
+                case PlaceAgain(loss):
+                    self.must_place = True
+                    self.num_losses += loss is not None
+                    assert self.num_losses < MOST_PLACEMENTS
+                case Ask(replica):
+                    assert (replica, self.life.attempt) in self.parts
+                    self.asked = replica
+                case Fail():
+                    self.is_over = True
+
+    def current(self) -> dict[str, Part]:
+        """Return the parts of the last attempt that are not detached, by replica."""
+        attempt = self.life.attempt
+        return {
+            name: part
+            for (name, its_attempt), part in self.parts.items()
+            if its_attempt == attempt and not part.is_detached
+        }
+
+    def in_state(self, state: str) -> list[tuple[str, int]]:
+        return [key for key, part in self.parts.items() if part.state == state]
+
+    # -- replicas ----------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.must_place)
+    @rule()
+    def place(self) -> None:
+        self.must_place, self.asked = False, None
+        self.do(self.life.place(self.now))
+
+    @precondition(lambda self: self.in_state("sent"))
+    @rule(data=st.data(), answer=st.sampled_from(["taken"] * 12 + ["busy", "busy", "silent", "wrong"]))
+    def answer(self, data: st.DataObject, answer: str) -> None:
+        key = data.draw(st.sampled_from(self.in_state("sent")))
+        part = self.parts[key]
+        part.state = "gone" if answer in ("busy", "wrong") else "holds"
+        errors = {"busy": BUSY, "silent": LOSS, "wrong": ValueError("too long")}
+        if answer == "taken":
+            self.do(self.life.taken(*key, 1, self.now))
+        else:
+            self.do(self.life.refused(*key, errors[answer], self.now))  # type: ignore[arg-type]
+
+    @rule(data=st.data(), is_taken=st.booleans())
+    @precondition(lambda self: self.parts)
+    def answer_late(self, data: st.DataObject, is_taken: bool) -> None:
+        """An answer of an attempt that was given up."""
+        late = [key for key, part in self.parts.items() if part.is_detached and key[1] < self.life.attempt]
+        if late:
+            key = data.draw(st.sampled_from(late))
+            answered = self.life.taken(*key, 1, self.now) if is_taken else self.life.refused(*key, BUSY, self.now)
+            assert answered == []
+
+    @precondition(lambda self: self.in_state("holds"))
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def work(self, data: st.DataObject, count: int) -> None:
+        self.make(data.draw(st.sampled_from(self.in_state("holds"))), count)
+
+    def make(self, key: tuple[str, int], count: int) -> None:
+        """A replica makes up to `count` tokens, as far as its leg goes."""
+        (replica, attempt), part = key, self.parts[key]
+        leg, wire = part.submission.leg, self.wires[replica]
+        if leg is Leg.RECEIVE and not part.has_pages:
+            assert part.peer is not None
+            if self.parts[part.peer, attempt].state != "gone":
+                return  # the pages may still come; else this replica computes the prompt
+        if leg is Leg.SEND:
+            count = 1
+        end = min(part.made + count, self.max_tokens)
+        is_last = end == self.max_tokens
+        wire.append(delta(part.made, end - part.made, attempt, FinishReason.LENGTH if is_last else None))
+        part.made = end
+        if is_last or leg is Leg.SEND:
+            part.state = "gone"
+        if leg is Leg.SEND and not is_last:
+            assert part.peer is not None
+            wire.append(TokenDelta("r", [], epoch=attempt, finish_reason=FinishReason.SHIPPED))
+            receiver = self.parts[part.peer, attempt]
+            receiver.has_pages, receiver.made = True, end
+
+    @precondition(lambda self: self.in_state("holds"))
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        self.parts[data.draw(st.sampled_from(self.in_state("holds")))].state = "gone"
+
+    @rule(data=st.data())
+    def deliver(self, data: st.DataObject) -> None:
+        waiting = [name for name, wire in self.wires.items() if wire]
+        if waiting:
+            name = data.draw(st.sampled_from(waiting))
+            sent = self.wires[name].popleft()
+            self.delivered.append((name, sent))
+            self.do(self.life.tokens(name, sent, self.now))
+
+    @precondition(lambda self: self.delivered)
+    @rule(data=st.data())
+    def deliver_twice(self, data: st.DataObject) -> None:
+        name, sent = data.draw(st.sampled_from(self.delivered))
+        self.do(self.life.tokens(name, sent, self.now))
+
+    @precondition(lambda self: self.up)
+    @rule(data=st.data(), chance=st.integers(1, 4))
+    def lose(self, data: st.DataObject, chance: int) -> None:
+        if chance != 3:
+            return
+        name = data.draw(st.sampled_from(sorted(self.up)))
+        self.up.discard(name)
+        self.fleet.leave(name)
+        self.wires[name].clear()
+        for (replica, _), part in self.parts.items():
+            if replica == name:
+                part.state = "gone"
+        self.do(self.life.lost(name, self.life.attempt, LOSS, self.now))
+
+    @rule()
+    def come_back(self) -> None:
+        for name in sorted({*self.names} - self.up):
+            join(self.fleet, name, self.now)
+            self.up.add(name)
+
+    @rule(num_steps=st.integers(1, 5))
+    def go_well(self, num_steps: int) -> None:
+        """Nothing goes wrong for a while: else few histories would come to their tokens."""
+        for _ in range(num_steps):
+            if self.must_place and not self.is_over:
+                self.place()
+            elif keys := self.in_state("sent"):
+                self.parts[keys[0]].state = "holds"
+                self.do(self.life.taken(*keys[0], 1, self.now))
+            else:
+                for key in self.in_state("holds"):
+                    self.make(key, 1)
+                for name, wire in self.wires.items():
+                    if wire:
+                        self.delivered.append((name, wire.popleft()))
+                        self.do(self.life.tokens(*self.delivered[-1], self.now))
+
+    # -- time and the client -----------------------------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([0.1, 3.0]), is_due=st.booleans())
+    def wait(self, seconds: float, is_due: bool) -> None:
+        self.now += seconds
+        if is_due and isfinite(self.life.deadline):
+            self.now = max(self.now, self.life.deadline)
+        self.do(self.life.tick(self.now))
+
+    @precondition(lambda self: self.asked is not None)
+    @rule(turns=st.integers(1, 2))
+    def report_progress(self, turns: int) -> None:
+        part = self.parts[self.asked, self.life.attempt]  # type: ignore[index]
+        self.asked = None
+        self.do(self.life.progress(self.life.attempt, turns if part.state == "holds" else None, self.now))
+
+    @rule(chance=st.integers(1, 20))
+    def client_leaves(self, chance: int) -> None:
+        if chance == 13 and not self.is_over:
+            self.do(self.life.close())
+            self.is_over = True
+
+    # -- promises ----------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def request_ends_everywhere_or_waits_on_a_live_replica(self) -> None:
+        if not hasattr(self, "life"):
+            return
+        assert self.life.is_over == self.is_over
+        assert self.life.output == list(range(self.num_given))
+        assert self.life.attempt < MOST_PLACEMENTS * len(self.names)
+        if self.is_over or self.must_place:
+            assert all(part.is_detached for part in self.parts.values()), "a replica was left with the request"
+            assert not self.fleet.is_booked
+        else:
+            decode = next(name for name, part in self.current().items() if part.submission.leg is not Leg.SEND)
+            is_answered = all(part.state != "sent" for part in self.current().values())
+            assert decode in self.up or not is_answered, "only until the other replica has answered"
+            assert self.fleet.is_booked
+        assert isfinite(self.life.deadline) != self.is_over
+
+    def teardown(self) -> None:
+        """From here on all goes well: the request ends, with all of its tokens or an error."""
+        if not hasattr(self, "life"):
+            return
+        self.come_back()
+        for _ in range(200):
+            if self.must_place and not self.is_over:
+                self.place()
+            for key in self.in_state("sent"):
+                self.parts[key].state = "holds"
+                self.do(self.life.taken(*key, 1, self.now))
+            for key in self.in_state("holds"):
+                if self.parts[key].state == "holds":
+                    self.make(key, 3)
+            for name, wire in self.wires.items():
+                while wire:
+                    self.do(self.life.tokens(name, wire.popleft(), self.now))
+            if self.is_over:
+                break
+            self.now = max(self.now, self.life.deadline)
+            self.do(self.life.tick(self.now))
+            if self.asked is not None and not self.must_place:
+                self.report_progress(int(self.now))
+        assert self.is_over
+        assert self.life.deadline == inf
+
+
+AnyLife.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestAnyLife = AnyLife.TestCase
