@@ -125,6 +125,10 @@ class Stream(threading.Thread):
         assert self.error is None, self.error
         return self.tokens
 
+    def timelines(self) -> list[dict[str, Any]]:
+        """Return the timelines of this request at the replicas that worked for it."""
+        return timelines(self.url, self.request_id)
+
     def until_arriving(self) -> tuple[str, int]:
         """Wait until a decode replica has a part of the prompt; return the replica and the tokens it has."""
         while (arrived := arriving(self.url, self.request_id)) is None:
