@@ -50,7 +50,7 @@ def check_python(path: str, source: str) -> Iterator[str]:
             line = getattr(node, "lineno", 1)
             if docstring.split(" ", 1)[0] in OPENERS:
                 yield f"{path}:{line}: the docstring starts with {docstring.split(' ', 1)[0]!r}; start with a verb"
-    for line, text in _prose(source, tree):
+    for line, text in _prose(source, tree, with_strings=not path.startswith("tests/")):
         yield from check_prose(path, line, text)
 
 
@@ -86,14 +86,16 @@ def _names(node: ast.AST) -> Iterator[tuple[str, int]]:
             yield name, node.lineno
 
 
-def _prose(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of every comment and every line of a docstring."""
+def _prose(source: str, tree: ast.Module, with_strings: bool) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of every comment and docstring; with strings also of messages and help texts."""
     for token in tokenize.generate_tokens(StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield from enumerate(node.value.value.splitlines(), node.lineno)
+    strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant if with_strings else ast.Expr))
+    for node in strings:
+        constant = node.value if isinstance(node, ast.Expr) else node
+        if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
+            yield from enumerate(constant.value.splitlines(), constant.lineno)
 
 
 def _exists(cited: str) -> bool:

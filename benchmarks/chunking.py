@@ -25,9 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from crossdock.workers.model.checkpoint import resolve_model
-from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine, warm_up
-from crossdock.workers.replica.replica import load_engine
+from crossdock.workers.replica.calibrate import warm_up
+from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
+from crossdock.workers.replica.engine import Engine, load_engine
 from crossdock.workers.schedule.cost import StepWork
 from crossdock.workers.schedule.request import SamplingParams, Submission
 
@@ -103,7 +103,7 @@ def main() -> None:
         limits = {"max_num_batched_tokens": tokens + 64, "long_prefill_token_threshold": size}
         settings = EngineConfig.model_validate(config | limits)
         if engine is None:
-            engine = load_engine(resolve_model(arguments.model), "auto", None, settings, os.cpu_count() or 1)
+            engine = load_engine(ReplicaSpec(settings.model_spec(arguments.model), settings, os.cpu_count() or 1))
             warm_up(engine)
         else:
             engine = Engine(engine.model, settings)

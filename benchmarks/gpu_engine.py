@@ -19,8 +19,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from crossdock.workers.model.load import wrap_module
+from crossdock.workers.replica.calibrate import measure_step, warm_up
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine, measure_step, warm_up
+from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
 
 _DENSE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
@@ -108,18 +109,18 @@ def decodes(engine: Engine, weights: Weights, bandwidth: float) -> Result:
     """Time decode steps with and without graphs, beside the time to read weights and KV."""
     found: Result = {}
     token_bytes = engine.model.layout(engine.config.page_size).token_bytes
-    recorded = engine._runner.graphs
+    recorded = engine.pipeline.runner.graphs
     for size in (1, 64, 256):
         for context in (1024, 8192):
             row: Result = {"least_ms": (weights.read(size) + size * context * token_bytes) / bandwidth * 1e3}
             for name, graphs in (("graph", recorded), ("eager", None)):
-                engine._runner = replace(engine._runner, graphs=graphs)
+                engine.pipeline.runner = replace(engine.pipeline.runner, graphs=graphs)
                 seconds = step_seconds(engine, None, size, context - 1)
                 if seconds is None:
                     row["does_not_fit"] = True
                 elif name == "eager" or recorded is not None:
                     row |= {f"{name}_ms": seconds * 1e3, f"{name}_of_least": row["least_ms"] / seconds / 1e3}
-            engine._runner = replace(engine._runner, graphs=recorded)
+            engine.pipeline.runner = replace(engine.pipeline.runner, graphs=recorded)
             found[f"decode {size} x {context}"] = row
     return found
 
@@ -219,7 +220,7 @@ def measured(values: dict[str, Any], limits: Result, is_first: bool, device: str
     found |= gaps(engine)
     prompts = [ids(1024, 5000 + number) for number in range(64)]
     row: Result = {"tokens_per_s": throughput(engine, prompts, 256)}
-    engine._is_ahead = False
+    engine.pipeline.is_ahead = False
     row["in_turn_tokens_per_s"] = throughput(engine, prompts, 256)
     found["64 prompts of 1024, 256 tokens each"] = row
     engine.model.free_pool()

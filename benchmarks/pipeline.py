@@ -30,10 +30,11 @@ from tables import hardware, today
 from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.stage import PipelineStage
-from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.docks import RankDock
-from crossdock.workers.replica.engine import Engine, warm_up
-from crossdock.workers.replica.ranks import Gang, GangSpec, follow
+from crossdock.workers.replica.calibrate import warm_up
+from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
+from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.follower import follow
+from crossdock.workers.replica.gang import Gang
 from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pages import PagePool
@@ -100,18 +101,19 @@ def watched(busy: BusyTimes) -> Iterator[None]:
         PipelineStage.run, Collectives.receive = run, receive  # type: ignore[method-assign]
 
 
-def follower(spec: GangSpec, rank: int, address: Any, file: str) -> None:
+def follower(spec: ReplicaSpec, rank: int, address: Any, file: str) -> None:
     """Run one stage in this process and write its busy times to `file`."""
     busy = BusyTimes()
     with watched(busy):
-        follow(spec, rank, address, RankDock)
+        follow(spec, rank, address)
     Path(file).write_text(json.dumps(busy.spans))
 
 
 def live(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[list[float], float, StepCost]:
     """Return the idle share of each of two stages, tokens per second, and the measured cost of steps."""
     config = EngineConfig.model_validate({"kv_cache_memory": ByteSize(600 << 20), "admission": "queue"} | settings)
-    spec = GangSpec(args.model, "auto", 8192, config.page_size, config.budget, 1, 1, 2)
+    model = config.model_spec(args.model, max_model_len=8192)
+    spec = ReplicaSpec(model, config, num_threads=1, pipeline_parallel_size=2)
     busy = BusyTimes()
     with tempfile.TemporaryDirectory() as folder, watched(busy):
         gang = Gang(spec, "127.0.0.1", lambda why: os._exit(f"lost: {why}" != ""))

@@ -17,10 +17,9 @@ from statistics import median
 
 import numpy as np
 
-from crossdock.workers.model.checkpoint import resolve_model
-from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine, Step, measure_step, warm_up
-from crossdock.workers.replica.replica import load_engine
+from crossdock.workers.replica.calibrate import measure_step, warm_up
+from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
+from crossdock.workers.replica.engine import Engine, Step, load_engine
 from crossdock.workers.schedule.cost import StepCost, StepWork
 from crossdock.workers.schedule.request import SamplingParams, Submission
 
@@ -112,7 +111,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     config = EngineConfig.model_validate({"kv_cache_memory": arguments.memory, "admission": "queue"})
-    engine = load_engine(resolve_model(arguments.model), "auto", None, config, os.cpu_count() or 1)
+    engine = load_engine(ReplicaSpec(config.model_spec(arguments.model), config, os.cpu_count() or 1))
     started = time.perf_counter()
     profile = warm_up(engine)
     print(f"warm-up: {time.perf_counter() - started:.1f} s; load {os.getloadavg()[0]:.2f}")

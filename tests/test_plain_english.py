@@ -31,6 +31,7 @@ def check() -> ModuleType:
         ('class A:\n    """What a replica says."""\n', "starts with 'What'"),
         ("# whoever waits is ahead\n", "'whoever'"),
         ('"""Return the share of late.\n\nNobody waits."""\n', "'of late'"),
+        ('raise ValueError("nobody may use it")\n', "'nobody'"),
         ("# see docs/no_such_page.md\n", "docs/no_such_page.md, which does not exist"),
         ("# measured, see facts/nixl.md\n", "facts/nixl.md, which does not exist"),
     ],

@@ -23,7 +23,7 @@ _DEAD_PEERS = 64  # remembered for replicas that were out of reach when those di
 
 RemoteMethod: TypeAlias = Literal[
     "abort",
-    "keep_for",
+    "assign_role",
     "live_requests",
     "metrics_text",
     "peer_dead",

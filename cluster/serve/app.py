@@ -31,6 +31,7 @@ from crossdock.cluster.dispatch.pinning import PinningRouter
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT
 from crossdock.cluster.serve.scaler import Scaler
 from crossdock.workers.model.checkpoint import resolve_model
+from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.replica import Replica
 
 logger = logging.getLogger("ray.serve")
@@ -124,21 +125,18 @@ def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applicat
         graceful_shutdown_wait_loop_s=0.1,
         **(_placement_group(pool) if pool.num_ranks > 1 else {}),
     )
-    engine = pool.engine or config.engine
-    model = config.model
-    transfer = config.transfer if ships else None
-    return deployment.bind(
-        model.path,
-        pool.dtype or model.dtype,
-        model.max_model_len,
-        engine,
-        num_threads,
-        pool.role,
-        transfer,
-        pool.tensor_parallel_size,
-        pool.pipeline_parallel_size,
-        pool.rank_timeout_s,
+    engine, model = pool.engine or config.engine, config.model
+    spec = ReplicaSpec(
+        model=engine.model_spec(model.path, pool.dtype or model.dtype, model.max_model_len),
+        engine=engine,
+        num_threads=num_threads,
+        role=pool.role,
+        transfer=config.transfer if ships else None,
+        tensor_parallel_size=pool.tensor_parallel_size,
+        pipeline_parallel_size=pool.pipeline_parallel_size,
+        rank_timeout_s=pool.rank_timeout_s,
     )
+    return deployment.bind(spec)
 
 
 def _placement_group(pool: PoolConfig) -> dict[str, Any]:

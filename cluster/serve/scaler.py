@@ -94,7 +94,7 @@ class Scaler:
     async def _apply(self, action: Resize | Flip) -> None:
         logger.warning("%s", action)
         if isinstance(action, Flip):
-            await self._clients[action.replica].call("keep_for", action.role)
+            await self._clients[action.replica].call("assign_role", action.role)
         else:
             deployment = DeploymentID(action.pool, self._app)
             await self._controller.update_deployment_replicas.remote(deployment, action.replicas)

@@ -4,7 +4,7 @@ compares several runs, report.py shows the results."""
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from crossdock.cluster.bench.mix import MIXES
+from crossdock.cluster.bench.flags import takes
+from crossdock.cluster.bench.mix import MIXES, Mix
 from crossdock.cluster.bench.workloads import SHAPES, Job
 
 if TYPE_CHECKING:
@@ -24,10 +25,25 @@ if TYPE_CHECKING:
 _LOAD, _STUDY, _OUTPUT = "Load (as in `crossdock bench`)", "Comparisons", "Output"
 _POLICIES = "seconds,round-robin,least-requests,power-of-two,prefix-affinity,block-cost"
 _SHIPPING = "auto,always,never"
+_CLOSED_LOOPS = ("interference", "short-vs-long")  # jobs that are due when others have ended
+_BENCH_FLAGS = (  # flags that are fields of BenchOptions too
+    "request_rate",
+    "burstiness",
+    "num_requests",
+    "duration",
+    "prompt_tokens",
+    "output_tokens",
+    "trace_speed",
+    "length_scale",
+    "service_tier",
+)
 
 
-def simulate(
-    fleet: Annotated[Path | None, typer.Argument(help="YAML file that describes the fleet.")] = None,
+@dataclass(frozen=True)
+class SimulateFlags:
+    """The flags of `crossdock simulate`. One that is named like a field of BenchOptions or Mix sets it."""
+
+    fleet: Annotated[Path | None, typer.Argument(help="YAML file that describes the fleet.")] = None
     pools: Annotated[
         str | None,
         typer.Option(
@@ -35,48 +51,46 @@ def simulate(
             help="Pools, in place of the file's: prefill=2xh100-8b,decode=6xh100-8b. PROFILE is a preset, "
             "{a100,h100,h200,b200,l4}-{8b,70b}[-tpN], a JSON file of `crossdock tune --profile`, or a server's URL.",
         ),
-    ] = None,
-    noise: Annotated[float | None, typer.Option(help="Relative spread of step times.")] = None,
+    ] = None
+    noise: Annotated[float | None, typer.Option(help="Relative spread of step times.")] = None
     kill: Annotated[
         list[str] | None, typer.Option(metavar="REPLICA@SECONDS", help="A replica dies: mixed/0@30. Repeatable.")
-    ] = None,
+    ] = None
     mix: Annotated[
         str | None, typer.Option(help=f"One of {', '.join(MIXES)}.", show_default="chat-heavy", rich_help_panel=_LOAD)
-    ] = None,
+    ] = None
     workload: Annotated[
         str | None, typer.Option("--workload", "-w", help=f"Instead: {', '.join(SHAPES)}.", rich_help_panel=_LOAD)
-    ] = None,
+    ] = None
     trace: Annotated[
         Path | None, typer.Option(help="Instead: Mooncake JSONL or Azure LLM CSV file.", rich_help_panel=_LOAD)
-    ] = None,
+    ] = None
     request_rate: Annotated[
         float | None, typer.Option(help="Arrivals per second; a trace has its own.", rich_help_panel=_LOAD)
-    ] = None,
+    ] = None
     burstiness: Annotated[
         float | None, typer.Option(help="1 is Poisson, less comes in bursts.", rich_help_panel=_LOAD)
-    ] = None,
+    ] = None
     num_requests: Annotated[
         int | None, typer.Option("--num-requests", "-n", help="Most requests to send.", rich_help_panel=_LOAD)
-    ] = None,
+    ] = None
     duration: Annotated[
         float | None, typer.Option(help="Seconds of arrivals.", show_default="60", rich_help_panel=_LOAD)
-    ] = None,
+    ] = None
     long_share: Annotated[
         float | None, typer.Option(help="mix: share of long prompts among arrivals.", rich_help_panel=_LOAD)
-    ] = None,
-    prompt_tokens: Annotated[
-        int | None, typer.Option(help="workload: length of a prompt.", rich_help_panel=_LOAD)
-    ] = None,
-    output_tokens: Annotated[
-        int | None, typer.Option(help="workload: length of an output.", rich_help_panel=_LOAD)
-    ] = None,
-    trace_speed: Annotated[
-        float, typer.Option(help="2 plays the trace in half the time.", rich_help_panel=_LOAD)
-    ] = 1.0,
-    length_scale: Annotated[float, typer.Option(help="Multiplies all lengths.", rich_help_panel=_LOAD)] = 1.0,
+    ] = None
+    prompt_tokens: Annotated[int | None, typer.Option(help="workload: length of a prompt.", rich_help_panel=_LOAD)] = (
+        None
+    )
+    output_tokens: Annotated[int | None, typer.Option(help="workload: length of an output.", rich_help_panel=_LOAD)] = (
+        None
+    )
+    trace_speed: Annotated[float, typer.Option(help="2 plays the trace in half the time.", rich_help_panel=_LOAD)] = 1.0
+    length_scale: Annotated[float, typer.Option(help="Multiplies all lengths.", rich_help_panel=_LOAD)] = 1.0
     service_tier: Annotated[
         str | None, typer.Option(help="SLO class of the requests; a mix has its own.", rich_help_panel=_LOAD)
-    ] = None,
+    ] = None
     slo: Annotated[
         list[str] | None,
         typer.Option(
@@ -84,82 +98,50 @@ def simulate(
             help="Targets of goodput, in ms, e.g. interactive=ttft:500,tpot:50. Default: the promises of the class.",
             rich_help_panel=_LOAD,
         ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
+    ] = None
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0
     seeds: Annotated[
         int,
         typer.Option(
             min=1, help="Number of seeds, from --seed on; shows means with 95 % intervals.", rich_help_panel=_STUDY
         ),
-    ] = 1,
+    ] = 1
     policy: Annotated[
         str | None,
         typer.Option(help=f"Policy of the router, or several to compare: {_POLICIES}.", rich_help_panel=_STUDY),
-    ] = None,
+    ] = None
     shipping: Annotated[
         str | None,
         typer.Option(
             help=f"Whether prefill replicas compute prompts for others, or several answers to compare: {_SHIPPING}.",
             rich_help_panel=_STUDY,
         ),
-    ] = None,
+    ] = None
     sweep: Annotated[
         bool,
         typer.Option("--sweep", help="Find the best ratio of prefill to decode replicas.", rich_help_panel=_STUDY),
-    ] = False,
+    ] = False
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures here.", rich_help_panel=_OUTPUT)
-    ] = None,
+    ] = None
     plot_file: Annotated[
         Path | None,
         typer.Option("--plot", help="Draw times to first token here (png, svg, pdf).", rich_help_panel=_OUTPUT),
-    ] = None,
-) -> None:
-    """Simulate a cluster: the real scheduler and router, on a clock driven by measured or estimated step costs."""
-    from crossdock.cluster.bench.report import require_plotting
-    from crossdock.cluster.simulate.fleet import load_fleet
-    from crossdock.cluster.simulate.study import ratios, routed
+    ] = None
 
+
+@takes(SimulateFlags)
+def simulate(flags: SimulateFlags) -> None:
+    """Simulate a cluster: the real scheduler and router, on a clock driven by measured or estimated step costs."""
     stderr = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
-        if fleet is None and pools is None:
-            raise ValueError("fleet: name a YAML file or give --pools, e.g. --pools mixed=4xh100-8b")
-        if plot_file is not None:
-            require_plotting()
-        failures = [_parse_kill(text) for text in kill] if kill else None
-        simulated = load_fleet(fleet, pools, noise=noise, failures=failures)
-        jobs = _jobs(
-            simulated,
-            mix=mix,
-            workload=workload,
-            trace=trace,
-            request_rate=request_rate,
-            burstiness=burstiness,
-            num_requests=num_requests,
-            duration=duration,
-            long_share=long_share,
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            trace_speed=trace_speed,
-            length_scale=length_scale,
-            service_tier=service_tier,
-        )
-        targets = _targets(simulated, slo or [])
-        fleets = list(routed(simulated, "policy", policy.split(","))) if policy is not None else [("", simulated)]
-        if shipping is not None:
-            fleets = [
-                (f"{name} {value}".strip(), variant)
-                for name, each in fleets
-                for value, variant in routed(each, "shipping", shipping.split(","))
-            ]
-        if sweep:
-            fleets = [
-                (" ".join((name, ratio)).strip(), variant) for name, each in fleets for ratio, variant in ratios(each)
-            ]
-        if len(fleets) > 1 or seeds > 1:
-            _compare(fleets, range(seed, seed + seeds), jobs, targets, json_file, stderr)
+        fleet = _fleet(flags)
+        jobs, targets, variants = _jobs(fleet, flags), _targets(fleet, flags.slo or []), _variants(fleet, flags)
+        if len(variants) > 1 or flags.seeds > 1:
+            seeds = range(flags.seed, flags.seed + flags.seeds)
+            _compare(variants, seeds, jobs, targets, flags.json_file, stderr)
         else:
-            _run(fleets[0][1], seed, jobs, targets, json_file, plot_file)
+            _run(variants[0][1], flags.seed, jobs, targets, flags.json_file, flags.plot_file)
     except ValueError as error:
         for line in str(error).splitlines():
             stderr.print(f"[red]simulate:[/red] {escape(line)}")
@@ -168,44 +150,89 @@ def simulate(
         raise typer.Exit(130) from None
 
 
-def _jobs(fleet: "SimulatedFleet", **given: Any) -> Callable[[int], Iterator[Job]]:
+def _fleet(flags: SimulateFlags) -> "SimulatedFleet":
+    """Return the fleet of the file and the flags, after a check that a plot can be drawn.
+
+    Raises:
+        ValueError: no fleet is given, or the flags do not describe one; the message names the field.
+    """
+    from crossdock.cluster.bench.report import require_plotting
+    from crossdock.cluster.simulate.fleet import load_fleet
+
+    if flags.fleet is None and flags.pools is None:
+        raise ValueError("fleet: name a YAML file or give --pools, e.g. --pools mixed=4xh100-8b")
+    if flags.plot_file is not None:
+        require_plotting()
+    failures = [_parse_kill(text) for text in flags.kill] if flags.kill else None
+    return load_fleet(flags.fleet, flags.pools, noise=flags.noise, failures=failures)
+
+
+def _variants(fleet: "SimulatedFleet", flags: SimulateFlags) -> "list[tuple[str, SimulatedFleet]]":
+    """Return the named fleets to compare: every policy, with every kind of shipping, in every ratio of pools."""
+    from crossdock.cluster.simulate.study import ratios, routed
+
+    variants = [("", fleet)]
+    for setting, values in (("policy", flags.policy), ("shipping", flags.shipping)):
+        if values is not None:
+            variants = [
+                (f"{name} {value}".strip(), variant)
+                for name, each in variants
+                for value, variant in routed(each, setting, values.split(","))
+            ]
+    if flags.sweep:
+        variants = [(f"{name} {ratio}".strip(), variant) for name, each in variants for ratio, variant in ratios(each)]
+    return variants
+
+
+def _jobs(fleet: "SimulatedFleet", flags: SimulateFlags) -> Callable[[int], Iterator[Job]]:
     """Return a function from a seed to the jobs that `crossdock bench` would send with it.
 
     Raises:
-        ValueError: the options contradict each other; the message names the field.
+        ValueError: the flags contradict each other; the message names the field.
     """
     from crossdock.cluster.bench.run import BenchOptions, bench_jobs
 
-    mix, workload, trace, long_share = (given.pop(name) for name in ("mix", "workload", "trace", "long_share"))
-    rate, burstiness = given["request_rate"], given["burstiness"]
-    if sum(load is not None for load in (mix, workload, trace)) > 1:
-        raise ValueError("mix, workload, trace: give one of them")
-    if trace is None and rate is None:
-        raise ValueError("request_rate: how many arrive per second must be given, with --request-rate")
-    name = "trace" if trace is not None else workload or "mix"
-    if name in ("interference", "short-vs-long") or name not in (*SHAPES, "mix", "trace"):
-        known = ", ".join(shape for shape in SHAPES if shape not in ("interference", "short-vs-long"))
-        raise ValueError(f"workload: {name!r} cannot be simulated; choose from {known}, or a --mix or --trace")
-    options = {key: value for key, value in given.items() if value is not None}
-    if name == "mix":
-        if (mix or "chat-heavy") not in MIXES:
-            raise ValueError(f"mix: there is no {mix!r}; choose from {', '.join(MIXES)}")
-        changes = {"rate": rate, "burstiness": burstiness, "long_share": long_share}
-        chosen = replace(
-            MIXES[mix or "chat-heavy"], **{key: value for key, value in changes.items() if value is not None}
-        )
-        options["mix"] = chosen.within(min(pool.profile.max_model_len for pool in fleet.pools))
-        options = {key: value for key, value in options.items() if key not in ("request_rate", "burstiness")}
-    if name != "trace" and given["duration"] is None and given["num_requests"] is None:
+    workload = _workload(flags)
+    options = {name: value for name in _BENCH_FLAGS if (value := getattr(flags, name)) is not None}
+    if workload == "mix":
+        longest = min(pool.profile.max_model_len for pool in fleet.pools)
+        options |= {"mix": _mix(flags).within(longest)}
+        options = {name: value for name, value in options.items() if name not in ("request_rate", "burstiness")}
+    if workload != "trace" and flags.duration is None and flags.num_requests is None:
         options["duration"] = 60.0
 
     def jobs(seed: int) -> Iterator[Job]:
-        bench = BenchOptions("", name, trace=trace, seed=seed, **options)
+        bench = BenchOptions("", workload, trace=flags.trace, seed=seed, **options)
         until = bench.duration if bench.duration is not None else float("inf")
         return takewhile(lambda job: job.due is not None and job.due < until, bench_jobs(bench))
 
     jobs(0)  # raises for wrong options before anything runs
     return jobs
+
+
+def _workload(flags: SimulateFlags) -> str:
+    """Return the name of the workload: mix, trace, or one of the shapes."""
+    if sum(load is not None for load in (flags.mix, flags.workload, flags.trace)) > 1:
+        raise ValueError("mix, workload, trace: give one of them")
+    if flags.trace is None and flags.request_rate is None:
+        raise ValueError("request_rate: how many arrive per second must be given, with --request-rate")
+    name = "trace" if flags.trace is not None else flags.workload or "mix"
+    if name in _CLOSED_LOOPS or name not in (*SHAPES, "mix", "trace"):
+        known = ", ".join(shape for shape in SHAPES if shape not in _CLOSED_LOOPS)
+        raise ValueError(f"workload: {name!r} cannot be simulated; choose from {known}, or a --mix or --trace")
+    return name
+
+
+def _mix(flags: SimulateFlags) -> Mix:
+    name = flags.mix or "chat-heavy"
+    if name not in MIXES:
+        raise ValueError(f"mix: there is no {name!r}; choose from {', '.join(MIXES)}")
+    changes: dict[str, Any] = {
+        "rate": flags.request_rate,
+        "burstiness": flags.burstiness,
+        "long_share": flags.long_share,
+    }
+    return replace(MIXES[name], **{key: value for key, value in changes.items() if value is not None})
 
 
 def _targets(fleet: "SimulatedFleet", specs: list[str]) -> "Targets":

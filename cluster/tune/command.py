@@ -148,16 +148,17 @@ def _find(flags: TuneFlags, sizes: _Grid, console: Console) -> "Findings":
     from crossdock.cluster.tune.curves import Curves
     from crossdock.cluster.tune.report import Findings
     from crossdock.cluster.tune.sweep import fitting, grid
-    from crossdock.workers.model.checkpoint import resolve_model
-    from crossdock.workers.replica.engine import warm_up
-    from crossdock.workers.replica.replica import load_engine
+    from crossdock.workers.replica.calibrate import warm_up
+    from crossdock.workers.replica.config import ReplicaSpec
+    from crossdock.workers.replica.engine import load_engine
 
     cluster = load(flags.config, {"model.path": flags.model} if flags.model is not None else {})
     pool, model = cluster.pools[0], cluster.model
     config = pool.engine or cluster.engine
     num_threads = pool.num_cpus or os.cpu_count() or 1
     with console.status(f"Loading {escape(model.name)} and warming up …"):
-        engine = load_engine(resolve_model(model.path), model.dtype, model.max_model_len, config, num_threads)
+        spec = config.model_spec(model.path, model.dtype, model.max_model_len)
+        engine = load_engine(ReplicaSpec(spec, config, num_threads))
         profile = warm_up(engine)
     wanted = grid(sizes.chunks, sizes.decodes, sizes.contexts)
     cells = fitting(engine, wanted)

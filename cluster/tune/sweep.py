@@ -5,7 +5,8 @@ from dataclasses import replace
 from statistics import median
 
 from crossdock.cluster.tune.curves import Cell
-from crossdock.workers.replica.engine import Engine, measure_step
+from crossdock.workers.replica.calibrate import measure_step
+from crossdock.workers.replica.engine import Engine
 
 
 def grid(chunks: Sequence[int], decodes: Sequence[int], contexts: Sequence[int]) -> list[Cell]:

@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def build(name: str, options: dict[str, Any]) -> PreTrainedModel:
-    """A random fp32 model, large enough weights for attention to matter."""
+    """Return a random fp32 model whose weights are large enough for attention to matter."""
     torch.manual_seed(0)
     values = {key: value for key, value in (_BASE | options).items() if value is not None}
     config = AutoConfig.for_model(name.split()[0], **values)

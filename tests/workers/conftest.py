@@ -1,8 +1,13 @@
-"""Four rank processes for all tests of this folder: each takes seconds to import torch."""
+"""Shared by all tests of this folder: four rank processes, which import torch for seconds, and one loaded model."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from crossdock.workers.model.load import load_model
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model_spec import ModelSpec
 
 from .ranks import Ranks
 
@@ -12,3 +17,9 @@ def ranks() -> Iterator[Ranks]:
     quad = Ranks(4)
     yield quad
     quad.close()
+
+
+@pytest.fixture(scope="session")
+def smollm2(model_dir: Path) -> PagedModel:
+    """SmolLM2-135M in fp32. An engine on it allocates the pool, and takes it from the engine before."""
+    return load_model(ModelSpec(str(model_dir), "float32"))

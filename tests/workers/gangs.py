@@ -1,4 +1,4 @@
-"""Engines whose followers are processes of the test's: the driver is the test itself."""
+"""Engines whose followers are processes of the test: the driver is the test itself."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,40 +7,51 @@ from typing import Any
 
 from pydantic import ByteSize
 
-from crossdock.workers.model.memory_budget import MemoryBudget
-from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.docks import RankDock
+from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine import Engine
-from crossdock.workers.replica.ranks import Gang, GangSpec, follow
+from crossdock.workers.replica.follower import follow
+from crossdock.workers.replica.gang import Gang
+from crossdock.workers.replica.rank_loader import driver_of
 
 from .ranks import Ranks
 
 SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 80, "max_num_seqs": 8, "kv_cache_memory": ByteSize(8 << 20)}
 
 
-def spec_of(path: Path, tensor_size: int, num_stages: int, **options: Any) -> GangSpec:
-    defaults = {"dtype": "float32", "max_model_len": None, "page_size": 16, "budget": MemoryBudget(4 << 20)}
-    return GangSpec(
-        str(path),
+def spec_of(
+    path: Path,
+    tensor_size: int,
+    num_stages: int,
+    *,
+    max_model_len: int | None = None,
+    start_timeout_s: float = 60.0,
+    rank_timeout_s: float = 20.0,
+    **config: Any,
+) -> ReplicaSpec:
+    """Return the spec of a replica in fp32; `config`: engine settings beside SETTINGS."""
+    engine = EngineConfig(**(SETTINGS | config))
+    return ReplicaSpec(
+        engine.model_spec(str(path), "float32", max_model_len),
+        engine,
         num_threads=1,
-        tensor_size=tensor_size,
-        num_stages=num_stages,
-        **({"start_s": 60.0, "deadline_s": 20.0} | defaults | options),
+        tensor_parallel_size=tensor_size,
+        pipeline_parallel_size=num_stages,
+        rank_timeout_s=rank_timeout_s,
+        start_timeout_s=start_timeout_s,
     )
 
 
 @contextmanager
 def ganged(ranks: Ranks, path: Path, tensor_size: int, num_stages: int, **config: Any) -> Iterator[Engine]:
-    """An engine on a gang of which this process is the driver."""
-    settings = EngineConfig(**(SETTINGS | config))
-    spec = spec_of(path, tensor_size, num_stages, budget=settings.budget)
+    """Yield an engine on a gang of which this process is the driver."""
+    spec = spec_of(path, tensor_size, num_stages, **config)
     lost: list[str] = []
     gang = Gang(spec, "127.0.0.1", lost.append)
-    followers = [rank for rank in range(spec.size) if rank != spec.driver]
+    followers = [rank for rank in range(spec.num_ranks) if rank != driver_of(spec)]
     for number, rank in enumerate(followers):
-        ranks.start(number, follow, spec, rank, gang.address, RankDock)
+        ranks.start(number, follow, spec, rank, gang.address)
     try:
-        yield Engine(gang.load(), settings, gang=gang)
+        yield Engine(gang.load(), spec.engine, gang=gang)
     finally:
         gang.close()
         for number in range(len(followers)):

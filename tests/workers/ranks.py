@@ -15,25 +15,26 @@ import torch.distributed as dist
 
 DIVISIONS = [(2, 1), (1, 2), (2, 2)]  # tensor ranks, stages
 _PRELOADED = ["torch.distributed", "transformers.models.llama.modeling_llama", "crossdock.workers.model.load"]
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(_PRELOADED)
 
 
 class Ranks:
     """`size` processes that call the functions sent to them.
 
-    A fork server imports torch and transformers once for all. To start, load a first model and end takes four ranks 8 s;
-    spawned ones took 17 (two cores, 2026-11-22). Only imports have run in that server, and none of NIXL: it may fork.
+    A fork server imports torch and transformers once for all. To start, load a first model and end takes four ranks
+    8 s; spawned ones took 17 (two cores, 2026-11-22). Only imports have run in that server, and none of NIXL: it may
+    fork.
     """
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
         self._num_worlds = 0
         self.pipes: list[Connection] = []
         self.processes = []
         for _ in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(theirs,), daemon=True)
+            ours, theirs = PROCESSES.Pipe()
+            process = PROCESSES.Process(target=_rank, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)

@@ -9,33 +9,31 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from crossdock.kernels.backend import Attention, choose_attention
-from crossdock.kernels.options import AttentionBackend, KVCacheDtype
+from crossdock.kernels.options import KVCacheDtype
+from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.forward_context import ATTENTION_NAME
 from crossdock.workers.model.memory_fit import check_fits, used_by_all_but_torch
 from crossdock.workers.model.model import PagedModel, text_config
+from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.probe import UnsupportedModelError, probe, refuse_by_config
 from crossdock.workers.model.weights import load_part
 
 
 def load_model(
-    path: Path,
-    dtype: torch.dtype | None = None,
-    max_model_len: int | None = None,
+    spec: ModelSpec,
     device: str = "cpu",
     links: Collectives | None = None,
     kv_bytes: int | None = None,
     loaded: Callable[[], None] = lambda: None,
-    attention_backend: AttentionBackend = "auto",
-    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> PagedModel:
     """Load a Hugging Face directory. Collective: every rank of a gang must call it.
 
-    `dtype` None is the checkpoint's; on CPUs it is bfloat16 if they have it. `links` connect to the other ranks of a
-    gang, of which this one loads its part. `kv_bytes` must fit into memory beside the weights; None checks nothing.
-    `loaded` is called when the weights are in memory, before the logits are checked.
+    `links` connect to the other ranks of a gang, of which this one loads its part. `kv_bytes` must fit into memory
+    beside the weights; None checks nothing. `loaded` is called when the weights are in memory, before the logits are
+    checked.
 
     Raises:
         UnsupportedModelError: the architecture would not be computed right through our attention.
@@ -44,11 +42,12 @@ def load_model(
         ValueError: `max_model_len` is more than the model was made for, or `attention_backend` cannot run on `device`
             with pages of `kv_cache_dtype`.
     """
-    attention = choose_attention(attention_backend, torch.device(device), kv_cache_dtype)
+    path = resolve_model(spec.path)
+    attention = choose_attention(spec.attention_backend, torch.device(device), spec.kv_cache_dtype)
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
     config = AutoConfig.from_pretrained(path)
     refuse_by_config(config)
-    dtype = dtype or _default_dtype(config, device)
+    dtype = _default_dtype(config, device) if spec.dtype == "auto" else getattr(torch, spec.dtype)
     if kv_bytes is not None:
         position, num_sharing = RankPosition(), 1
         if links is not None:
@@ -61,7 +60,7 @@ def load_model(
         generation = None
     module = module.to(device)
     loaded()
-    model = wrap_module(module, max_model_len, generation, part, attention, kv_cache_dtype)
+    model = wrap_module(module, spec.max_model_len, generation, part, attention, spec.kv_cache_dtype)
     model.used_by_others = used_by_others
     return model
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pydantic import ByteSize
+
 ON_CPUS = 2 << 30  # bytes
 
 
@@ -19,3 +21,19 @@ class MemoryBudget:
         if self.kv_cache_memory is not None:
             return self.kv_cache_memory
         return ON_CPUS if device == "cpu" else None
+
+    def check_one_request_fits(
+        self, num_pages: int, page_bytes: int, page_size: int, max_model_len: int, device: str
+    ) -> None:
+        """Raise ValueError where `num_pages` pages, of `page_size` tokens each, hold less than `max_model_len`."""
+        needed = -(-max_model_len // page_size)
+        if num_pages >= needed:
+            return
+        known = self.known(device)
+        limit = f"gpu_memory_utilization ({self.gpu_memory_utilization:g}) leaves memory that"
+        if known is not None:
+            limit = f"kv_cache_memory ({ByteSize(known).human_readable()})"
+        raise ValueError(
+            f"{limit} holds {num_pages * page_size} tokens of {page_bytes // page_size} bytes; one request of "
+            f"max_model_len ({max_model_len}) needs {ByteSize(needed * page_bytes).human_readable()}"
+        )

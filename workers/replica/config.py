@@ -1,37 +1,41 @@
-"""The settings of one replica: its engine and its KV transfers. No torch, no ray."""
+"""The settings of one replica: its model, its engine and its KV transfers. No torch, no ray."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
 from crossdock.kernels.options import AttentionBackend, KVCacheDtype
 from crossdock.workers.model.memory_budget import MemoryBudget
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.config import SchedulerConfig
 
 
 class EngineConfig(SchedulerConfig):
-    """What an engine may use. Scheduling fields come from `SchedulerConfig`."""
+    """The resources and the features of an engine. Scheduling fields come from `SchedulerConfig`."""
 
     enable_prefix_caching: bool = Field(True, description="Share pages between requests with equal beginnings.")
     kv_cache_memory: ByteSize | None = Field(
         None, description="Memory for KV pages of each rank, e.g. 2GiB; null: 2GiB on CPUs, on GPUs what is left."
     )
     gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="Share of its GPU's memory that a rank may use in all, if kv_cache_memory is null."
+        0.9, gt=0, le=1, description="Share of the GPU's memory that a rank may use in all, if kv_cache_memory is null."
     )
     enforce_eager: bool = Field(False, description="On GPUs: decode steps without CUDA graphs.")
     async_scheduling: bool | None = Field(
         None, description="Begin a step before the tokens of the one before it are known; null: on a GPU of its own."
     )
     kv_cache_dtype: KVCacheDtype = Field(
-        "auto", description="Of KV pages; auto is the model's dtype, fp8 (e4m3) holds twice as many tokens of bfloat16."
+        "auto", description="Dtype of KV pages; auto: the model's; fp8 (e4m3) holds twice as many tokens as bfloat16."
     )
     attention_backend: AttentionBackend = Field(
-        "auto", description="What computes attention; auto is our C++ on CPUs and Triton on GPUs."
+        "auto", description="Implementation of attention; auto: our C++ on CPUs and Triton on GPUs."
     )
 
     @property
     def budget(self) -> MemoryBudget:
+        """Return the settings that decide how much memory a rank gives to KV pages."""
         return MemoryBudget(
             None if self.kv_cache_memory is None else int(self.kv_cache_memory),
             self.gpu_memory_utilization,
@@ -39,17 +43,42 @@ class EngineConfig(SchedulerConfig):
             self.max_num_seqs,
         )
 
+    def model_spec(self, path: str | None, dtype: str = "auto", max_model_len: int | None = None) -> ModelSpec:
+        """Return the spec of a model that runs with these settings; arguments as in `ModelSpec`."""
+        return ModelSpec(path, dtype, max_model_len, self.attention_backend, self.kv_cache_dtype)
+
 
 class TransferConfig(BaseModel):
-    """How KV pages travel between replicas."""
+    """How KV pages are transferred between replicas."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     transport: Literal["auto", "nixl", "tcp"] = Field(
-        "auto", description="auto is nixl where it is installed, else tcp; all replicas must use the same."
+        "auto", description="auto: nixl where it is installed, else tcp; all replicas must use the same."
     )
     host: str | None = Field(
-        None, description="Address that others reach a replica's transfers at; null is its node's own in the cluster."
+        None, description="Address at which others reach a replica's transfers; null: the node's own in the cluster."
     )
-    deadline_s: float = Field(10.0, gt=0, description="How long the other side of a transfer may be silent.")
-    grace_s: float = Field(1.0, ge=0, description="How long after a writer's death its writes might still land.")
+    deadline_s: float = Field(10.0, gt=0, description="Seconds for which the other side of a transfer may be silent.")
+    grace_s: float = Field(
+        1.0, ge=0, description="Seconds after a writer's death in which its writes might still land."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """Everything that a replica is started with, the same for each of its ranks. Crosses processes."""
+
+    model: ModelSpec
+    engine: EngineConfig
+    num_threads: int  # of each rank
+    role: Role = "mixed"
+    transfer: TransferConfig | None = None  # None: no replica of the cluster ships KV pages
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    rank_timeout_s: float = 60.0  # a rank that takes longer for its part of one step counts as hung
+    start_timeout_s: float = 900.0  # until all ranks have loaded their parts
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size

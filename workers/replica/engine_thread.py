@@ -1,4 +1,4 @@
-"""The engine in a thread of its own, with asyncio in front: submit, abort, and one message per step."""
+"""The engine in a thread of its own, with asyncio in front: everything a replica does for an ingress, without Ray."""
 
 import asyncio
 import json
@@ -9,11 +9,11 @@ import uuid
 from collections import Counter as Tally
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from crossdock.kvtransfer.events import Event, Figures
+from crossdock.workers.replica.channel import Channel
 from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.replica.handover import Handover
 from crossdock.workers.replica.metrics import EngineMetrics
@@ -24,60 +24,17 @@ from crossdock.workers.report.timeline import Progress, Timeline, Timelines
 from crossdock.workers.schedule.request import Overloaded, Status, Submission, TokenDelta
 
 logger = logging.getLogger(__name__)
-_MOST_PAGES = 100_000  # hashes kept for a reader that is behind
 request_logger = logging.getLogger("crossdock.requests")
 """One line of JSON for each request that ended, at INFO: `Timeline.summary`, which has nothing of its text."""
 
-
-@dataclass(slots=True)
-class Channel:
-    """What one reader has not fetched yet. All deltas of a step arrive together, with what else there is to say."""
-
-    _ready: asyncio.Event = field(default_factory=asyncio.Event)
-    _message: Message = field(default_factory=Message)
-    _live: LiveProfile | None = None  # the last one
-    _closed: bool = False
-
-    def put(
-        self, deltas: Sequence[TokenDelta] = (), live: LiveProfile | None = None, pages: Sequence[PageChanges] = ()
-    ) -> None:
-        self._message.deltas.extend(deltas)
-        if live is not None:
-            self._live = self._message.live = live
-        if pages:
-            behind = [*self._message.pages, *pages]
-            while sum(len(it.added) + len(it.evicted) for it in behind) > _MOST_PAGES:
-                del behind[0]  # the reader sees that one is missing
-            self._message.pages = behind
-        self._ready.set()
-
-    def close(self) -> None:
-        self._closed = True
-        self._ready.set()
-
-    async def messages(self, heartbeat_s: float | None = None) -> AsyncIterator[Message]:
-        """One per step, or per several where the reader is slower than the engine. Where there was nothing for
-        `heartbeat_s`, one that says what was last said, so that the reader knows that we live."""
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(heartbeat_s):  # Python 3.11's wait_for may swallow a cancellation
-                    await self._ready.wait()
-            is_quiet = not self._ready.is_set()
-            self._ready.clear()
-            message, self._message = self._message, Message()
-            if is_quiet:
-                message.live = self._live
-            if not self._closed or message.deltas:
-                yield message
-            if self._closed:
-                return
+HEARTBEAT_S = 1.0  # between two messages to an ingress while nothing happens
 
 
 class EngineThread:
     """Steps an engine for as long as it has work. All public methods belong to the event loop that constructed it."""
 
     def __init__(self, engine: Engine, connect: Callable[[Callable[[Event], None]], Handover] | None = None) -> None:
-        """`connect` makes the engine's handover, given where its dock's events go; None: all work is local."""
+        """`connect` makes the engine's handover, given a callback for its dock's events; None: all work is local."""
         self.engine = engine
         self.metrics = EngineMetrics(engine)
         unix_at_zero = time.time() - engine.clock()
@@ -89,10 +46,11 @@ class EngineThread:
         self._page_bytes = engine.model.layout(engine.config.page_size).page_bytes
         self._channel_of: dict[str, tuple[Channel, int]] = {}  # by request, with the epoch of its placement
         self._loop = asyncio.get_running_loop()
-        self._inbox: deque[Callable[[], None]] = deque()  # what to do between two steps, in the engine's thread
+        self._inbox: deque[Callable[[], None]] = deque()  # actions for the engine's thread, between two steps
         self._wake = threading.Condition()
         self._stopping = False
-        self._is_blocked = False  # by pages that are on their way in or out: no step can do anything until they moved
+        self._is_gang_lost = False  # then nothing may be computed or ended any more
+        self._is_blocked = False  # every request waits for pages on their way in or out: no step can do anything
         self.handover = connect(self._on_event) if connect is not None else None
         if self.handover is not None:
             self.handover.on_figures = self._transferred
@@ -100,30 +58,63 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def channel(self, name: str) -> Channel:
-        """The channel of one reader (an ingress). A second call replaces the first, whose reader is ended."""
-        if name in self.channels:
-            self.channels[name].close()
-        self.channels[name] = channel = Channel()
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def num_posted(self) -> int:
+        """How many actions wait for the engine's thread."""
+        return len(self._inbox)
+
+    # -- for one ingress ---------------------------------------------------------------------------------------------
+
+    async def messages(self, ingress: str) -> AsyncIterator[Message]:
+        """Yield all tokens of the requests of `ingress`, one message per step, with the replica's live profile.
+
+        The first message is empty: from then on `submit` accepts `ingress`. A second without news brings a heartbeat.
+        When the reader stops, its requests are aborted.
+        """
+        channel = self.channel(ingress)
+        try:
+            yield Message()
+            async for message in channel.messages(HEARTBEAT_S):
+                yield message
+        finally:
+            await self.close_channel(ingress, channel)
+
+    async def close_stream(self, ingress: str) -> None:
+        """End the `messages` of an ingress that leaves; its requests are aborted."""
+        channel = self.channels.get(ingress)
+        if channel is not None:
+            channel.close()
+
+    def channel(self, ingress: str) -> Channel:
+        """Open the channel of a reader. A second call replaces the first channel, and ends its reader."""
+        if ingress in self.channels:
+            self.channels[ingress].close()
+        self.channels[ingress] = channel = Channel()
         self._post(lambda: self._introduce(channel))
         return channel
 
-    async def close_channel(self, name: str, channel: Channel) -> None:
-        """Ends a reader: requests that nobody else will read are aborted."""
-        if self.channels.get(name) is channel:
-            del self.channels[name]
-        orphans = [request for request, (its, _) in self._channel_of.items() if its is channel]
+    async def close_channel(self, ingress: str, channel: Channel) -> None:
+        """Forget a reader, and abort the requests whose deltas went to it."""
+        if self.channels.get(ingress) is channel:
+            del self.channels[ingress]
+        orphans = [request for request, (reader, _) in self._channel_of.items() if reader is channel]
         await self.abort(orphans)
 
-    async def submit(self, name: str, submission: Submission) -> int:
-        """Queues a request whose deltas go to channel `name`; raises what `Engine.add` raises. Returns the number of
-        the last live profile that does not include it."""
-        channel = self.channels.get(name)
+    async def submit(self, ingress: str, submission: Submission) -> int:
+        """Queue a request whose deltas go to the channel of `ingress`.
+
+        Returns the number of the last live profile that does not include the request. Raises what `Engine.add` raises.
+        """
+        channel = self.channels.get(ingress)
         if channel is None:
-            raise RuntimeError(f"no channel {name!r} is open")
+            raise RuntimeError(f"no channel {ingress!r} is open")
         done: asyncio.Future[int] = self._loop.create_future()
         self._channel_of[submission.id] = channel, submission.epoch
-        arrived = self.engine.clock()  # here, not between two steps: the step that runs now is time it waits
+        arrived = self.engine.clock()  # here, not between two steps: the step that runs now is time the request waits
 
         def add() -> None:
             try:
@@ -144,19 +135,21 @@ class EngineThread:
             raise
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends requests before the next step begins. No delta follows; unknown ids are ignored."""
+        """End requests and free their pages before the next step. No delta follows; unknown ids are ignored."""
         for request_id in request_ids:
             self._channel_of.pop(request_id, None)
 
         if request_ids:
             self._post(lambda: self._abort(request_ids))
 
-    def progress(self, request_id: str) -> int | None:
-        """How often the engine's thread has looked for work, if it has the request; None: it has not."""
+    async def progress(self, request_id: str) -> int | None:
+        """Return how often the engine's thread has looked for work; None where it does not have the request."""
         return self._num_turns if self.engine.scheduler.get(request_id) is not None else None
 
-    async def keep_for(self, role: Role) -> None:
-        """This replica is kept for something else from now on. What runs goes on; routers hear of it at once."""
+    # -- for all of them ---------------------------------------------------------------------------------------------
+
+    async def assign_role(self, role: Role) -> None:
+        """Change this replica's role without a restart. Running requests go on; routers are notified at once."""
 
         def change() -> None:
             self._publisher.assign_role(role)
@@ -165,24 +158,27 @@ class EngineThread:
         await self.call(change)
 
     async def peer_dead(self, peer: bytes) -> None:
-        """The process of another replica, by its blob, has ended: who waits for its pages goes on without."""
+        """Fail the transfers with another replica, named by its blob: its process has ended."""
         if self.handover is not None:
             self.handover.dock.peer_dead(peer)
 
-    async def call(self, function: Callable[[], None]) -> None:
-        """Runs `function` between two steps, in the engine's thread."""
-        done: asyncio.Future[None] = self._loop.create_future()
+    async def find_timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        """Return the timelines of all that a client's request led to here; see `Timelines.find`."""
+        return self.timelines.find(request_id, tenant, self.engine.clock())
 
-        def run() -> None:
-            function()
-            self._loop.call_soon_threadsafe(_settle, done, None)
+    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
+        """Return the requests that have not ended here; see `Timelines.live`."""
+        return self.timelines.live(tenant, self.engine.clock())
 
-        self._post(run)
-        await done
+    async def metrics_text(self) -> str:
+        """Return the metrics of this replica, in Prometheus' text format."""
+        return self.metrics.text()
 
     def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
-        """As JSON, for a dashboard: the replica as it is now, and its steps after those that were `seen`, by
-        incarnation. May be called while the engine steps: a number may be one step older than its neighbour."""
+        """Return the replica's state and its steps after those already `seen`, by incarnation: JSON for a dashboard.
+
+        May be called while the engine steps: a number may be one step older than its neighbour.
+        """
         engine = self.engine
         requests = Tally(request.status.value for request in engine.scheduler.requests())
         fit = engine.cost_fit
@@ -196,8 +192,19 @@ class EngineThread:
             **self.steps.after(seen, tenant),
         }
 
+    async def call(self, function: Callable[[], None]) -> None:
+        """Run `function` between two steps, in the engine's thread."""
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def run() -> None:
+            function()
+            self._loop.call_soon_threadsafe(_settle, done, None)
+
+        self._post(run)
+        await done
+
     async def close(self) -> None:
-        """Stops after the running step. Open channels end."""
+        """Stop after the running step. Open channels end."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -207,9 +214,7 @@ class EngineThread:
         for channel in self.channels.values():
             channel.close()
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
+    # -- the engine's thread -----------------------------------------------------------------------------------------
 
     def _post(self, action: Callable[[], None]) -> None:
         with self._wake:
@@ -229,24 +234,27 @@ class EngineThread:
             self._publish()
             if self.handover is not None:
                 self.handover.grant()  # before the step, or a request that has just come waits for the end of two
-            step = self._step() if self.engine.has_work else None
+            step = self._attempt(self.engine.step) if self.engine.has_work else None
             self._is_blocked = step is not None and not step.batch
             if self.handover is not None:
                 self.handover.step(step)
-
-    # -- steps, in the engine's thread ---------------------------------------------------------------------------------
 
     @property
     def _can_step(self) -> bool:
         return self.engine.has_work and not self._is_blocked
 
-    def _step(self) -> Step | None:
+    def _attempt(self, run: Callable[[], Step]) -> Step | None:
+        """Run a step, or the rest of one. Returns None where it failed.
+
+        Then all requests end with an error, and the replica goes on. A gang ends instead:
+        ranks that disagree on the steps done cannot go on.
+        """
         try:
-            step = self.engine.step()
-        except Exception as error:  # one bad step must not end the replica: its requests are told, others go on
-            if self.engine.gang is not None:  # but ranks that do not agree on where they are cannot go on
+            step = run()
+        except Exception as error:
+            if self.engine.gang is not None:
                 self.engine.gang.fail(error)
-                self._stopping = True
+                self._is_gang_lost = self._stopping = True
                 return None
             logger.exception("a step failed; its requests end with an error")
             failed = self.engine.fail_all(f"{type(error).__name__}: {error}")
@@ -259,6 +267,15 @@ class EngineThread:
         self._stepped(step)
         return step
 
+    def _finish_steps_of(self, request_ids: Sequence[str]) -> None:
+        """Finish the steps in flight if one of them computes any of these requests, which may be about to end."""
+        if not any(self.engine.is_in_flight(request_id) for request_id in request_ids):
+            return
+        while not self.engine.pipeline.is_empty and not self._is_gang_lost:
+            step = self._attempt(self.engine.finish_step)
+            if step is not None and self.handover is not None:
+                self.handover.step(step)
+
     def _stepped(self, step: Step) -> None:
         progress = self.timelines.stepped(step.batch, step.deltas, step.started, step.seconds, step.predicted)
         if step.batch:
@@ -266,21 +283,13 @@ class EngineThread:
             self.steps.record(step.batch, progress.chunks, step.started, step.seconds, step.predicted)
         self._progressed(progress, step.deltas, step.seconds)
 
-    def _land(self, request_ids: Sequence[str]) -> None:
-        """Ends what is in flight if it computes any of these requests, which may be about to end."""
-        if any(self.engine.is_in_flight(request_id) for request_id in request_ids):
-            for step in self.engine.land():
-                self._stepped(step)
-                if self.handover is not None:
-                    self.handover.step(step)
-
     def _progressed(self, progress: Progress, deltas: Sequence[TokenDelta], seconds: float = 0.0) -> None:
         self.metrics.progressed(progress)
         self._publish(deltas, seconds)
         self._log(progress.finished)
 
     def _publish(self, deltas: Sequence[TokenDelta] = (), seconds: float = 0.0) -> None:
-        """Sends what a step of so many `seconds` made, and where it is time, what there is to say of this replica."""
+        """Send the deltas of a step that took `seconds` and, when it is due, the replica's live profile."""
         now = self.engine.clock()
         live: LiveProfile | None = None
         pages: Sequence[PageChanges] = ()
@@ -291,20 +300,22 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._deliver, deltas, live, pages)
 
     def _introduce(self, channel: Channel) -> None:
-        """Tells a new reader all, and the others what they have not been told of it."""
+        """Send a new reader the whole prefix index, and the other readers the changes since their last message."""
         live, pages = self._publisher.live(self.engine.clock()), self._publisher.page_changes()
         everything = self._publisher.all_pages()
         self._loop.call_soon_threadsafe(self._deliver, (), live, pages)
         self._loop.call_soon_threadsafe(channel.put, (), live, (everything,))
 
-    # -- between two steps, in the engine's thread ---------------------------------------------------------------------
+    # -- the engine's thread, between two steps ----------------------------------------------------------------------
 
     def _on_event(self, event: Event) -> None:
-        """Of the dock's, on its thread."""
+        """Post an event of the dock. Called on the dock's thread."""
 
         def handle() -> None:
             assert self.handover is not None
-            self._land([event.request])
+            self._finish_steps_of([event.request])
+            if self._is_gang_lost:
+                return
             deltas = self.handover.handle(event)
             self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
 
@@ -329,7 +340,9 @@ class EngineThread:
         self.timelines.add(submission, request, arrived, self.engine.scheduler.prefill_seconds(request))
 
     def _abort(self, request_ids: Sequence[str]) -> None:
-        self._land(request_ids)
+        self._finish_steps_of(request_ids)
+        if self._is_gang_lost:
+            return
         pages, aborted = self.engine.pages, []
         for request_id in request_ids:
             before = pages.num_available
@@ -347,7 +360,7 @@ class EngineThread:
         if ended and request_logger.isEnabledFor(logging.INFO):
             self._loop.call_soon_threadsafe(_log, ended)  # the engine's time is dearer than the event loop's
 
-    # -- in the event loop ---------------------------------------------------------------------------------------------
+    # -- the event loop ----------------------------------------------------------------------------------------------
 
     def _deliver(
         self, deltas: Sequence[TokenDelta], live: LiveProfile | None = None, pages: Sequence[PageChanges] = ()
@@ -361,9 +374,9 @@ class EngineThread:
             if delta.finish_reason is not None:
                 del self._channel_of[delta.request_id]
         for channel in self.channels.values():
-            its = by_channel.get(id(channel), ())
-            if its or live is not None:
-                channel.put(its, live, pages)
+            found = by_channel.get(id(channel), ())
+            if found or live is not None:
+                channel.put(found, live, pages)
 
 
 def _log(ended: Sequence[Timeline]) -> None:

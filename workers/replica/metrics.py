@@ -1,7 +1,7 @@
-"""What a replica measures of itself, in Prometheus terms. No ray: the ingress fetches the text and merges it."""
+"""The metrics of one replica, for Prometheus. No ray: the ingress fetches the text and merges it."""
 
 from collections import Counter as Tally
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -9,8 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from crossdock.kvtransfer.events import Figures
-from crossdock.workers.replica.docks import Docks
 from crossdock.workers.replica.engine import Engine, Step
+from crossdock.workers.replica.replica_dock import ReplicaDock
 from crossdock.workers.report.timeline import Progress, Timeline, prompt_length_bucket
 from crossdock.workers.schedule.request import Leg, Request, Status
 
@@ -27,30 +27,44 @@ _SHARED = {True: "true", False: "false"}  # values of the label prefill_shared
 
 
 class EngineMetrics:
-    """Counters of one engine, on a registry of their own; its gauges are read at every scrape."""
+    """The metrics of one engine, on a registry of their own. Its gauges are read at every scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
         self._token_bytes = engine.model.layout(engine.config.page_size).token_bytes
+        self._define_step_metrics()
+        self._define_chunk_metrics()
+        self._define_latency_metrics([slo.name for slo in engine.config.slo_classes])
+        self._define_request_metrics()
+        self._define_transfer_metrics()
+        self.registry.register(_Gauges(engine))
+
+    def _define_step_metrics(self) -> None:
         steps = self._counter("crossdock_steps", "Engine steps.", "kind")
         step_seconds = self._histogram("crossdock_step_seconds", "Duration of a step.", _STEP_SECONDS, "kind")
         predicted = self._histogram(
-            "crossdock_step_predicted_seconds", "What a step was predicted to take.", _STEP_SECONDS, "kind"
+            "crossdock_step_predicted_seconds", "Predicted duration of a step.", _STEP_SECONDS, "kind"
         )
         self._of_kind = {
             kind: (steps.labels(kind), step_seconds.labels(kind), predicted.labels(kind)) for kind in _KINDS
         }
-        self._skipped = self._counter("crossdock_decodes_skipped", "Decodes left out of a step for more urgent ones.")
+        self._skipped = self._counter(
+            "crossdock_decodes_skipped", "Decodes left out of a step in favour of more urgent ones."
+        )
+
+    def _define_chunk_metrics(self) -> None:
         self._chunks = self._histogram("crossdock_chunk_tokens", "Prompt tokens per chunk.", _CHUNK_TOKENS)
         self._chunk_wait = self._histogram(
             "crossdock_chunk_wait_seconds",
-            "From when a request could have had a chunk to the step that carried one.",
+            "From when a request could have had a chunk to the step that computed one.",
             _CHUNK_WAIT,
             "slo_class",
         )
         self._iterations = self._histogram(
             "crossdock_prefill_iterations", "Chunks of a request up to its first token.", _ITERATIONS, "slo_class"
         )
+
+    def _define_latency_metrics(self, slo_classes: Sequence[str]) -> None:
         self._ttft = self._histogram(
             "crossdock_time_to_first_token_seconds",
             "From arrival at the replica to the first token.",
@@ -60,50 +74,57 @@ class EngineMetrics:
         )
         gap = self._histogram(
             "crossdock_inter_token_seconds",
-            "Between two tokens of a stream; prefill_shared: a chunk was computed in between.",
+            "Between two tokens of a stream; prefill_shared: whether a chunk was computed in between.",
             _GAP,
             "prefill_shared",
             "slo_class",
         )
         self._gap = {
-            (slo.name, is_shared): gap.labels(label, slo.name)
-            for slo in engine.config.slo_classes
-            for is_shared, label in _SHARED.items()
+            (name, is_shared): gap.labels(label, name) for name in slo_classes for is_shared, label in _SHARED.items()
         }
         self._tpot = self._histogram(
             "crossdock_time_per_output_token_seconds",
-            "Mean gap of a request's tokens, apart for those in which a chunk was computed and the others.",
+            "Mean gap between a request's tokens; prefill_shared: whether a chunk was computed in the gaps.",
             _GAP,
             "prefill_shared",
             "slo_class",
         )
         self._slo_ttft = self._counter(
-            "crossdock_slo_ttft", "Requests by whether their first token was in time.", "slo_class", "outcome"
+            "crossdock_slo_ttft",
+            "Requests by outcome: whether the first token met the class's time to first token.",
+            "slo_class",
+            "outcome",
         )
         self._slo_tpot = self._counter(
-            "crossdock_slo_tpot", "Finished requests by whether their tokens kept pace.", "slo_class", "outcome"
+            "crossdock_slo_tpot",
+            "Finished requests by outcome: whether the tokens met the class's time per output token.",
+            "slo_class",
+            "outcome",
         )
+
+    def _define_request_metrics(self) -> None:
         self._prompt_tokens = self._counter("crossdock_prompt_tokens", "Prompt tokens computed.")
-        self._cached_tokens = self._counter("crossdock_cached_tokens", "Prompt tokens found in cache.")
+        self._cached_tokens = self._counter("crossdock_cached_tokens", "Prompt tokens found in the prefix cache.")
         self._output_tokens = self._counter("crossdock_output_tokens", "Tokens generated.")
         self._finished = self._counter("crossdock_requests", "Requests ended.", "finish_reason", "slo_class")
         self._refused = self._counter(
             "crossdock_requests_refused",
-            "Requests this replica answered 429: their first token would be late.",
+            "Requests this replica refused (429): the first token would be late.",
             "slo_class",
         )
         self._cancelled_bytes = self._counter(
             "crossdock_cancelled_kv_bytes", "KV bytes computed for requests that were aborted."
         )
+
+    def _define_transfer_metrics(self) -> None:
         self._transfers = self._counter("crossdock_transfers", "Transfers of KV pages.", "direction", "outcome")
         self._transfer_bytes = self._counter("crossdock_transfer_bytes", "KV bytes moved.", "direction")
         self._transfer_seconds = self._histogram(
-            "crossdock_transfer_seconds", "Seconds of one sent transfer, by what they were.", _TRANSFER, "phase"
+            "crossdock_transfer_seconds", "Seconds of one sent transfer, by phase.", _TRANSFER, "phase"
         )
         self._hidden = self._counter(
-            "crossdock_transfer_hidden_seconds", "Of the seconds of writing, those behind the computing of chunks."
+            "crossdock_transfer_hidden_seconds", "Seconds of writing during which later chunks were computed."
         )
-        self.registry.register(_Gauges(engine))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
@@ -112,6 +133,7 @@ class EngineMetrics:
         return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
 
     def stepped(self, step: Step) -> None:
+        """Count a step that has ended."""
         batch = step.batch
         num_chunks = len(batch.scheduled) - batch.num_decodes
         kind = "mixed" if batch.num_decodes and num_chunks else "decodes" if batch.num_decodes else "chunks"
@@ -124,6 +146,7 @@ class EngineMetrics:
             self._skipped.inc(batch.num_skipped)
 
     def progressed(self, progress: Progress) -> None:
+        """Count the chunks, tokens and ends of requests that a step brought."""
         for timeline, chunk in progress.chunks:
             self._chunks.observe(chunk.num_tokens)
             self._prompt_tokens.inc(chunk.num_tokens)
@@ -141,13 +164,15 @@ class EngineMetrics:
             self._end(timeline)
 
     def aborted(self, timeline: Timeline) -> None:
+        """Count a request that was aborted, and the KV bytes that were computed for it."""
         self._end(timeline)
         counts = timeline.counts()
         self._cancelled_bytes.inc(max(counts.computed - counts.cached, 0) * self._token_bytes)
         if timeline.first_token is None and timeline.ttft_met(timeline.ended) is False:
-            self._slo_ttft.labels(timeline.slo.name, "missed").inc()  # nobody waits for what is late for ever
+            self._slo_ttft.labels(timeline.slo.name, "missed").inc()  # late already when it was aborted
 
     def transferred(self, is_sent: bool, figures: Figures, outcome: str) -> None:
+        """Count a transfer that has ended."""
         direction = "sent" if is_sent else "received"
         self._transfers.labels(direction, outcome).inc()
         self._transfer_bytes.labels(direction).inc(figures.num_bytes)
@@ -157,16 +182,19 @@ class EngineMetrics:
             self._transfer_seconds.labels("grant").observe(figures.grant_wait_seconds or 0.0)
             self._hidden.inc(figures.hidden_seconds)
 
-    def watch(self, dock: Docks) -> None:
-        """Shows at every scrape what the docks have under way."""
+    def watch(self, dock: ReplicaDock) -> None:
+        """Show at every scrape how many transfers are under way."""
         open_ = Gauge("crossdock_transfers_open", "Transfers under way, both directions.", registry=self.registry)
         open_.set_function(lambda: dock.counts().num_open)
         dropped = Gauge(
-            "crossdock_transfer_messages_dropped", "Stale or malformed, since the start.", registry=self.registry
+            "crossdock_transfer_messages_dropped",
+            "Stale or malformed messages, since the start.",
+            registry=self.registry,
         )
         dropped.set_function(lambda: dock.counts().num_unknown + dock.counts().num_malformed)
 
     def refused(self, slo_class: str) -> None:
+        """Count a request that was refused for its time to first token."""
         self._refused.labels(slo_class).inc()
 
     def _first_token(self, timeline: Timeline) -> None:
@@ -190,8 +218,11 @@ class EngineMetrics:
 
 
 class _Gauges(Collector):
-    """What an engine looks like at this moment. It is read while the engine's thread changes it: the requests are
-    copied in one operation, which no thread can interrupt, and a number may be one step older than its neighbour."""
+    """The state of an engine at this moment.
+
+    It is read while the engine's thread changes it: the requests are copied in one operation, which no thread can
+    interrupt, and a number may be one step older than its neighbour.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -203,7 +234,9 @@ class _Gauges(Collector):
         yield _gauge("crossdock_pages", "KV pages by state.", ("state",), {(name,): n for name, n in pages.items()})
         yield from self._requests(engine.scheduler.requests())
         yield from self._cost()
-        preemptions = CounterMetricFamily("crossdock_preemptions", "Requests whose pages went to others.")
+        preemptions = CounterMetricFamily(
+            "crossdock_preemptions", "Requests preempted: their pages went to other requests."
+        )
         preemptions.add_metric([], engine.scheduler.num_preemptions)
         yield preemptions
 
@@ -226,7 +259,7 @@ class _Gauges(Collector):
         )
         yield _gauge(
             "crossdock_backlog_seconds",
-            "What computing them takes, by prediction.",
+            "Predicted seconds to compute the waiting prompt tokens.",
             ("slo_class",),
             {(name,): value for name, value in seconds.items()},
         )
@@ -236,14 +269,21 @@ class _Gauges(Collector):
         if fit is None:
             return
         cost = {(name,): value for name, value in fit.cost.model_dump().items()}
-        yield _gauge("crossdock_step_cost_seconds", "Coefficients of StepCost.", ("coefficient",), cost)
+        yield _gauge(
+            "crossdock_step_cost_seconds",
+            "Coefficients of StepCost, the prediction of a step's duration.",
+            ("coefficient",),
+            cost,
+        )
         yield _gauge(
             "crossdock_step_relative_error",
-            "|predicted - actual| / actual of the seconds of recent steps.",
+            "|predicted - actual| / actual duration of recent steps.",
             ("quantile",),
             {(str(quantile),): fit.error(quantile) for quantile in (0.5, 0.9)},
         )
-        rejected = CounterMetricFamily("crossdock_step_outliers", "Steps too far off to be learnt from.")
+        rejected = CounterMetricFamily(
+            "crossdock_step_outliers", "Steps too far from their prediction to be learnt from."
+        )
         rejected.add_metric([], fit.num_rejected)
         yield rejected
 

@@ -26,9 +26,8 @@ def admit(table: RequestTable, request: Request, hits: Sequence[int]) -> bool:
     """
     pages = table.pages
     num_new = -(-request.num_tokens // pages.page_size) - len(hits)
-    num_arriving = sum(1 for other in table.held if other.leg is Leg.RECEIVE)
-    needed = num_new + len(table.running) + num_arriving
-    if not pages.can_allocate(needed, shared=hits) and not _make_way(table, request, needed, hits):
+    needed = num_new + _num_reserved(table)
+    if not pages.can_allocate(needed, shared=hits) and not _make_way(table, request, num_new, hits):
         return False
     pages.share(request.owner, hits)
     pages.allocate(request.owner, num_new)
@@ -70,8 +69,13 @@ def index_full_pages(table: RequestTable, request: Request, start: int) -> None:
         table.pages.index(request.owner, _page_hashes(request, size)[:num_full], first=start // size)
 
 
-def _make_way(table: RequestTable, request: Request, num_pages: int, hits: Sequence[int]) -> bool:
-    """Preempt less urgent requests if that frees the pages that `request` needs; else preempt none."""
+def _num_reserved(table: RequestTable) -> int:
+    """Return the pages that must stay available: one for each request that runs or arrives."""
+    return len(table.running) + sum(1 for other in table.held if other.leg is Leg.RECEIVE)
+
+
+def _make_way(table: RequestTable, request: Request, num_new: int, hits: Sequence[int]) -> bool:
+    """Preempt less urgent requests if that frees the `num_new` pages that `request` needs; else preempt none."""
     less_urgent = [other for other in table.running if other.priority > request.priority]
     if table.assumed_ended and any(other.id in table.assumed_ended for other in less_urgent):
         table.needs_preemption = True
@@ -81,13 +85,14 @@ def _make_way(table: RequestTable, request: Request, num_pages: int, hits: Seque
         if not table.keeps_pages(other) and (other.is_decoding or not table.is_starving(other))
     ]
     pages = table.pages
-    if sum(len(pages.pages_of(other.owner)) for other in victims) + pages.num_available < num_pages:
+    freed = pages.num_freed_by([victim.owner for victim in victims], besides=hits)
+    if not pages.can_allocate(num_new + _num_reserved(table) - len(victims) - freed, shared=hits):
         return False
-    while victims and not pages.can_allocate(num_pages, shared=hits):
+    while not pages.can_allocate(num_new + _num_reserved(table), shared=hits):
         victim = _next_victim(victims)
         victims.remove(victim)
         table.preempt(victim)
-    return pages.can_allocate(num_pages, shared=hits)
+    return True
 
 
 def _next_victim(requests: Sequence[Request]) -> Request:

@@ -7,7 +7,7 @@ Only `release(owner)` and `end_quarantine(owner)` give pages back.
 
 import hashlib
 from array import array
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -100,6 +100,13 @@ class PagePool:
     def can_allocate(self, num_pages: int, shared: Sequence[int] = ()) -> bool:
         """Return whether `num_pages` pages are available beside the pages to share; a shared cached page is used up."""
         return num_pages + sum(1 for page in shared if page in self._cached) <= self.num_available
+
+    def num_freed_by(self, owners: Sequence[str], besides: Sequence[int] = ()) -> int:
+        """Return how many pages, `besides` these, would have no owner if all of `owners` released theirs."""
+        counts = Counter(page for owner in owners for page in self._owned.get(owner, ()))
+        for page in besides:
+            counts.pop(page, None)
+        return sum(count == self._num_owners[page] for page, count in counts.items())
 
     def findable(self) -> list[PageHash]:
         """Return the indexed hashes in the order of indexing: the beginning of a prefix before its end."""

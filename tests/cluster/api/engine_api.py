@@ -20,7 +20,7 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.schedule.slo import SloClass
 from tests.cluster.dispatch.in_process import InProcess
 from tests.cluster.ports import free_port
-from tests.workers.replica.test_engine_thread import hold, posted
+from tests.workers.replica.driven import hold, posted
 
 CLASSES = (
     SloClass(name="urgent", ttft_s=1e-9, tpot_s=1.0),  # so its deadline is twice the time of a prompt alone

@@ -14,7 +14,7 @@ from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost import StepCost
 from tests.cluster.api.engine_api import EngineApi
 from tests.cluster.dispatch.in_process import IN_TURN
-from tests.workers.replica.test_engine_thread import hold, posted
+from tests.workers.replica.driven import hold, posted
 
 KEYS = ("plain", {"key": "bound", "classes": ["standard"]}, {"key": "operator", "sees_all_requests": True})
 

@@ -4,13 +4,10 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
 import httpx
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
@@ -23,6 +20,7 @@ from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.router.fleet import RouterConfig
 from tests.cluster.api.engine_api import all_up
+from tests.cluster.api.otlp_collector import collector
 from tests.cluster.dispatch.in_process import InProcess
 from tests.cluster.ports import free_port
 
@@ -272,34 +270,6 @@ def test_failing_timelines_disturb_no_request(
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def collector(status: int = 200, delay: float = 0.0) -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
-    """Yield the collector's URL, and the list of the requests that it receives."""
-    received: list[ExportTraceServiceRequest] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            assert self.headers["content-type"] == "application/x-protobuf"
-            received.append(ExportTraceServiceRequest.FromString(body))
-            time.sleep(delay)
-            self.send_response(status)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1/traces", received
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def test_collector_receives_spans_by_otlp(tokenizer: ModelTokenizer) -> None:

@@ -12,8 +12,9 @@ from crossdock.cluster.dispatch.connections import RemoteMethod
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.model.load import wrap_module
+from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import EngineConfig, TransferConfig
-from crossdock.workers.replica.engine import Engine, warm_up
+from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.engine_thread import EngineThread
 from crossdock.workers.replica.handover import connect
 from crossdock.workers.report.advertise import Message

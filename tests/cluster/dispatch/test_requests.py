@@ -119,13 +119,13 @@ def test_step_that_raises_ends_its_requests_and_not_the_replica(caplog: pytest.L
         client, dispatcher = InProcess(), Dispatcher("tiny")
         dispatcher.join("one", client, client.profile)
         await ready(dispatcher)
-        finish = type(client.loop.engine._runner).finish
+        finish = type(client.loop.engine.pipeline.runner).finish
         try:
-            type(client.loop.engine._runner).finish = _fail  # type: ignore[method-assign, assignment]
+            type(client.loop.engine.pipeline.runner).finish = _fail  # type: ignore[method-assign, assignment]
             with pytest.raises(RuntimeError, match="broken on purpose"):
                 await tokens(dispatcher, "bad")
         finally:
-            type(client.loop.engine._runner).finish = finish  # type: ignore[method-assign]
+            type(client.loop.engine.pipeline.runner).finish = finish  # type: ignore[method-assign]
         assert await client.owned_pages() == 0
         assert len(await tokens(dispatcher, "good")) == 20
         await client.loop.close()

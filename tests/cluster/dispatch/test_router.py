@@ -25,6 +25,7 @@ from ray.serve.context import _get_global_client
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
 from crossdock.workers.model.load import load_model
+from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
@@ -176,7 +177,7 @@ def test_no_request_is_lost_while_replicas_come_and_go(url: str, model_dir: Path
     """Under load one is added, one is killed, one is drained."""
     prompts = [prompt(300 + number, length) for number, length in enumerate([5, 40, 200, 500])]
     config = EngineConfig(kv_cache_memory=ByteSize(150 << 20), admission="queue")
-    oracle = Engine(load_model(model_dir, None, 2048), config)
+    oracle = Engine(load_model(ModelSpec(str(model_dir), max_model_len=2048)), config)
     for number, asked in enumerate(prompts):
         params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
         oracle.add(Submission(f"{number}", asked, params))

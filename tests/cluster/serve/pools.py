@@ -25,6 +25,7 @@ from ray.serve.config import ProxyLocation
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
 from crossdock.workers.model.load import load_model
+from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
@@ -72,7 +73,7 @@ def deployment(model: Path) -> Iterator[str]:
 def local_engine(model: Path) -> Engine:
     """Return the oracle: the same model on one engine, which other tests compare with transformers' own generate."""
     config = EngineConfig(kv_cache_memory=ByteSize(300 << 20), admission="queue", enable_prefix_caching=False)
-    return Engine(load_model(model, None, _MAX_MODEL_LEN), config)
+    return Engine(load_model(ModelSpec(str(model), max_model_len=_MAX_MODEL_LEN)), config)
 
 
 def expected(engine: Engine, prompts: list[list[int]], **params: Any) -> list[list[int]]:
@@ -123,6 +124,10 @@ class Stream(threading.Thread):
         assert not self.is_alive(), "the stream hangs"
         assert self.error is None, self.error
         return self.tokens
+
+    def timelines(self) -> list[dict[str, Any]]:
+        """Return the timelines of this request at the replicas that worked for it."""
+        return timelines(self.url, self.request_id)
 
     def until_arriving(self) -> tuple[str, int]:
         """Wait until a decode replica has a part of the prompt; return the replica and the tokens it has."""

@@ -1,4 +1,4 @@
-"""Replicas of two ranks under Ray: the same tokens as one rank, and a rank's death or hang ends its replica alone."""
+"""Replicas of two ranks under Ray give the tokens of one rank, and a rank's death or hang ends its replica alone."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
-from tests.cluster.serve.pools import Stream, prompt, samples
+from tests.cluster.serve.pools import Stream, prompt, samples, timelines
 from tests.workers.architectures import build as build_model
 
 APP = "gang"
@@ -27,7 +27,7 @@ APP = "gang"
 
 @pytest.fixture(scope="module")
 def tiny(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with the embedded one's tokenizer: steps of a few milliseconds, in fp32."""
+    """Return a random fp32 model with the embedded one's tokenizer: steps of a few milliseconds."""
     folder = tmp_path_factory.mktemp("tiny")
     shutil.copytree(model_dir, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
     vocab_size = AutoConfig.from_pretrained(model_dir).vocab_size
@@ -38,9 +38,9 @@ def tiny(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(ray_cluster: None, tiny: Path) -> Iterator[str]:
-    with socket.socket() as it:
-        it.bind(("127.0.0.1", 0))
-        port: int = it.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
     config = load(
         None,
         {
@@ -51,7 +51,7 @@ def url(ray_cluster: None, tiny: Path) -> Iterator[str]:
             "http.direct": True,
             "engine.kv_cache_memory": "32MiB",
             "engine.admission": "queue",
-            "router.policy": "round-robin",  # by seconds all would go to the narrow one: here it is the faster
+            "router.policy": "round-robin",  # by predicted time the narrow one, faster here, would get all
             "pools": [
                 {"name": "wide", "tensor_parallel_size": 2, "rank_timeout_s": 3},
                 {"name": "narrow"},
@@ -73,8 +73,8 @@ def oracle(tiny: Path) -> PreTrainedModel:
 
 
 def assert_greedy(oracle: PreTrainedModel, asked: list[int], tokens: list[int], count: int) -> None:
-    """Each token is transformers' best after those before it. Two ranks add up in another order than one: of two
-    that are within 1e-3 of each other either will do."""
+    """Assert that each token is transformers' likeliest after the ones before. Two ranks add up in another order than
+    one: of two tokens whose logits are within 1e-3 of each other either will do."""
     assert len(tokens) == count
     with torch.inference_mode():
         logits = oracle(torch.tensor([asked + tokens[:-1]])).logits[0, len(asked) - 1 :]
@@ -91,7 +91,7 @@ def wait_until_whole(url: str) -> None:
 
 
 def actors(kind: str) -> dict[str, psutil.Process]:
-    """The living actors whose name or class begins so, by id."""
+    """Return the living actors whose name or class begins with `kind`, by id."""
     found = {}
     for actor in ray._private.state.actors().values():
         if actor["State"] == "ALIVE" and (actor["Name"] or actor["ActorClassName"]).startswith(kind):
@@ -100,22 +100,22 @@ def actors(kind: str) -> dict[str, psutil.Process]:
 
 
 @pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_is_lost_under_load(url: str, oracle: PreTrainedModel, harm: signal.Signals) -> None:
-    """kill -9, then a hang: what ran there goes on elsewhere, token for token; the replica comes back, whole and new;
-    nobody is left behind."""
+def test_rank_lost_under_load_ends_its_replica_alone(url: str, oracle: PreTrainedModel, harm: signal.Signals) -> None:
+    """By kill -9, and by a hang. Its requests go on elsewhere, token for token; a new replica comes up whole; no
+    process is left behind."""
     prompts = [prompt(number + 40 * (harm is signal.SIGSTOP), 100 + 20 * number) for number in range(12)]
-    ((replica, its_process),) = actors(f"SERVE_REPLICA::{APP}#wide").items()
+    ((replica, replica_process),) = actors(f"SERVE_REPLICA::{APP}#wide").items()
     ((rank, rank_process),) = actors("Rank").items()
     with ThreadPoolExecutor(12) as pool:
-        streams = list(pool.map(lambda it: Stream(url, it, 400), prompts))
+        streams = list(pool.map(lambda tokens: Stream(url, tokens, 400), prompts))
     while sum(len(stream.tokens) > 5 for stream in streams) < 10:
         time.sleep(0.01)
     assert samples(url, "crossdock_output_tokens_total")[serving("wide")] > 0
     rank_process.send_signal(harm)
     for asked, stream in zip(prompts, streams, strict=True):
         assert_greedy(oracle, asked, stream.result(), 400)
-    assert any(len(stream.timelines()) > 0 for stream in streams)
-    _, alive = psutil.wait_procs([its_process, rank_process], timeout=20)
+    assert any(len(timelines(url, stream.request_id)) > 0 for stream in streams)
+    _, alive = psutil.wait_procs([replica_process, rank_process], timeout=20)
     assert not alive, json.dumps([process.cmdline() for process in alive])
     deadline = time.monotonic() + 60
     while not actors("Rank") or not actors(f"SERVE_REPLICA::{APP}#wide"):
@@ -129,7 +129,7 @@ def test_a_rank_is_lost_under_load(url: str, oracle: PreTrainedModel, harm: sign
 
 
 def serving(pool: str) -> str:
-    """The name of a pool's replica in the metrics."""
+    """Return the name of a pool's replica in the metrics."""
     prefix = f"SERVE_REPLICA::{APP}#{pool}#"
     alive = (actor["Name"] for actor in ray._private.state.actors().values() if actor["State"] == "ALIVE")
     (name,) = (name for name in alive if name.startswith(prefix))

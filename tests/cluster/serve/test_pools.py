@@ -113,7 +113,7 @@ def test_decode_replica_killed_leaves_its_stream_to_another(url: str, local: Eng
     left = [name for name in replicas if name != replica]
     after = pools.prompt_tokens(url, left)
     computed = sum(after[name] - before[name] for name in left)
-    timelines = json.dumps(pools.timelines(url, stream.request_id), indent=1)
+    timelines = json.dumps(stream.timelines(), indent=1)
     assert computed < len(asked) + 300 + 2 * CHUNK, timelines  # the prompt is not computed twice
 
 
@@ -145,7 +145,7 @@ def test_role_assigned_to_a_running_replica_changes_its_work_but_no_token(url: s
         deadline = time.monotonic() + 10
         while True:  # the handle does not know its replicas at once
             try:
-                handle.options(session_id=name).keep_for.remote(role).result()
+                handle.options(session_id=name).assign_role.remote(role).result()
                 break
             except RuntimeError:
                 assert time.monotonic() < deadline

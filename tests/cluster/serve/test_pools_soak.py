@@ -51,7 +51,7 @@ def test_pools_under_load_with_killed_replicas_serve_right_tokens_and_leak_no_pa
         failed = stream.error is not None or len(stream.tokens) < len(wanted[which])
         assert stream.tokens == wanted[which][: len(stream.tokens) if failed else None], (
             f"{time.monotonic() - started:.0f} s: {stream.error}, {stream.tokens}, wanted {wanted[which]}, "
-            f"{json.dumps(pools.timelines(url, stream.request_id))}"
+            f"{json.dumps(stream.timelines())}"
         )
         outcomes["failed" if failed else "served"] += 1
         if failed:

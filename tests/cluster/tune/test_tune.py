@@ -206,7 +206,7 @@ def test_interrupted_command_writes_no_file(monkeypatch: pytest.MonkeyPatch, tmp
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("crossdock.workers.replica.replica.load_engine", interrupted)
+    monkeypatch.setattr("crossdock.workers.replica.engine.load_engine", interrupted)
     result = run("--output", str(tmp_path / "tune.yaml"))
     assert result.exit_code == 130
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,8 @@ from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.fp8_scales import example_text, exponents, fingerprint_of, in_float32, scale_for
 from crossdock.workers.model.load import load_model, wrap_module
 from crossdock.workers.model.model import PagedModel
-from crossdock.workers.replica.ranks import held, pool_spec
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.replica.pool_layout import HeldLayers, held_layers, pool_spec
 from tests.workers.architectures import SERVED, build
 from tests.workers.ranks import DIVISIONS, Ranks, saved
 
@@ -103,15 +104,15 @@ def test_scales_depend_only_on_their_heads_own_keys_or_values() -> None:
     assert [new - old for new, old in zip(after[-1], before[-1], strict=True)] == [2, 0, 0, 2]
 
 
-def held_part(rank: int, path: Path, tensor_size: int, num_stages: int) -> list[list[int]]:
+def held_part(rank: int, path: Path, tensor_size: int, num_stages: int) -> HeldLayers:
     links = Collectives(RankPosition(rank, tensor_size, num_stages), 60.0)
-    model = load_model(path, torch.bfloat16, links=links, kv_cache_dtype="fp8")
-    return [list(row) for row in held(model)]
+    model = load_model(ModelSpec(str(path), "bfloat16", kv_cache_dtype="fp8"), links=links)
+    return held_layers(model)
 
 
 def assert_divisions_agree(ranks: Ranks, path: Path, divisions: list[tuple[int, int]]) -> None:
-    model = load_model(path, torch.bfloat16, kv_cache_dtype="fp8")
-    whole = pool_spec([held(model)], 0, model, "m", 16, 8)
+    model = load_model(ModelSpec(str(path), "bfloat16", kv_cache_dtype="fp8"))
+    whole = pool_spec([held_layers(model)], 0, model, "m", 16, 8)
     assert whole.itemsize == 1
     assert whole.dtype.startswith("float8_e4m3fn, scales ")
     for tensor_size, num_stages in divisions:

@@ -14,8 +14,9 @@ from crossdock.workers.model.kv_memory import GPU_RESERVE_BYTES
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
+from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine, warm_up
+from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
 from tests.workers.architectures import SERVED, build
@@ -74,7 +75,7 @@ def test_model_that_waits_for_the_gpu_runs_eagerly(caplog: pytest.LogCaptureFixt
         lambda _module, _inputs, output: output + 0 * output.max().item()
     )
     engine = Engine(model, EngineConfig(**SETTINGS))
-    assert engine._runner.graphs is None
+    assert engine.pipeline.runner.graphs is None
     assert "without CUDA graphs: RuntimeError: called a synchronizing CUDA operation" in caplog.text
     assert len(tokens(engine)) == 20
 
@@ -99,7 +100,7 @@ def test_engine_with_and_without_graphs_gives_same_tokens() -> None:
     for enforce_eager, is_ahead in ((True, False), (False, False), (False, True), (True, True)):
         settings = SETTINGS | {"enforce_eager": enforce_eager, "async_scheduling": is_ahead}
         engine = Engine(on_gpu(), EngineConfig(**settings))
-        assert isinstance(engine._runner.graphs, DecodeGraphs) is not enforce_eager
+        assert isinstance(engine.pipeline.runner.graphs, DecodeGraphs) is not enforce_eager
         warm_up(engine)
         answers.append(tokens(engine))
     assert answers[0] == answers[1] == answers[2] == answers[3]
@@ -166,9 +167,9 @@ def test_step_behind_another_begins_without_waiting(enforce_eager: bool, waits: 
         engine.add(Submission(f"{number}", [5] * 20, SamplingParams(seed=number, **params)))
     for _ in range(5):
         engine.step()
-    assert len(engine._flights) == 1
-    assert waits(lambda: engine._fly(engine.clock())) == 0
-    assert len(engine._flights) == 2
+    assert len(engine.pipeline.batches) == 1
+    assert waits(lambda: engine.begin_step()) == 0
+    assert len(engine.pipeline.batches) == 2
     while engine.has_work:
         engine.step()
 

@@ -177,9 +177,9 @@ def test_engine_with_recorded_steps_gives_same_tokens() -> None:
 
     for is_recorded, is_ahead in ((False, False), (True, False), (True, True)):
         engine = Engine(wrap_module(module), config.model_copy(update={"async_scheduling": is_ahead}))
-        assert engine._runner.graphs is None, "on a CPU"
+        assert engine.pipeline.runner.graphs is None, "on a CPU"
         if is_recorded:
-            engine._runner = Runner(
+            engine.pipeline.runner = Runner(
                 engine.model, 16, None, Counted(engine.model, 16, config.max_num_seqs, lambda run: run)
             )
         for number in range(14):

@@ -13,6 +13,7 @@ from crossdock.kernels.attention import AttentionBatch, reference_store_kv
 from crossdock.kernels.backend import TORCH, choose_attention
 from crossdock.workers.model.load import load_model, wrap_module
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model_spec import ModelSpec
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import PAGE_SIZE, monolithic, random_steps, through_pages
 
@@ -108,7 +109,7 @@ def test_logits_over_e4m3_pages_are_near_transformers(name: str, most: float) ->
 
 def test_real_weights_over_e4m3_pages_choose_same_tokens(model_dir: Path) -> None:
     """SmolLM2 on a text: the logits are near, and so is the next token unless two nearly tie."""
-    model = load_model(model_dir, torch.float32, kv_cache_dtype="fp8")
+    model = load_model(ModelSpec(str(model_dir), "float32", kv_cache_dtype="fp8"))
     theirs = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
     text = AutoTokenizer.from_pretrained(model_dir)(_TEXT, return_tensors="pt").input_ids[0]
     expected = monolithic(theirs, text)

@@ -72,6 +72,16 @@ def test_page_with_indexed_content_is_not_indexed_again() -> None:
     assert pool.counts().free == 7
 
 
+def test_num_freed_by_counts_pages_without_another_owner() -> None:
+    pool = PagePool(8, 4)
+    hits = pool.match_prefix(fill(pool, "a", list(range(10))))
+    pool.share("b", hits)
+    assert pool.num_freed_by(["a"]) == 1
+    assert pool.num_freed_by(["a", "b"]) == 3
+    assert pool.num_freed_by(["a", "b"], besides=hits) == 1
+    assert pool.num_freed_by(["unknown"]) == 0
+
+
 def test_release_of_an_unknown_owner_frees_nothing() -> None:
     pool = PagePool(2, 4)
     assert pool.release("unknown") == 0

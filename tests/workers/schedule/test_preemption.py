@@ -3,6 +3,7 @@
 from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.request import Status
 from tests.workers.schedule.model_free_replica import (
+    CLASSES,
     ModelFreeReplica,
     new_request,
     new_scheduler,
@@ -56,3 +57,19 @@ def test_request_in_flight_is_not_preempted() -> None:
         scheduler.update(landed, sampled, 0.0)
     assert scheduler.num_preemptions > 0
     assert scheduler.pages.counts().owned == 0
+
+
+def test_request_is_preempted_only_if_the_urgent_one_can_start() -> None:
+    """The urgent prompt shares five pages with the stream, and needs all others but those of the stream.
+
+    Once, the pages to share were counted as free: the stream lost its pages, and the urgent prompt did not start.
+    """
+    scheduler = new_scheduler(num_pages=10, max_model_len=40, max_num_batched_tokens=60, slo_classes=CLASSES)
+    replica = ModelFreeReplica(scheduler, sample=lambda token_ids: 7)
+    replica.add("stream", [3] * 20 + [1], "standard", max_tokens=9)
+    replica.step()
+    urgent = replica.add("urgent", [3] * 20 + [1] * 17, "interactive")
+    while scheduler.has_work:
+        assert replica.step().batch, "there is work, so a step must do some"
+        assert scheduler.num_preemptions == 0 or urgent.num_computed_tokens
+    assert urgent.num_cached_tokens == 20

@@ -13,6 +13,7 @@ from torch import Tensor
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.load import load_model
+from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights import measure_part
 from tests.workers.architectures import build
 from tests.workers.model.paged import random_steps, through_pages
@@ -29,7 +30,7 @@ def prompts() -> list[Tensor]:
 def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> list[Tensor] | None:
     """On one rank: return every token's logits, or None where the rank has none."""
     position = RankPosition(rank, tensor_size, num_stages)
-    model = load_model(path, torch.float32, links=Collectives(position, 60.0))
+    model = load_model(ModelSpec(str(path), "float32"), links=Collectives(position, 60.0))
     torch.manual_seed(0)  # the same pages everywhere
     logits = through_pages(model, prompts(), random_steps(LENGTHS, seed=7))
     return logits if position.is_last_stage else None
@@ -37,7 +38,7 @@ def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> lis
 
 def assert_parts_equal_whole(ranks: Ranks, path: Path, divisions: Sequence[tuple[int, int]]) -> None:
     """In fp32, whose sums differ by their order: 2e-3 is what test_model allows between paged and eager attention."""
-    whole = through_pages(load_model(path, torch.float32), prompts(), random_steps(LENGTHS, seed=7))
+    whole = through_pages(load_model(ModelSpec(str(path), "float32")), prompts(), random_steps(LENGTHS, seed=7))
     for tensor_size, num_stages in divisions:
         answers = ranks.run(tensor_size * num_stages, part_logits, path, tensor_size, num_stages)
         has_logits = [logits is not None for logits in answers]

@@ -1,0 +1,37 @@
+"""A collector of traces on a port of this process."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+
+@contextmanager
+def collector(status: int = 200, delay: float = 0.0) -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
+    """Yield the collector's URL, and the list of the requests that it receives."""
+    received: list[ExportTraceServiceRequest] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            assert self.headers["content-type"] == "application/x-protobuf"
+            received.append(ExportTraceServiceRequest.FromString(body))
+            time.sleep(delay)
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1/traces", received
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

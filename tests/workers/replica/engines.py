@@ -1,0 +1,45 @@
+"""Tiny engines, and requests run to their end on one."""
+
+from typing import Any
+
+from pydantic import ByteSize
+
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine import Engine
+from crossdock.workers.schedule.request import SamplingParams, TokenDelta
+from tests.workers.architectures import build
+
+VOCAB_SIZE = 2000
+MAX_MODEL_LEN = 1024
+
+
+def tiny_model(max_model_len: int | None = None) -> PagedModel:
+    """Return a random fp32 llama of four layers that takes as many tokens as SmolLM2's tests need."""
+    module = build("llama", {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN})
+    return wrap_module(module, max_model_len)
+
+
+def engine_on(model: PagedModel, num_pages: int = 1000, **config: Any) -> Engine:
+    """Return an engine whose pool has `num_pages` pages."""
+    memory = num_pages * model.layout(config.get("page_size", 16)).page_bytes
+    return Engine(model, EngineConfig(kv_cache_memory=ByteSize(memory), **config))
+
+
+def run(engine: Engine) -> dict[str, list[TokenDelta]]:
+    """Step until there is no work. Returns the deltas by request; no page may be owned in the end."""
+    deltas: dict[str, list[TokenDelta]] = {}
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            deltas.setdefault(delta.request_id, []).append(delta)
+    assert engine.pages.counts().owned == 0
+    return deltas
+
+
+def tokens_of(deltas: list[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def greedy(num_tokens: int, **params: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, min_tokens=num_tokens, temperature=0.0, **params)

@@ -1,0 +1,174 @@
+"""Two replicas without their processes, and requests that go from one to the other."""
+
+import asyncio
+import importlib.util
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from pydantic import ByteSize
+
+from crossdock.kvtransfer.events import Figures
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.replica.config import EngineConfig, TransferConfig
+from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.engine_thread import EngineThread
+from crossdock.workers.replica.handover import Handover, connect
+from crossdock.workers.schedule.request import FinishReason, Leg, SamplingParams, Submission, TokenDelta
+from tests.workers.architectures import build
+
+_HAS_NIXL = importlib.util.find_spec("nixl") is not None
+TRANSPORTS = [
+    "tcp",
+    pytest.param("nixl", marks=pytest.mark.skipif(not _HAS_NIXL, reason="the nixl extra is not installed")),
+]
+Answer = TypeVar("Answer")
+
+
+class Side:
+    """One replica without its process: engine, engine thread, dock."""
+
+    def __init__(
+        self,
+        transport: str,
+        model: str = "tiny",
+        deadline_s: float = 5.0,
+        engine: Engine | None = None,
+        **config: object,
+    ) -> None:
+        torch.manual_seed(0)
+        settings = {"max_num_batched_tokens": 80, "max_num_seqs": 8, "kv_cache_memory": ByteSize(4 << 20)} | config
+        if engine is None:
+            wanted = EngineConfig(**settings)  # type: ignore[arg-type]
+            engine = Engine(wrap_module(build("llama", {}), kv_cache_dtype=wanted.kv_cache_dtype), wanted)
+        self.engine = engine
+        self.ended: list[tuple[str, bool, Figures, str]] = []
+        transfer = TransferConfig(transport=transport, deadline_s=deadline_s, grace_s=0.1)  # type: ignore[arg-type]
+
+        self.thread = EngineThread(self.engine, partial(connect, self.engine, model, "test", transfer))
+        on_figures = self.handover.on_figures
+
+        def recorded(*end: Any) -> None:
+            self.ended.append(end)
+            on_figures(*end)
+
+        self.handover.on_figures = recorded
+        self.channel = self.thread.channel("test")
+        self.deltas: dict[str, asyncio.Queue[TokenDelta]] = {}
+        self.pump = asyncio.create_task(self._pump())
+
+    @property
+    def handover(self) -> Handover:
+        assert self.thread.handover is not None
+        return self.thread.handover
+
+    @property
+    def blob(self) -> bytes:
+        return self.handover.dock.blob
+
+    async def _pump(self) -> None:
+        async for message in self.channel.messages():
+            for delta in message.deltas:
+                self.deltas.setdefault(delta.request_id, asyncio.Queue()).put_nowait(delta)
+
+    async def next(self, name: str) -> TokenDelta:
+        """Return the next delta of a request."""
+        return await asyncio.wait_for(self.deltas.setdefault(name, asyncio.Queue()).get(), 20)
+
+    async def generate(self, submission: Submission) -> list[int]:
+        """Return the tokens of a request that runs here alone."""
+        await self.thread.submit("test", submission)
+        return await self.rest(submission.id)
+
+    async def rest(self, name: str) -> list[int]:
+        """Return the tokens of a request from now to its end."""
+        tokens: list[int] = []
+        while True:
+            delta = await self.next(name)
+            tokens += delta.token_ids
+            if delta.finish_reason is not None:
+                return tokens
+
+    async def on_engine(self, function: Callable[[], Answer]) -> Answer:
+        """Call `function` in the engine's thread."""
+        found: list[Answer] = []
+        await self.thread.call(lambda: found.append(function()))
+        return found[0]
+
+    async def computed(self, name: str) -> int:
+        """Return how many tokens of a request are computed here, or have arrived here; 0 where it is not here."""
+        request = await self.on_engine(lambda: self.engine.scheduler.get(name))
+        return request.num_computed_tokens if request is not None else 0
+
+    async def is_clean(self) -> bool:
+        """Return whether nothing is owned, quarantined or being transferred, now or within five seconds."""
+        for _ in range(500):
+            counts = await self.on_engine(self.engine.pages.counts)
+            if counts.owned == counts.quarantined == self.handover.dock.counts().num_open == 0:
+                return True
+            await asyncio.sleep(0.01)
+        return False
+
+    async def close(self) -> None:
+        await self.thread.close()
+        await self.pump
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens computed here since the start."""
+        return int(self.thread.metrics.registry.get_sample_value("crossdock_prompt_tokens_total") or 0)
+
+
+@asynccontextmanager
+async def pair(transport: str, **config: object) -> AsyncIterator[tuple[Side, Side]]:
+    async with closing(Side(transport, **config), Side(transport, **config)) as sides:  # type: ignore[arg-type]
+        yield sides
+
+
+@asynccontextmanager
+async def closing(*sides: Side) -> AsyncIterator[tuple[Side, Side]]:
+    """Yield two sides, check that both are clean in the end, and close them."""
+    try:
+        yield sides[0], sides[1]
+        for side in sides:
+            assert await side.is_clean()
+    finally:
+        for side in sides:
+            await side.close()
+
+
+def submission(prompt: list[int], num_tokens: int = 12, **params: object) -> Submission:
+    sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **({"temperature": 0.0} | params))  # type: ignore[arg-type]
+    return Submission(uuid.uuid4().hex, prompt, sampling)
+
+
+def local(work: Submission) -> Submission:
+    """Return the same request under another id, to run it on one side alone."""
+    return replace(work, id=f"local {work.id}")
+
+
+async def start(prefill: Side, decode: Side, work: Submission) -> None:
+    """Submit both legs of a request."""
+    await decode.thread.submit("test", replace(work, leg=Leg.RECEIVE, peer=prefill.blob))
+    await prefill.thread.submit("test", replace(work, leg=Leg.SEND, peer=decode.blob))
+
+
+async def ship(prefill: Side, decode: Side, work: Submission) -> list[int]:
+    """Return the tokens of a request that is computed by both."""
+    await start(prefill, decode, work)
+    first = await prefill.next(work.id)
+    if first.finish_reason is not None:
+        await decode.thread.abort([work.id])
+        return list(first.token_ids)
+    rest = await decode.rest(work.id)
+    assert (await prefill.next(work.id)).finish_reason is FinishReason.SHIPPED
+    return [*first.token_ids, *rest]
+
+
+def prompts(count: int = 50) -> list[list[int]]:
+    return [[(13 * number + 7 * at * at) % 90 + 3 for at in range(1 + 37 * number % 240)] for number in range(count)]

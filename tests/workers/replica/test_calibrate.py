@@ -1,0 +1,45 @@
+"""Warm-up measures any engine, and leaves no trace in it."""
+
+import pytest
+
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.replica.calibrate import measure_step, warm_up
+from crossdock.workers.schedule.cost import StepWork
+from crossdock.workers.schedule.request import Submission
+from tests.workers.architectures import build
+
+from .engines import engine_on, greedy, tiny_model
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "config"), [(12, {}), (300, {"max_num_batched_tokens": 40, "max_num_seqs": 5})]
+)
+def test_warm_up_in_the_smallest_pool_leaves_no_trace(max_model_len: int, config: dict[str, int]) -> None:
+    engine = engine_on(tiny_model(max_model_len), num_pages=-(-max_model_len // 16), **config)
+    before = engine.pages.counts()
+    profile = warm_up(engine)
+    assert engine.pages.counts() == before
+    assert not engine.has_work
+    assert engine.scheduler.cost == profile.cost
+    assert profile.cost.seconds(StepWork.of([(0, 8)], [8])) > 0
+    engine.add(Submission("a", [1, 2, 3], greedy(2)))
+    assert engine.step().predicted > 0
+
+
+def test_profile_of_e4m3_pages_has_their_size() -> None:
+    engine = engine_on(wrap_module(build("llama", {}), kv_cache_dtype="fp8"), num_pages=100)
+    profile = warm_up(engine)
+    assert (profile.num_pages, profile.page_bytes) == (100, engine.model.layout(16).page_bytes)
+
+
+def test_measured_step_that_the_pool_does_not_hold_is_none() -> None:
+    engine = engine_on(tiny_model(64), num_pages=4)
+    assert measure_step(engine, (0, 65), 0, 0) is None
+    assert measure_step(engine, None, 5, 1) is None
+    measured = measure_step(engine, (16, 16), 2, 8, repeats=2)
+    assert measured is not None
+    work, seconds = measured
+    assert work == StepWork.of([(16, 16)], [8, 8])
+    assert len(seconds) == 2
+    assert min(seconds) > 0
+    assert engine.pages.counts().owned == 0

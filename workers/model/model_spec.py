@@ -1,0 +1,16 @@
+"""Which model is loaded, and how it computes. No torch."""
+
+from dataclasses import dataclass
+
+from crossdock.kernels.options import AttentionBackend, KVCacheDtype
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model and how it computes: the same for every rank of a replica. Crosses processes."""
+
+    path: str | None = None  # directory, or hub name (org/name or org/name@revision); None: the embedded SmolLM2-135M
+    dtype: str = "auto"  # of weights and activations; auto: the checkpoint's, on CPUs bfloat16 where they have it
+    max_model_len: int | None = None  # tokens, prompt and output together; None: the model's own limit
+    attention_backend: AttentionBackend = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"  # of KV pages; auto: the model's

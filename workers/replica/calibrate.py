@@ -1,0 +1,115 @@
+"""Measures what steps take on this device, so that the scheduler can predict them."""
+
+from crossdock.workers.replica.engine import Engine
+from crossdock.workers.report.profile import SchedulingProfile
+from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.cost import StepWork
+from crossdock.workers.schedule.request import Request, SamplingParams, Submission
+
+_SWEPT_CHUNKS = (16, 64, 256, 1024, 4096)
+_LONG_STEP = 0.1  # seconds
+_SWEPT_CONTEXT = 16_384  # tokens of all streams together
+
+
+def warm_up(engine: Engine) -> SchedulingProfile:
+    """Make an idle engine ready: run it once, so that no user pays for first calls, then measure steps of every kind.
+
+    From then on the scheduler predicts. Returns the profile that the replica advertises.
+    """
+    config, model, pages = engine.config, engine.model, engine.pages
+    prompt = [position % model.vocab_size for position in range(min(64, model.max_model_len - 4))]
+    engine.add(Submission("warm-up", prompt, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)))
+    while engine.has_work:
+        engine.step()
+    pages.clear_cache()
+
+    fit = engine.calibrate(_sweep(engine))
+    return SchedulingProfile(
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        page_size=config.page_size,
+        num_pages=pages.num_pages,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        slo_classes=config.slo_classes,
+        chunk_policy=config.chunk_policy,
+        min_chunk_tokens=config.min_chunk_tokens or config.page_size,
+        admission=config.admission,
+        page_bytes=model.layout(config.page_size).page_bytes,
+        tensor_parallel_size=model.part.position.tensor_size,
+        pipeline_parallel_size=model.part.position.num_stages,
+        cost=fit.cost,
+        overrun=fit.overrun,
+    )
+
+
+def _sweep(engine: Engine) -> list[tuple[StepWork, float]]:
+    """Return steps of every kind and their seconds, the best of three: chunks of several sizes and contexts, decodes in
+    several numbers and contexts, and both together.
+
+    The content of pages does not matter to the time, so deep contexts are swept without computing them. The sweep takes
+    5 s of two cores (CPU time; SmolLM2-135M, Zen 4, 2026-11-21).
+    """
+    sweep: list[tuple[StepWork, float]] = []
+
+    def measure(chunk: tuple[int, int] | None, num_streams: int = 0, context: int = 0) -> float:
+        step = measure_step(engine, chunk, num_streams, context)
+        if step is None:
+            return 0.0
+        sweep.append((step[0], min(step[1])))
+        return min(step[1])
+
+    config = engine.config
+    longest = min(engine.model.max_model_len, engine.pages.num_pages * config.page_size)
+    ceiling = min(config.max_num_batched_tokens, longest)
+    small = large = min(64, ceiling)
+    for large in [tokens for tokens in _SWEPT_CHUNKS if tokens <= ceiling] or [ceiling]:
+        if measure((0, large)) > _LONG_STEP:
+            break  # on this device a larger one only takes longer
+    shallow, deep = ((longest - max(small, large)) // part // config.page_size * config.page_size for part in (4, 1))
+    if shallow:
+        measure((shallow, large))
+        measure((shallow, small))
+        measure((deep, small))
+        measure((deep, min(config.page_size, small)))
+    for streams in (1, 4, 16, 64):
+        if streams > config.max_num_seqs:
+            break
+        for context in (32, 256, 2048):
+            if context < longest and streams * context <= _SWEPT_CONTEXT:
+                measure(None, streams, context)
+        measure((0, small), streams, min(32, longest - 1))
+        if shallow and streams in (4, 64):
+            measure((shallow, small), streams, min(256, longest - 1))
+    return sweep
+
+
+def measure_step(
+    engine: Engine,
+    chunk: tuple[int, int] | None,
+    num_streams: int,
+    context: int,
+    repeats: int = 3,
+    vocabulary: int = 1,
+) -> tuple[StepWork, list[float]] | None:
+    """Return the work, and the seconds of each of `repeats` runs, of one step on an idle engine.
+
+    The step is `chunk`, (start, tokens), beside `num_streams` decodes after `context` tokens each. Token ids are spread
+    over the first `vocabulary`, since experts are chosen by them. Returns None where the pool does not hold the step.
+    """
+    size = engine.config.page_size
+    wanted = [(context, 1)] * num_streams + ([chunk] if chunk is not None else [])
+    if sum(-(-(start + tokens) // size) for start, tokens in wanted) > engine.pages.num_available:
+        return None
+    parts = []
+    for number, (start, tokens) in enumerate(wanted):
+        name = f"warm-up-{number}"
+        token_ids = [(number + place) * 7919 % vocabulary for place in range(start + tokens)]
+        request = Request(name, token_ids, SamplingParams(temperature=0.0))
+        pages = engine.pages.allocate(name, -(-(start + tokens) // size))
+        parts.append(Scheduled(request, start, tokens, pages, samples=True))
+    batch = Batch(parts, num_streams)
+    seconds = [engine.run_batch(batch) for _ in range(repeats)]
+    for part in parts:
+        engine.pages.release(part.request.id)
+    return batch.work, seconds

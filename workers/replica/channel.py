@@ -1,0 +1,59 @@
+"""The queue between the engine's thread and one ingress: everything not yet fetched, merged into one message."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from crossdock.workers.report.advertise import LiveProfile, Message, PageChanges
+from crossdock.workers.schedule.request import TokenDelta
+
+_MOST_PAGES = 100_000  # page hashes queued for a reader that is behind
+
+
+@dataclass(slots=True)
+class Channel:
+    """The messages one reader has not fetched yet. All deltas of a step arrive together, with a new live profile."""
+
+    _ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _message: Message = field(default_factory=Message)
+    _live: LiveProfile | None = None  # the last one
+    _closed: bool = False
+
+    def put(
+        self, deltas: Sequence[TokenDelta] = (), live: LiveProfile | None = None, pages: Sequence[PageChanges] = ()
+    ) -> None:
+        """Queue the deltas of a step, a new live profile and changes of the prefix index."""
+        self._message.deltas.extend(deltas)
+        if live is not None:
+            self._live = self._message.live = live
+        if pages:
+            behind = [*self._message.pages, *pages]
+            while sum(len(changes.added) + len(changes.evicted) for changes in behind) > _MOST_PAGES:
+                del behind[0]  # the reader sees by the numbers that one is missing
+            self._message.pages = behind
+        self._ready.set()
+
+    def close(self) -> None:
+        """End `messages` after the deltas that are queued."""
+        self._closed = True
+        self._ready.set()
+
+    async def messages(self, heartbeat_s: float | None = None) -> AsyncIterator[Message]:
+        """Yield one message per step, or one per several steps where the reader is slower than the engine.
+
+        After `heartbeat_s` without news, yields the last live profile again: the reader knows that the replica lives.
+        """
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(heartbeat_s):  # Python 3.11's wait_for may swallow a cancellation
+                    await self._ready.wait()
+            is_quiet = not self._ready.is_set()
+            self._ready.clear()
+            message, self._message = self._message, Message()
+            if is_quiet:
+                message.live = self._live
+            if not self._closed or message.deltas:
+                yield message
+            if self._closed:
+                return

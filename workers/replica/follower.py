@@ -1,0 +1,110 @@
+"""A follower: computes its part of each step as the driver asks, and ends with the driver."""
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import traceback
+
+import torch.distributed as dist
+
+from crossdock.kvtransfer.dock import Dock
+from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.replica.config import ReplicaSpec
+from crossdock.workers.replica.pool_layout import held_layers, pool_spec
+from crossdock.workers.replica.rank_loader import load_rank, position_of, use_interface_of
+from crossdock.workers.replica.rank_messages import (
+    AllocatePool,
+    DockOpened,
+    DriverMessage,
+    EndRank,
+    FollowerMessage,
+    JoinGang,
+    MalformedRankMessage,
+    OpenDock,
+    PhaseEnded,
+    RankFailure,
+    RankReady,
+    RunStep,
+    decode_driver_message,
+    encode,
+)
+from crossdock.workers.replica.rank_socket import GangAddress, RankSocket
+from crossdock.workers.replica.replica_dock import apply_call, open_dock
+
+logger = logging.getLogger(__name__)
+
+
+def follow(spec: ReplicaSpec, rank: int, address: GangAddress) -> None:
+    """Run a follower: load its part and do what the driver asks, until the driver ends it.
+
+    When the driver is gone without a message, the process ends on the spot, whatever it was doing.
+
+    Raises:
+        Exception: whatever went wrong here, after it was reported to the driver.
+    """
+    link = RankSocket.connect(address)
+
+    def send(message: FollowerMessage) -> None:
+        link.send(encode(message))
+
+    send(JoinGang(rank))
+    inbox = _listen(link)
+    try:
+        use_interface_of(link.own_address)
+        store = dist.TCPStore(address.host, address.store_port, is_master=False)  # type: ignore[attr-defined]
+        model, budget = load_rank(spec, position_of(spec, rank), store, lambda phase: send(PhaseEnded(phase)))
+        send(RankReady(held_layers(model), *budget))
+        _work(spec, rank, model, inbox, link)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            send(RankFailure(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        raise
+
+
+def _work(
+    spec: ReplicaSpec, rank: int, model: PagedModel, inbox: queue.SimpleQueue[DriverMessage], link: RankSocket
+) -> None:
+    """Do what the driver asks, in order, until it asks to end."""
+    num_pages = 0
+    dock: Dock | None = None
+    while True:
+        match inbox.get():
+            case RunStep(inputs):
+                StepInputs.unpack(inputs).run(model)
+            case AllocatePool(num_pages):
+                model.allocate_pool(num_pages, spec.engine.page_size)
+            case OpenDock(by_rank, name, role, transfer):
+                layout = pool_spec(by_rank, rank, model, name, spec.engine.page_size, num_pages)
+                dock = open_dock(model, layout, role, transfer, lambda event: link.send(encode(event)))
+                link.send(encode(DockOpened(dock.blob)))
+            case EndRank():
+                dist.destroy_process_group()
+                return
+            case call:
+                assert dock is not None, f"{call} before the dock is open"
+                model.wait()  # pages that are shipped must have been written
+                apply_call(dock, call)
+
+
+def _listen(link: RankSocket) -> queue.SimpleQueue[DriverMessage]:
+    """Return a queue of the driver's messages, in order. A thread reads them, which sees the driver's end at once."""
+    inbox: queue.SimpleQueue[DriverMessage] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            while True:
+                message = decode_driver_message(link.receive())
+                inbox.put(message)
+                if isinstance(message, EndRank):
+                    return
+        except MalformedRankMessage as error:
+            logger.error("this rank ends: its driver sent %s", error)
+            os._exit(1)
+        except (EOFError, OSError):
+            os._exit(1)  # a collective that waits for the dead would hold the process and its memory until its deadline
+
+    threading.Thread(target=read, name="driver", daemon=True).start()
+    return inbox

@@ -1,0 +1,139 @@
+"""The steps that have begun and not ended. Three ways to run them share `begin` and `finish`.
+
+- In turn: one step at a time; `finish` computes it.
+- Pipelined: as many steps as there are pipeline stages. The other stages compute a step from `begin` on, this rank,
+  which is on the last stage, in `finish`.
+- Ahead: up to two steps. The device computes from `begin` on; the second step reads the tokens of the first on the
+  device, and `finish` waits until the host has them.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.runner import Runner
+from crossdock.workers.model.sampling.sampler import PendingTokens
+from crossdock.workers.replica.step_sampler import StepSampler
+from crossdock.workers.schedule.batch import Batch, SampledToken
+
+
+@dataclass(slots=True, eq=False)
+class StepInFlight:
+    """A step that has begun and not ended."""
+
+    batch: Batch
+    started: float  # seconds, on the engine's clock
+    result: Callable[[], dict[str, SampledToken]]  # waits for the end of the step
+    is_alone: bool = True  # no other step was in flight meanwhile: its duration is its cost
+    device_tokens: Tensor | None = None  # [N] sampled ids on the device; None: the next step must wait for the host
+    recomputed: set[str] = field(default_factory=set)  # requests whose part began with a wrong token and is void
+
+
+class FinishedStep(NamedTuple):
+    """A step that has ended; times are seconds on the engine's clock."""
+
+    batch: Batch
+    sampled: dict[str, SampledToken]
+    started: float
+    ended: float
+    is_alone: bool
+
+
+@dataclass(slots=True, eq=False)
+class Pipeline:
+    """The steps in flight on one model, oldest first."""
+
+    runner: Runner
+    sampler: StepSampler
+    clock: Callable[[], float]  # seconds
+    is_ahead: bool  # steps begin before the host has the tokens of the step before
+    _steps: deque[StepInFlight] = field(default_factory=deque)
+
+    @property
+    def depth(self) -> int:
+        """How many steps may be in flight."""
+        return 2 if self.is_ahead else self.runner.model.part.position.num_stages
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._steps
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._steps) < self.depth
+
+    @property
+    def batches(self) -> Sequence[Batch]:
+        """The batches in flight, oldest first."""
+        return [step.batch for step in self._steps]
+
+    @property
+    def newest(self) -> StepInFlight | None:
+        return self._steps[-1] if self._steps else None
+
+    def contains(self, request_id: str) -> bool:
+        """Return whether a step in flight computes a part of the request."""
+        return any(part.request.id == request_id for step in self._steps for part in step.batch.scheduled)
+
+    def begin(self, batch: Batch, now: float) -> None:
+        """Begin to execute `batch`, behind the steps in flight."""
+        inputs = self.runner.begin(batch)
+        if self.is_ahead:
+            step = self._launch(batch, inputs, now)
+        else:
+            for other in self._steps:
+                other.is_alone = False
+            step = StepInFlight(batch, now, partial(self._compute, batch, inputs), is_alone=not self._steps)
+        self._steps.append(step)
+
+    def finish(self) -> FinishedStep:
+        """Wait for the oldest step in flight."""
+        step = self._steps.popleft()
+        sampled = {id_: token for id_, token in step.result().items() if id_ not in step.recomputed}
+        ended = self.clock()
+        if self.is_ahead:
+            for later in self._steps:
+                later.started = ended  # the device computes one step after the other
+        return FinishedStep(step.batch, sampled, step.started, ended, step.is_alone)
+
+    def compute(self, batch: Batch) -> dict[str, SampledToken]:
+        """Execute `batch` from its begin to its end, with no step in flight."""
+        assert self.is_empty, "steps end in the order in which they began"
+        return self._compute(batch, self.runner.begin(batch))
+
+    def clear(self) -> None:
+        """Drop the steps in flight, after one of them failed. Returns when the device no longer computes them."""
+        self._steps.clear()
+        self.runner.model.wait()
+
+    def _launch(self, batch: Batch, inputs: tuple[StepInputs, list[range]], now: float) -> StepInFlight:
+        """Have the device compute `batch`; it begins where the tokens of the step before are known to the device."""
+        before = self.newest
+        logits, rows = self.runner.finish(inputs, before.device_tokens if before is not None else None)
+        drawn = self.sampler.draw(batch, logits)
+        if drawn is None:
+            return StepInFlight(batch, now, partial(self._sample, batch, logits, rows))
+        return StepInFlight(batch, now, partial(self._read, batch, drawn), device_tokens=drawn.on_device)
+
+    def _read(self, batch: Batch, drawn: PendingTokens) -> dict[str, SampledToken]:
+        """Wait for the tokens of a launched step. The step behind it began without the tokens that only the host finds:
+        its parts for those requests are void."""
+        ids = [part.request.id for part in batch.scheduled if part.samples]
+        token_ids, late = drawn.read()
+        for later in self._steps if late else ():
+            later.recomputed, later.device_tokens = {ids[i] for i in late}, None
+        return {id_: SampledToken(token_id) for id_, token_id in zip(ids, token_ids, strict=True)}
+
+    def _compute(self, batch: Batch, inputs: tuple[StepInputs, list[range]]) -> dict[str, SampledToken]:
+        return self._sample(batch, *self.runner.finish(inputs))
+
+    def _sample(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, SampledToken]:
+        sampled = self.sampler.sample(batch, logits, rows)
+        # Also where nothing was sampled: the pages may be shipped next, and the step's seconds are learnt from.
+        self.runner.model.wait()
+        return sampled

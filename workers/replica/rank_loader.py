@@ -1,0 +1,97 @@
+"""Loads one rank's part of a model, together with the other ranks of its gang."""
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.kv_memory import PageBudget, count_pages_that_fit
+from crossdock.workers.model.load import load_model
+from crossdock.workers.model.memory_fit import used
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.replica.config import ReplicaSpec
+
+
+class RankFailed(RuntimeError):
+    """A rank of the replica could not start, has ended or hangs; the message is that rank's own where it sent one."""
+
+
+def position_of(spec: ReplicaSpec, rank: int) -> RankPosition:
+    """Return where `rank` stands in the gang of a replica."""
+    return RankPosition(rank, spec.tensor_parallel_size, spec.pipeline_parallel_size)
+
+
+def driver_of(spec: ReplicaSpec) -> int:
+    """Return the rank that schedules and samples."""
+    return position_of(spec, 0).driver
+
+
+def load_rank(
+    spec: ReplicaSpec, position: RankPosition, store: Any, report: Callable[[str], None]
+) -> tuple[PagedModel, PageBudget]:
+    """Join the gang's torch.distributed world, load this rank's part, and find how many pages fit beside it.
+
+    Collective: every rank must call it. `report` gets one line per phase of the start, for the log.
+
+    Raises:
+        DoesNotFit: there is not enough memory; the message says how much is missing, and what would fit.
+    """
+    phases = _Phases(report)
+    torch.set_num_threads(spec.num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    timeout = timedelta(seconds=spec.start_timeout_s)
+    dist.init_process_group("gloo", store=store, rank=position.rank, world_size=position.size, timeout=timeout)
+    links = Collectives(position, spec.rank_timeout_s, "nccl" if device == "cuda" else "gloo")
+    phases.done("joined the others")
+
+    def loaded() -> None:
+        phases.done("weights read")
+        links.wait_for_all()  # reading has no deadline, the check that follows has
+
+    budget = spec.engine.budget
+    model = load_model(spec.model, device, links, budget.known(device) or 0, loaded)
+    phases.done("logits checked")
+    room = count_pages_that_fit(model, budget, spec.engine.page_size)
+    if budget.known(device) is None:
+        phases.done("memory measured")
+    return model, room
+
+
+def use_interface_of(address: str) -> None:
+    """Have gloo use the network interface of `address`. By itself it looks the host's name up, which need not be an
+    address that the other ranks reach."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
+                    return
+
+
+_SIOCGIFADDR = 0x8915
+
+
+class _Phases:
+    """Reports how long each phase of a rank's start took, and how much memory is in use after it."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._since = time.monotonic()
+
+    def done(self, phase: str) -> None:
+        now = time.monotonic()
+        self._report(f"{phase} in {now - self._since:.1f} s, {used()}")
+        self._since = now
