@@ -35,6 +35,9 @@ class Timeouts:
     rejoin_s: float = 1.0  # until a lost replica that is still a member is tried again
 
 
+DEFAULT_TIMEOUTS = Timeouts()
+
+
 @dataclass(frozen=True, slots=True)
 class Submit:
     """Submit one leg of an attempt to `replica`. `submission.epoch` is the number of the attempt."""
@@ -96,7 +99,7 @@ class RequestLife:
         submission: Submission,
         fleet: Fleet,
         now: float,
-        timeouts: Timeouts | None = None,
+        timeouts: Timeouts = DEFAULT_TIMEOUTS,
         most_placements: int = MOST_PLACEMENTS,
     ) -> None:
         self.submission = submission
@@ -106,7 +109,7 @@ class RequestLife:
         self.query: Query | None = None  # of the last attempt; None: the output has changed since
         self.is_over = False
         self._fleet = fleet
-        self._timeouts = timeouts or Timeouts()
+        self._timeouts = timeouts
         self._most_placements = most_placements
         self._num_losses = 0
         self._lost: set[str] = set()  # decode replicas that the request was lost at: they are chosen last

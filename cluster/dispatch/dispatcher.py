@@ -19,6 +19,7 @@ from crossdock.cluster.dispatch.connections import (
 from crossdock.cluster.dispatch.ingress_metrics import IngressMetrics, merge_metrics
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.request_life import (
+    DEFAULT_TIMEOUTS,
     MOST_PLACEMENTS,
     Accepted,
     Action,
@@ -57,14 +58,14 @@ class Dispatcher:
         model_name: str,
         router: RouterConfig | None = None,
         ingress_texts: Callable[[], Awaitable[Mapping[str, str]]] | None = None,
-        timeouts: Timeouts | None = None,
+        timeouts: Timeouts = DEFAULT_TIMEOUTS,
         most_placements: int = MOST_PLACEMENTS,
     ) -> None:
         """`ingress_texts` fetches the metrics of all ingresses, by name; None: this is the only one."""
         self._model_name = model_name
         self._created = int(time.time())
         self._card: ModelCard | None = None
-        self._timeouts = timeouts or Timeouts()
+        self._timeouts = timeouts
         self._most_placements = most_placements
         self.fleet = Fleet(router or RouterConfig.model_validate({}))  # the replicas that are up
         self.metrics = IngressMetrics()

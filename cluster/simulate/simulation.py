@@ -215,10 +215,16 @@ class Simulation:
             request.sample.times.extend(times)
 
     def stepped(self, replica: SimulatedReplica, batch: Batch, deltas: Sequence[TokenDelta], now: float) -> None:
+        name = replica.name
         for delta in deltas:
             request = self.requests.get(delta.request_id)
-            if request is not None:
-                self._do(request, request.life.tokens(replica.name, delta, now), now)
+            if request is None:
+                continue
+            actions = request.life.tokens(name, delta, now)
+            if len(actions) == 1 and actions[0] is delta:  # nearly always
+                self._stream(request, delta, now)
+            else:
+                self._do(request, actions, now)
         for part in batch.scheduled[batch.num_decodes :]:
             computed = part.request
             request = self.requests.get(computed.id) if computed.leg is Leg.SEND else None

@@ -17,7 +17,7 @@ from crossdock.workers.replica.channel import Channel
 from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.replica.handover import Handover
 from crossdock.workers.replica.metrics import EngineMetrics
-from crossdock.workers.report.advertise import LiveProfile, Message, PageChanges, Publisher
+from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile, Message, PageChanges, Publisher
 from crossdock.workers.report.profile import Role
 from crossdock.workers.report.recent_steps import RecentSteps
 from crossdock.workers.report.timeline import Progress, Timeline, Timelines
@@ -26,8 +26,6 @@ from crossdock.workers.schedule.request import Overloaded, Status, Submission, T
 logger = logging.getLogger(__name__)
 request_logger = logging.getLogger("crossdock.requests")
 """One line of JSON for each request that ended, at INFO: `Timeline.summary`, which has nothing of its text."""
-
-HEARTBEAT_S = 1.0  # between two messages to an ingress while nothing happens
 
 
 class EngineThread:

@@ -58,7 +58,7 @@ class EngineApi:
         await self.http.aclose()
         await self.dispatcher.close()
         for replica in self.replicas:
-            await replica.loop.close()
+            await replica.engine_thread.close()
 
     async def ask(self, tier: str | None = "urgent", tokens: int = 200, **fields: Any) -> httpx.Response:
         headers = {f"x-{name}": fields.pop(name) for name in ("request-id", "slo-class") if name in fields}
@@ -71,7 +71,7 @@ class EngineApi:
         self, *asking: Coroutine[Any, Any, httpx.Response], num_submissions: int = 0
     ) -> tuple[list[Any], threading.Event]:
         """Begin requests to a single replica, which accepts them and computes nothing until the event is set."""
-        loop, count = self.replicas[0].loop, num_submissions or len(asking)
+        loop, count = self.replicas[0].engine_thread, num_submissions or len(asking)
         gate = await hold(loop)
         tasks = [asyncio.create_task(one) for one in asking]
         await posted(loop, count)

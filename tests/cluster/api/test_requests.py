@@ -44,9 +44,9 @@ def test_request_that_would_be_late_is_refused(
 
     async def main() -> None:
         async with EngineApi(tokenizer, router=router) as api:
-            gate = await hold(api.replicas[0].loop)
+            gate = await hold(api.replicas[0].engine_thread)
             asking = [asyncio.create_task(api.ask(stream=stream)) for _ in range(3)]
-            await posted(api.replicas[0].loop, num_asked)
+            await posted(api.replicas[0].engine_thread, num_asked)
             gate.set()
             answers = await asyncio.gather(*asking)
             assert [is_refusal(answer) for answer in answers] == [False, False, True]
@@ -72,7 +72,7 @@ def test_refusal_of_one_choice_refuses_whole_request(
             )
             assert is_refusal(await asking)
             gate.set()
-            await api.replicas[0].loop.call(lambda: None)
+            await api.replicas[0].engine_thread.call(lambda: None)
             assert await api.owned_pages() == 0
             ended = (await api.get("/whole")).json()["requests"]
             assert [one["finish_reason"] for one in ended] == ["abort", "abort"]
@@ -107,9 +107,9 @@ def test_no_token_is_sent_before_every_choice_is_accepted(tokenizer: ModelTokeni
 def test_late_request_waits_with_admission_queue(tokenizer: ModelTokenizer) -> None:
     async def main() -> None:
         async with EngineApi(tokenizer, admission="queue") as api:
-            gate = await hold(api.replicas[0].loop)
+            gate = await hold(api.replicas[0].engine_thread)
             asking = [asyncio.create_task(api.ask()) for _ in range(5)]
-            await posted(api.replicas[0].loop, 5)
+            await posted(api.replicas[0].engine_thread, 5)
             gate.set()
             assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 5
 
@@ -119,7 +119,7 @@ def test_late_request_waits_with_admission_queue(tokenizer: ModelTokenizer) -> N
 def test_request_refused_by_one_replica_is_offered_to_another(tokenizer: ModelTokenizer) -> None:
     async def main() -> None:
         async with EngineApi(tokenizer, num_replicas=2, router=IN_TURN) as api:
-            loops = [replica.loop for replica in api.replicas]
+            loops = [replica.engine_thread for replica in api.replicas]
             gates = [await hold(loop) for loop in loops]
             asking = [asyncio.create_task(api.ask()) for _ in range(4)]
             for loop in loops:

@@ -56,7 +56,7 @@ class TracedApi:
         await self.http.aclose()
         await self.dispatcher.close()
         for replica in self.replicas:
-            await replica.loop.close()
+            await replica.engine_thread.close()
 
     async def ask(self, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         body = {"prompt": [5] * 100, "max_tokens": 8, "ignore_eos": True, "temperature": 0} | fields

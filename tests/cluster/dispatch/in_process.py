@@ -1,10 +1,10 @@
 """Replicas in this process: real engines, no Ray; and clients of a dispatcher over them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from functools import partial
-from inspect import isawaitable
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ByteSize
 
@@ -33,51 +33,43 @@ class InProcess:
         engine = Engine(wrap_module(build("llama", {})), config)
         self.profile = warm_up(engine)
         if role == "mixed":
-            self.loop = EngineThread(engine)
+            self.engine_thread = EngineThread(engine)
         else:
-            self.loop = EngineThread(engine, partial(connect, engine, "tiny", role, TransferConfig(transport="tcp")))
-            assert self.loop.handover is not None
-            self.profile = self.profile.model_copy(update={"role": role, "peer": self.loop.handover.dock.blob})
+            self.engine_thread = EngineThread(
+                engine, partial(connect, engine, "tiny", role, TransferConfig(transport="tcp"))
+            )
+            assert self.engine_thread.handover is not None
+            self.profile = self.profile.model_copy(update={"role": role, "peer": self.engine_thread.handover.dock.blob})
         self.is_killed = False
 
     async def messages(self) -> AsyncIterator[Message]:
-        channel = self.loop.channel("test")
-        try:
-            yield Message()
-            async for message in channel.messages(1.0):
+        async with aclosing(cast(AsyncGenerator[Message, None], self.engine_thread.messages("test"))) as messages:
+            yield await anext(messages)
+            async for message in messages:
                 if self.is_killed:
                     raise ConnectionError("killed")
                 yield message
-        finally:
-            await self.loop.close_channel("test", channel)
 
     async def submit(self, submission: Submission) -> int:
-        return await self.loop.submit("test", submission)
+        return await self.engine_thread.submit("test", submission)
 
     async def close(self) -> None:
-        self.loop.channels["test"].close()
+        await self.engine_thread.close_stream("test")
 
     async def call(self, method: RemoteMethod, *arguments: Any) -> Any:
         """Call a method of this class, or else the engine thread's of that name."""
-        answer = (getattr(self, method, None) or getattr(self.loop, method))(*arguments)
-        return await answer if isawaitable(answer) else answer
+        return await (getattr(self, method, None) or getattr(self.engine_thread, method))(*arguments)
 
     async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
-        return self.loop.timelines.find(request_id, tenant, self.loop.engine.clock())
-
-    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
-        return self.loop.timelines.live(tenant, self.loop.engine.clock())
+        return await self.engine_thread.find_timelines(request_id, tenant)
 
     async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
         profile = self.profile.model_dump(exclude={"peer"}, mode="json")
-        return {"pool": "mixed", "profile": profile, **self.loop.watched(seen, tenant)}
-
-    async def metrics_text(self) -> str:
-        return self.loop.metrics.text()
+        return {"pool": "mixed", "profile": profile, **self.engine_thread.watched(seen, tenant)}
 
     async def owned_pages(self) -> int:
         counts = []
-        await self.loop.call(lambda: counts.append(self.loop.engine.pages.counts().owned))
+        await self.engine_thread.call(lambda: counts.append(self.engine_thread.engine.pages.counts().owned))
         return counts[0]
 
 
@@ -103,7 +95,7 @@ class Forgetful(InProcess):
         sequence = await super().submit(submission)
         self.num_taken += 1
         if self.num_taken % 2:
-            await self.loop.abort([submission.id])
+            await self.engine_thread.abort([submission.id])
         return sequence
 
 

@@ -29,8 +29,8 @@ def test_replica_that_has_just_joined_is_waited_for() -> None:
         assert not dispatcher.ready()
         assert len(await tokens(dispatcher, "between the two")) == 20
         await dispatcher.close()
-        await old.loop.close()
-        await new.loop.close()
+        await old.engine_thread.close()
+        await new.engine_thread.close()
 
     asyncio.run(main())
 
@@ -56,7 +56,7 @@ class Mortal(InProcess):
     def die(self) -> None:
         """Fail the stream now, with a message that no request waits for."""
         self.is_killed = True
-        self.loop.channels["test"].put([TokenDelta("no request", [])])
+        self.engine_thread.channels["test"].put([TokenDelta("no request", [])])
 
 
 def test_death_of_a_replica_is_reported_to_all_others() -> None:
@@ -80,7 +80,7 @@ def test_death_of_a_replica_is_reported_to_all_others() -> None:
         dispatcher.leave("1")
         await until(lambda: clients[3].deaths == [b"0", b"1"])
         for client in clients:
-            await client.loop.close()
+            await client.engine_thread.close()
 
     asyncio.run(main())
 
@@ -97,7 +97,7 @@ def test_lost_replica_that_is_still_a_member_is_connected_again() -> None:
         assert not dispatcher.ready()
         await ready(dispatcher)
         assert len(await tokens(dispatcher, "again")) == 20
-        await client.loop.close()
+        await client.engine_thread.close()
 
     asyncio.run(main())
 
@@ -114,7 +114,7 @@ def test_replica_that_leaves_finishes_its_streams_and_is_disconnected() -> None:
             await tokens(dispatcher, "new")
         assert len(await running) == 100
         await asyncio.sleep(0.05)
-        assert not client.loop.channels  # its stream is closed and does not hold up its drain
-        await client.loop.close()
+        assert not client.engine_thread.channels  # its stream is closed and does not hold up its drain
+        await client.engine_thread.close()
 
     asyncio.run(main())

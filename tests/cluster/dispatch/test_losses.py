@@ -35,8 +35,8 @@ def test_request_of_dead_replica_goes_on_elsewhere_with_the_same_tokens() -> Non
         dispatcher.leave("first" if victim is first else "second")
         assert len(await tokens(dispatcher, "next")) == 20
         assert "crossdock_ingress_placed_again_total 1.0" in dispatcher.metrics.text()
-        await first.loop.close()
-        await second.loop.close()
+        await first.engine_thread.close()
+        await second.engine_thread.close()
 
     asyncio.run(main())
 
@@ -70,14 +70,14 @@ def test_first_token_that_comes_late_or_never_changes_no_output(is_killed: bool)
         dispatcher.join("p", prefill, prefill.profile)
         await ready(dispatcher, 2)
         asking = asyncio.create_task(tokens(dispatcher, "r"))
-        while not any(one["num_output_tokens"] >= 10 for one in await decode.live_requests(None)):
+        while not any(one["num_output_tokens"] >= 10 for one in await decode.engine_thread.live_requests(None)):
             await asyncio.sleep(0.001)
         prefill.is_killed = is_killed
         prefill.release.set()
         assert await asking == wanted
         assert f"crossdock_ingress_placed_again_total {float(is_killed)}" in dispatcher.metrics.text()
         for client in (prefill, decode):
-            await client.loop.close()
+            await client.engine_thread.close()
 
     asyncio.run(main())
 
@@ -97,8 +97,8 @@ def test_replica_that_does_not_take_a_request_leaves_it_to_another() -> None:
         dispatcher.leave("b")
         with pytest.raises(ReplicaLost, match="a did not take the request"):
             await tokens(dispatcher, "no other replica")
-        await first.loop.close()
-        await second.loop.close()
+        await first.engine_thread.close()
+        await second.engine_thread.close()
 
     asyncio.run(main())
 
@@ -115,8 +115,8 @@ def test_request_of_silent_replica_is_placed_again(kind: type[InProcess]) -> Non
         assert all(output == outputs[0] for output in outputs)
         assert "crossdock_ingress_placed_again_total 0.0" not in dispatcher.metrics.text()
         assert not dispatcher.deadlines
-        await first.loop.close()
-        await second.loop.close()
+        await first.engine_thread.close()
+        await second.engine_thread.close()
 
     asyncio.run(main())
 
@@ -166,7 +166,7 @@ def test_every_request_has_a_deadline_while_replicas_come_and_go() -> None:
         assert not dispatcher.deadlines
         assert num_events > 10
         for replica in [*up.values(), *gone]:
-            await replica.loop.close()
+            await replica.engine_thread.close()
 
     async def fail_or_heal(dispatcher: Dispatcher, up: dict[str, InProcess], gone: list[InProcess], name: str) -> None:
         """Something happens; two replicas stay that can serve."""
@@ -203,6 +203,6 @@ def test_death_of_the_last_replica_fails_its_requests() -> None:
         with pytest.raises(ReplicaLost, match="no replica is up"):
             await running
         dispatcher.leave("one")
-        await client.loop.close()
+        await client.engine_thread.close()
 
     asyncio.run(main())

@@ -25,7 +25,7 @@ def test_requests_at_once_have_equal_outputs_and_leave_no_pages() -> None:
         assert 'crossdock_requests_total{finish_reason="length",slo_class="standard",replica="one"}' in text
         assert "crossdock_time_to_first_token_seconds_count" in text
         await dispatcher.close()
-        await client.loop.close()
+        await client.engine_thread.close()
 
     asyncio.run(main())
 
@@ -41,8 +41,8 @@ def test_overloaded_replica_leaves_request_to_next_best() -> None:
         assert first.num_refused == 1
         assert not dispatcher.deadlines
         assert all(not dispatcher.fleet.num_booked(name) for name in ("a", "b"))
-        await first.loop.close()
-        await second.loop.close()
+        await first.engine_thread.close()
+        await second.engine_thread.close()
 
     asyncio.run(main())
 
@@ -58,7 +58,7 @@ def test_overload_of_all_replicas_raises_shortest_wait() -> None:
         assert refusal.value.retry_after == 2.0
         assert [client.num_refused for client in clients] == [1, 1, 1]
         for client in clients:
-            await client.loop.close()
+            await client.engine_thread.close()
 
     asyncio.run(main())
 
@@ -72,7 +72,7 @@ def test_first_delta_is_empty_and_means_taken() -> None:
         deltas = [delta async for delta in dispatcher.generate(Submission("r", [5] * 40, params))]
         assert [len(delta.token_ids) for delta in deltas] == [0, 1, 1]
         assert deltas[0].finish_reason is None
-        await client.loop.close()
+        await client.engine_thread.close()
 
     asyncio.run(main())
 
@@ -86,7 +86,7 @@ def test_invalid_request_raises_value_error_and_disturbs_no_other() -> None:
         with pytest.raises(ValueError, match="prompt has 300 tokens"):
             await tokens(dispatcher, "bad", prompt=300)
         assert len(await good) == 100
-        await client.loop.close()
+        await client.engine_thread.close()
 
     asyncio.run(main())
 
@@ -109,7 +109,7 @@ def test_client_that_leaves_at_any_stage_frees_pages() -> None:
         await stream.aclose()  # type: ignore[attr-defined]
         await asyncio.sleep(0.05)
         assert await client.owned_pages() == 0
-        await client.loop.close()
+        await client.engine_thread.close()
 
     asyncio.run(main())
 
@@ -119,16 +119,16 @@ def test_step_that_raises_ends_its_requests_and_not_the_replica(caplog: pytest.L
         client, dispatcher = InProcess(), Dispatcher("tiny")
         dispatcher.join("one", client, client.profile)
         await ready(dispatcher)
-        finish = type(client.loop.engine.pipeline.runner).finish
+        finish = type(client.engine_thread.engine.pipeline.runner).finish
         try:
-            type(client.loop.engine.pipeline.runner).finish = _fail  # type: ignore[method-assign, assignment]
+            type(client.engine_thread.engine.pipeline.runner).finish = _fail  # type: ignore[method-assign, assignment]
             with pytest.raises(RuntimeError, match="broken on purpose"):
                 await tokens(dispatcher, "bad")
         finally:
-            type(client.loop.engine.pipeline.runner).finish = finish  # type: ignore[method-assign]
+            type(client.engine_thread.engine.pipeline.runner).finish = finish  # type: ignore[method-assign]
         assert await client.owned_pages() == 0
         assert len(await tokens(dispatcher, "good")) == 20
-        await client.loop.close()
+        await client.engine_thread.close()
 
     asyncio.run(main())
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,10 @@ def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
         },
     )
     serve.start(proxy_location=ProxyLocation.Disabled)
-    serve.run(build(config), name=APP, external_scaler_enabled=True)
+    with pytest.MonkeyPatch.context() as patch:  # Serve looks for dead replicas every 10 s, by default
+        patch.setattr(serve, "deployment", partial(serve.deployment, health_check_period_s=1.0))
+        app = build(config)
+    serve.run(app, name=APP, external_scaler_enabled=True)
     address = f"http://127.0.0.1:{port}"
     wait_for(lambda: len(replicas(address)) == 2)
     yield address
@@ -86,6 +90,12 @@ def processes() -> list[psutil.Process]:
     prefix = f"SERVE_REPLICA::{APP}#mixed#"
     alive = [actor for actor in actors().values() if actor["Name"].startswith(prefix) and actor["State"] == "ALIVE"]
     return [psutil.Process(actor["Pid"]) for actor in alive if psutil.pid_exists(actor["Pid"])]
+
+
+def num_running() -> int:
+    """Return how many replicas Serve takes to be running: for a moment, one that has died is among them."""
+    states = serve.status().applications[APP].deployments["mixed"].replica_states
+    return sum(count for state, count in states.items() if state == "RUNNING")
 
 
 def scale(count: int) -> None:
@@ -202,6 +212,7 @@ def test_no_request_is_lost_while_replicas_come_and_go(url: str, model_dir: Path
         for count in (3, 2, 1):
             if count == 2:
                 processes()[0].kill()
+                wait_for(lambda: num_running() == 2)  # else Serve may stop a live replica, and start one for the dead
             scale(count)
             served = outcomes["served"]
             wait_for(lambda count=count: len(processes()) == count)  # type: ignore[misc]
