@@ -72,6 +72,22 @@ def test_partial_prefills_are_bounded() -> None:
         assert len(long) <= 1
 
 
+@pytest.mark.parametrize(("limits", "most"), [((3, 3), 3), ((8, 2), 2), ((8, 8), 8)])
+def test_budget_left_by_small_chunks_starts_prompts_up_to_the_limit(limits: tuple[int, int], most: int) -> None:
+    """Chunks of 16 tokens leave room for eight prompts in a step."""
+    replica = new_timed_replica(
+        max_num_batched_tokens=128,
+        chunk_policy="fixed",
+        long_prefill_token_threshold=16,
+        max_num_partial_prefills=limits[0],
+        max_long_partial_prefills=limits[1],
+    )
+    for number in range(12):
+        replica.add(f"long {number}", 100)
+    replica.step()
+    assert len(replica.scheduler.running) == most
+
+
 def test_batch_streams_skip_steps_for_an_interactive_one() -> None:
     """The interactive stream keeps its pace; no batch stream stops for good."""
     replica = new_timed_replica(max_num_seqs=48)
