@@ -28,7 +28,7 @@ class RunningServer:
 
 
 def add_server_options(parser: argparse.ArgumentParser, name: str, port: int) -> None:
-    """Add the options of every benchmark that starts servers. `name`: of the benchmark, for its files."""
+    """Add the options of every benchmark that starts servers. `name`: the benchmark's, used in file names."""
     parser.add_argument("--port", type=int, default=port, help="where the servers listen (default: %(default)s)")
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds until a server must answer")
     parser.add_argument(

@@ -216,10 +216,6 @@ class Request:
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
-    def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
-
-    @property
     def num_scheduled_tokens(self) -> int:
         """Return the number of computed tokens and tokens in flight: the next step begins after them."""
         return self.num_computed_tokens + self.num_in_flight_tokens
