@@ -106,12 +106,10 @@ class Engine:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def add(
-        self, submission: Submission, arrived: float | None = None, grammar: GrammarState | None = None
-    ) -> None:
+    def add(self, submission: Submission, arrived: float | None = None, grammar: GrammarState | None = None) -> None:
         """Queue a request that arrived at `arrived` on the engine's clock; None: now.
 
-        `grammar` is the state of the request's grammar after its output tokens. Without one, `add` waits for the compile.
+        `grammar` is the state of the request's grammar after its output tokens; None: `add` waits for the compile.
 
         Raises:
             InvalidField: the request can never be served.
@@ -136,9 +134,10 @@ class Engine:
         Raises:
             InvalidField: the grammar cannot be served. Overloaded: too many other grammars come first.
         """
-        if submission.sampling.grammar is None:
+        grammar = submission.sampling.grammar
+        if grammar is None:
             return None
-        return await self.grammars.compiled(submission.sampling.grammar, submission.output_token_ids)
+        return await self.grammars.compiled(grammar, submission.output_token_ids, submission.may_refuse)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request in any state, unless it is in flight. Returns None if it has ended already."""

@@ -19,7 +19,6 @@ from crossdock.workers.schedule.request import Request, Status, TokenLogprobs
 class StepSampler:
     """The sampling state of every request of one engine: its row, its grammar, its prompt's logprobs so far."""
 
-    vocab_size: int
     eos_token_ids: tuple[int, ...]
     _rows: dict[str, SampleRow] = field(default_factory=dict)  # by request
     _grammars: dict[str, GrammarState] = field(default_factory=dict)

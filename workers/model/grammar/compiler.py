@@ -1,7 +1,7 @@
 """Compiled grammars: vetted in a process of their own, compiled in one thread, and kept for the next request.
 
-llguidance cannot hand a compiled grammar to another process. So the vetting process only proves that it compiles within
-limits, and then it is compiled here once more, which takes the same time, memory and stack. llguidance releases the GIL.
+llguidance cannot hand a compiled grammar to another process. So the vetting process only proves that it compiles
+within limits. Then it is compiled here once more, which takes the same time, memory and stack, and not the GIL.
 """
 
 import asyncio
@@ -113,9 +113,10 @@ class GrammarCompiler:
         """
         return self._state(self._request(grammar).result(), token_ids)
 
-    async def compiled(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> GrammarState:
-        """Do the same as `compile` on an event loop, which goes on meanwhile."""
-        request = self._request(grammar)
+    async def compiled(self, grammar: Grammar, token_ids: Sequence[int] = (), may_refuse: bool = True) -> GrammarState:
+        """Do the same as `compile` on an event loop, which goes on meanwhile. Unless it may refuse, a request waits
+        behind any number of others, but never longer than a router waits for the answer."""
+        request = self._request(grammar, may_refuse)
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 found = await asyncio.shield(asyncio.wrap_future(request))  # others may wait for the same grammar
@@ -125,13 +126,18 @@ class GrammarCompiler:
             return self._state(found, token_ids)
         return await asyncio.to_thread(self._state, found, token_ids)
 
+    @property
+    def num_cached(self) -> int:
+        """Return how many grammars and refusals are kept."""
+        return len(self._cache)
+
     def close(self) -> None:
         """End the thread and the vetting process."""
         self._thread.shutdown()
         if self._vetter is not None:
             self._vetter.close()
 
-    def _request(self, grammar: Grammar) -> "Future[Compiled]":
+    def _request(self, grammar: Grammar, may_refuse: bool = True) -> "Future[Compiled]":
         key = hashlib.sha256(f"{grammar.kind}\0{grammar.source}".encode("utf-8", "surrogatepass")).digest()
         with self._lock:
             if (found := self._cache.get(key)) is not None:
@@ -140,7 +146,7 @@ class GrammarCompiler:
                 return done
             if (waiting := self._waiting.get(key)) is not None:
                 return waiting
-            if len(self._waiting) >= _MOST_WAITING:
+            if may_refuse and len(self._waiting) >= _MOST_WAITING:
                 raise _overloaded()
             self._waiting[key] = request = self._thread.submit(self._compile, key, grammar)
             return request

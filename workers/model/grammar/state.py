@@ -19,8 +19,8 @@ _NO_TOKEN = (1 << 31) - 1
 class MaskBudget:
     """The time that one grammar has for its masks, in all its requests together.
 
-    Each mask is computed between two steps, so its seconds are a pause for every stream of the replica. llguidance bounds
-    one mask; this bounds their sum.
+    Each mask is computed between two steps, so its seconds are a pause for every stream of the replica. llguidance
+    bounds one mask; this bounds their sum.
     """
 
     overdraft: float = 0.0  # seconds of CPU time
@@ -43,7 +43,7 @@ class GrammarState:
     def __init__(self, matcher: LLMatcher, vocab_size: int, budget: MaskBudget) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
-        self._budget = budget
+        self.budget = budget
         self._is_too_slow = False
 
     def mask(self) -> Tensor:
@@ -52,12 +52,12 @@ class GrammarState:
         End-of-sequence tokens are allowed exactly where the grammar may end. They are the only ones once it must end
         or `error` is set. Ids past the tokenizer's own are never allowed: models pad their vocabulary.
         """
-        if self._budget.is_spent and not self._matcher.is_error():
+        if self.budget.is_spent and not self._matcher.is_error():
             self._is_too_slow = True
             self._matcher.consume_token(_NO_TOKEN)  # from now on it has failed, and its memory is free
         started = time.thread_time()  # not the clock: other threads must not end a request
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._budget.spend(time.thread_time() - started)
+        self.budget.spend(time.thread_time() - started)
         return torch.from_numpy(np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_))
 
     def accept(self, token_id: int) -> None:

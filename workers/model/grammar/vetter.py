@@ -16,6 +16,7 @@ from crossdock.workers.schedule.request import Grammar, InvalidField
 logger = logging.getLogger(__name__)
 
 _MODULE = "crossdock.workers.model.grammar.vetting"
+_START_PATIENCE_S = 30.0  # a start takes half a second on an idle machine
 _PATIENCE_S = WALL_SECONDS + 2.0  # for a verdict
 
 
@@ -33,6 +34,7 @@ class Vetter:
         """`tokenizer`: the JSON of a fast Hugging Face tokenizer. The process starts with `start` or the first call."""
         self._start_message = {"tokenizer": tokenizer, "eos_token_ids": list(eos_token_ids)}
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_ready = False
         self._closing: weakref.finalize[Any, Any] | None = None
 
     @property
@@ -76,25 +78,35 @@ class Vetter:
         """End the process. Another call starts the next one."""
         if self._closing is not None:
             self._closing()
-        self._process = self._closing = None
+        self._process, self._closing, self._is_ready = None, None, False
 
     def _ask(self, grammar: Grammar) -> dict[str, Any] | None:
         """Return the verdict; None where none comes."""
         self.start()
         assert self._process is not None
-        stdout = self._process.stdout
-        assert stdout is not None
-        verdict: dict[str, Any] | None = None
-        with suppress(OSError):
+        if not self._is_ready:
+            self._is_ready = _answer(self._process, _START_PATIENCE_S) is not None
+        if not self._is_ready:
+            return None
+        try:
             write_frame(_stdin(self._process), {"kind": grammar.kind, "source": grammar.source})
-            ready, _, _ = select.select([stdout], [], [], _PATIENCE_S)
-            verdict = read_frame(stdout) if ready else None
-        return verdict
+        except OSError:
+            return None
+        return _answer(self._process, _PATIENCE_S)
 
 
 def _stdin(process: "subprocess.Popen[bytes]") -> BinaryIO:
     assert process.stdin is not None
     return process.stdin  # type: ignore[return-value]
+
+
+def _answer(process: "subprocess.Popen[bytes]", patience_s: float) -> dict[str, Any] | None:
+    """Return the process's next answer; None where it ends or none comes in time."""
+    stdout = process.stdout
+    assert stdout is not None
+    ready, _, _ = select.select([stdout], [], [], patience_s)
+    answer: dict[str, Any] | None = read_frame(stdout) if ready else None  # type: ignore[arg-type]
+    return answer
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -1,7 +1,7 @@
 """The vetting process: compiles each grammar in a child of its own, within limits of time, memory and stack.
 
-Run as `python -m` by `Vetter`. It reads frames from stdin, first the tokenizer, then grammars, and writes one verdict for each
-to stdout. It ends when stdin does.
+Run as `python -m` by `Vetter`. It reads frames from stdin, first the tokenizer, then grammars, and writes one answer
+for each to stdout. It ends when stdin does.
 
 A grammar of a few kilobytes can make llguidance overflow the stack, or take minutes and gigabytes. Neither can be
 stopped in a thread. This process has no thread but its own and imports little, so that each child is a quick fork.
@@ -22,10 +22,10 @@ from typing import Any, BinaryIO
 
 from llguidance import LLMatcher, LLTokenizer
 
-from crossdock.workers.model.grammar.matcher import text_tokens, check, invalid, new_matcher
+from crossdock.workers.model.grammar.matcher import check, invalid, new_matcher, text_tokens
 from crossdock.workers.schedule.request import Grammar, InvalidField
 
-CPU_SECONDS = 2.0  # of one compile and a few steps; the largest useful grammars take a second
+CPU_SECONDS = 1.0  # of one compile and a few steps; the largest useful grammars take 0.3 s
 WALL_SECONDS = 4.0  # on a busy machine
 MEMORY_BYTES = 512 << 20
 STACK_BYTES = 1 << 20  # an eighth of a thread's stack, so that the replica's own threads never overflow theirs
@@ -33,7 +33,8 @@ STACK_BYTES = 1 << 20  # an eighth of a thread's stack, so that the replica's ow
 _STEPS = 8  # of a random text: some grammars fail after their first token
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _REASONS = {
-    signal.SIGPROF: f"it takes more than {CPU_SECONDS:g} s to compile",
+    signal.SIGPROF: "it takes too long to compile",
+    signal.SIGALRM: "it takes too long to compile",
     signal.SIGSEGV: "its rules are nested or chained too deeply",
     signal.SIGABRT: f"it needs more than {MEMORY_BYTES >> 20} MiB to compile",
 }
@@ -61,6 +62,7 @@ def serve(requests: BinaryIO, verdicts: BinaryIO) -> None:
     if start is None:
         return
     tokenizer = LLTokenizer(start["tokenizer"], eos_token=start["eos_token_ids"])
+    write_frame(verdicts, {"is_ready": True})
     while (asked := read_frame(requests)) is not None:
         grammar = Grammar(asked["kind"], asked["source"])
         write_frame(verdicts, _verdict(requests, tokenizer, grammar))
@@ -80,11 +82,12 @@ def _verdict(requests: BinaryIO, tokenizer: LLTokenizer, grammar: Grammar) -> di
         if answer not in ready:  # the replica has ended: it asks nothing while it waits
             os.kill(child, signal.SIGKILL)
         said = answer.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _, ended, used = os.wait4(child, 0)
+    status = os.waitstatus_to_exitcode(ended)
     if said and status == 0:
         verdict: dict[str, Any] = json.loads(said)
         return verdict
-    if status == -signal.SIGALRM:
+    if status == -signal.SIGALRM and used.ru_utime + used.ru_stime < CPU_SECONDS / 2:
         return {"is_busy": True}
     reason = _REASONS.get(signal.Signals(-status)) if status < 0 else None
     return {"error": str(invalid(grammar, reason or "it cannot be compiled within this server's limits"))}
