@@ -46,7 +46,7 @@ def tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def compiler(tokenizer: PreTrainedTokenizerBase) -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(tokenizer, len(tokenizer))
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), patience_s=60.0)  # the machine may be busy
     yield compiler
     compiler.close()
 
@@ -143,7 +143,8 @@ def test_choices_of_one_request_share_one_compile_and_too_many_grammars_are_over
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     async def main() -> None:
-        compiler = GrammarCompiler(tokenizer, len(tokenizer))
+        compiler = GrammarCompiler(tokenizer, len(tokenizer), patience_s=60.0)
+        await asyncio.to_thread(compiler.warm_up)
         long = asyncio.create_task(compiler.compiled(LONG))
         same = [asyncio.create_task(compiler.compiled(Grammar("regex", "a+"))) for _ in range(100)]
         others = [asyncio.create_task(compiler.compiled(Grammar("regex", f"a{{{n}}}"))) for n in range(1, 15)]

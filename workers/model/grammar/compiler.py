@@ -82,11 +82,14 @@ class GrammarCompiler:
         tokenizer: Path | str | PreTrainedTokenizerBase | None,
         vocab_size: int,
         eos_token_ids: Collection[int] = (),
+        patience_s: float = _PATIENCE_S,
     ) -> None:
         """Take a fast Hugging Face tokenizer, or the one in a directory. None: every grammar is refused.
 
         `vocab_size` is the width of the model's logits. `eos_token_ids` end a text; empty, they are the tokenizer's.
+        `patience_s`: seconds that a request on an event loop waits for its grammar.
         """
+        self._patience_s = patience_s
         self._source, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, sorted(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
         self._vetter: Vetter | None = None
@@ -118,7 +121,7 @@ class GrammarCompiler:
         behind any number of others, but never longer than a router waits for the answer."""
         request = self._request(grammar, may_refuse)
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(self._patience_s):
                 found = await asyncio.shield(asyncio.wrap_future(request))  # others may wait for the same grammar
         except TimeoutError:
             raise _overloaded() from None
