@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from crossdock.kvtransfer.events import Event, Figures
+from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.replica.channel import Channel
 from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.replica.handover import Handover
@@ -111,25 +112,29 @@ class EngineThread:
         if channel is None:
             raise RuntimeError(f"no channel {ingress!r} is open")
         done: asyncio.Future[int] = self._loop.create_future()
-        self._channel_of[submission.id] = channel, submission.epoch
+        self._channel_of[submission.id] = reader = channel, submission.epoch
         arrived = self.engine.clock()  # here, not between two steps: the step that runs now is time the request waits
 
         def add() -> None:
             try:
-                self._add(submission, arrived)
+                self._add(submission, arrived, grammar)
             except Exception as error:
                 self._loop.call_soon_threadsafe(_settle, done, error)
             else:
                 self._loop.call_soon_threadsafe(_settle, done, self._publisher.sequence)
 
-        self._post(add)
         try:
+            grammar = await self.engine.compiled(submission)
+            if self._channel_of.get(submission.id) is not reader:
+                raise RuntimeError(f"{submission.id} was aborted while its grammar was compiled")
+            self._post(add)
             return await done
         except asyncio.CancelledError:
             await self.abort([submission.id])
             raise
         except Exception:
-            self._channel_of.pop(submission.id, None)
+            if self._channel_of.get(submission.id) is reader:
+                del self._channel_of[submission.id]
             raise
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -329,9 +334,9 @@ class EngineThread:
             self._publisher.transferred(figures.num_bytes, figures.write_seconds)
         self.timelines.transferred(request_id, is_sent, figures, outcome, self.engine.clock())
 
-    def _add(self, submission: Submission, arrived: float) -> None:
+    def _add(self, submission: Submission, arrived: float, grammar: GrammarState | None) -> None:
         try:
-            self.engine.add(submission, arrived)
+            self.engine.add(submission, arrived, grammar)
         except Overloaded:
             self.metrics.refused(submission.slo_class)
             raise

@@ -22,6 +22,7 @@ from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine import Engine, load_engine
 from crossdock.workers.replica.engine_thread import EngineThread
+from crossdock.workers.replica.fault import end_if_marked
 from crossdock.workers.replica.follower import follow
 from crossdock.workers.replica.gang import Gang
 from crossdock.workers.replica.handover import connect
@@ -47,6 +48,9 @@ class Replica:
 
     async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Serve awaits it
         _log_where_serve_does()
+        self._fault_token_ids = spec.engine.fault_token_ids
+        if self._fault_token_ids:
+            logger.warning("fault_token_ids is set, for a test: a marked prompt ends this replica")
         self._ranks: list[Any] = []
         self._watching: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Future[str] | None = asyncio.get_running_loop().create_future()  # why it failed
@@ -72,6 +76,7 @@ class Replica:
         Serve would log each raised refusal with its traceback, and most refusals come when there is the least time for
         that.
         """
+        end_if_marked(submission.prompt_token_ids, self._fault_token_ids)
         try:
             return await self.engine_thread.submit(ingress, submission)
         except (Overloaded, InvalidField) as refusal:
