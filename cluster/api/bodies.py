@@ -89,7 +89,7 @@ class GenerationBody(Body):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[_Bias, BeforeValidator(_biases), Field(max_length=bounds.BIASES)] = {}
     seed: _Int64 | None = None
-    stop: Annotated[list[_Stop], BeforeValidator(_one_or_many), Field(max_length=bounds.STOPS)] = []
+    stop: Annotated[list[_Stop], Field(max_length=bounds.STOPS), BeforeValidator(_one_or_many)] = []
     max_tokens: int | None = Field(None, ge=0)
     stream: bool = False
     stream_options: StreamOptions | None = None
