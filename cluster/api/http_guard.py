@@ -110,7 +110,7 @@ class HttpGuard:
         """Return the body, or None if the client has left.
 
         A body over the limit is refused as soon as that is known. What the client still sends is discarded first, up
-        to as much again: most clients read no answer before they have sent everything, and would see a reset.
+        to twice the limit: most clients read no answer before they have sent everything, and would see a reset.
         """
         limit = self._max_body_bytes
         length = headers.get(b"content-length", b"")
@@ -132,7 +132,7 @@ class HttpGuard:
         if max(size, announced) > limit:
             parts.clear()
             if not is_whole and announced <= 2 * limit and b"expect" not in headers:
-                await _discard(receive, limit)
+                await _discard(receive, 2 * limit - size)
             reason = f"The body is larger than {limit} bytes."
             raise ApiError(reason, status=413, code="request_too_large", headers=_CLOSE)
         return b"".join(parts)
