@@ -110,6 +110,15 @@ def attack(address: str, groups: list[str]) -> list[dict[str, Any]]:
     return results
 
 
+def add_gaps(results: list[dict[str, Any]], streams: list[tuple[list[float], str]]) -> None:
+    """Add to each request the longest gap (ms) of the stream that overlaps with it."""
+    found = [pair for arrivals, _ in streams for pair in pairwise(arrivals)]
+    for one in results:
+        begin = one["at"] - one["s"]
+        beside = [1000 * (after - before) for before, after in found if before <= one["at"] and after >= begin]
+        one["gap"] = max(beside, default=0.0)
+
+
 def report(results: list[dict[str, Any]], rows: dict[str, Row], memories: dict[str, Row], texts: set[str]) -> str:
     """Return the results as Markdown."""
     statuses: dict[str, Row] = {}
@@ -122,12 +131,16 @@ def report(results: list[dict[str, Any]], rows: dict[str, Row], memories: dict[s
         for one in results
         if not one["status"][:3].isdecimal() or one["status"] >= "5"
     ]
+    longest = sorted(results, key=lambda one: -one["gap"])[:20]
     lines = [
         f"{today()}, {hardware()}; {len(results)} requests\n",
         table(rows, "gaps of the stream, ms"),
         table(statuses, "answers"),
         table(memories, "resident memory, MiB"),
-        f"texts of the stream: {len(texts)} different",
+        f"texts of the stream: {len(texts)} different\n",
+        "longest gaps beside:\n",
+        *(f"- {one['gap']:.0f} ms: {one['group']}: {one['name']} ({one['s']:.2f} s)" for one in longest),
+        "\nno clear answer:\n",
         *(f"- {one}" for one in wrong),
     ]
     return "\n".join(lines) + "\n"
@@ -138,6 +151,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="", help="default: the embedded one")
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), help="groups of requests")
     parser.add_argument("--quiet", type=float, default=30.0, help="seconds of the stream alone (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="how often all requests are sent (default: %(default)s)")
     add_server_options(parser, "hostile", 18360)
     args = parser.parse_args()
     command = [part for part in crossdock_command(args) if part]
@@ -146,23 +160,25 @@ def main() -> None:
         reader = multiprocessing.Process(target=read_streams, args=(server.address, theirs))
         reader.start()
         time.sleep(3)
-        before, begin = memory(server.processes), time.monotonic()
+        memories, begin = [memory(server.processes)], time.monotonic()
         time.sleep(args.quiet)
         quiet_end = time.monotonic()
-        results = attack(server.address, args.only)
+        rounds = []
+        for _ in range(args.rounds):
+            rounds.append(attack(server.address, args.only))
+            time.sleep(SETTLED_S)
+            memories.append(memory(server.processes))
+        results = [one for each in rounds for one in each]
         end = time.monotonic()
         ours.send("stop")
         streams = ours.recv()
         reader.join()
-        time.sleep(SETTLED_S)
-        after = memory(server.processes)
     rows = {"quiet": gaps(streams, begin, quiet_end), "beside hostile requests": gaps(streams, quiet_end, end)}
-    memories = {role: {"before": before[role], "after": after.get(role, float("nan"))} for role in before}
+    add_gaps(results, streams)
+    names = ["before", *(f"after round {number}" for number in range(1, args.rounds + 1))]
+    kept = {name: Row(found) for name, found in zip(names, memories, strict=True)}
     texts = {text for _, text in streams[:-1]}
-    longest = sorted(results, key=lambda one: -one["s"])[:15]
-    write(args.output, report(results, rows, memories, texts), {"rows": rows, "memory": memories, "results": results})
-    for one in longest:
-        print(f"{one['s']:7.2f} s  {one['group']}: {one['name']}: {one['status']}")
+    write(args.output, report(results, rows, kept, texts), {"rows": rows, "memory": kept, "results": results})
 
 
 if __name__ == "__main__":

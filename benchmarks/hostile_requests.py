@@ -198,6 +198,9 @@ def numbers() -> Made:
         yield f"{name.decode()} of 5,000 digits", COMPLETIONS, b'{"prompt":"a","%b":%b}' % (name, digits)
     yield "temperature 1e308", COMPLETIONS, completion(temperature=1e308)
     yield "temperature 1e-300", COMPLETIONS, completion(temperature=1e-300)
+    yield "top_k of 100 digits, drawn", COMPLETIONS, completion(top_k=10**100, temperature=1)
+    yield "a penalty of 1e-300, drawn", COMPLETIONS, completion(repetition_penalty=1e-300, temperature=1, top_p=0.9)
+    yield "temperature 0.00002", COMPLETIONS, completion(temperature=2e-5, min_p=1, top_k=1)
     yield "a penalty of 1e-300", COMPLETIONS, completion(repetition_penalty=1e-300)
     yield "top_p 1e-300", COMPLETIONS, completion(top_p=1e-300)
     yield "an id of 5,000 digits", COMPLETIONS, b'{"prompt":[%b]}' % digits

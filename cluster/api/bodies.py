@@ -96,7 +96,7 @@ class GenerationBody(Body):
     response_format: dict[str, Any] | None = None
     service_tier: str | None = None  # an SLO class, or one of OpenAI's tiers; see cluster/api/tiers.py
 
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     stop_token_ids: Annotated[list[_TokenId], Field(fail_fast=True, max_length=bounds.STOP_TOKENS)] = []

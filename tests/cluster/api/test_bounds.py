@@ -1,6 +1,8 @@
 """Bounds on what a request may have many of: a 400 that names the field and the bound, and repeats little."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -214,3 +216,11 @@ def test_text_whose_beginning_is_too_long_is_not_encoded_whole(
         error = refused(answer, 400, param="prompt", code="context_length_exceeded")
     assert "more than" in error["message"]
     assert encoded == [1600]
+
+
+def test_documented_bounds_are_those_of_the_code() -> None:
+    text = (Path(__file__).parents[3] / "docs/serving.md").read_text()
+    section = text.partition("### Bounds of a request")[2].partition("\n## ")[0]
+    documented = {int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\d|\d", section)}
+    numbers = {value for name, value in vars(bounds).items() if name.isupper() and name != "MESSAGE_CHARS"}
+    assert numbers <= documented

@@ -21,6 +21,7 @@ from crossdock.cluster.api.keys import KeyRing
 from crossdock.cluster.api.limits import Ledger
 from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import (
+    FinishReason,
     TokenDelta,
 )
 from tests.cluster.api.scripted_api import (
@@ -110,6 +111,28 @@ def test_key_at_its_limit_is_refused(engine: ScriptedDispatcher, tokenizer: Mode
         assert late.headers.get_list("x-ratelimit-remaining-requests") == ["0"]
         assert "x-ratelimit-limit-requests" not in post("free").headers
         assert http.get("/v1/models", headers={"authorization": "Bearer k"}).status_code == 200, "reading is free"
+
+
+def test_key_without_tokens_is_refused_before_its_prompt_is_encoded(
+    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+    encode = ModelTokenizer.encode
+
+    def counted(self: ModelTokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        encoded.append(text)
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(ModelTokenizer, "encode", counted)
+    config = HttpConfig.model_validate({"api_keys": [{"key": "k", "tokens_per_minute": 20}]})
+    with serving(engine, tokenizer, config) as http:
+        http.headers["authorization"] = "Bearer k"
+        engine.script = lambda submission: [TokenDelta(submission.id, [7] * 60, finish_reason=FinishReason.LENGTH)]
+        assert http.post("/v1/completions", json={"prompt": [5] * 10, "max_tokens": 60}).status_code == 200
+        encoded.clear()
+        refused(http.post("/v1/completions", json={"prompt": "a dog"}), 429, code="rate_limit_exceeded")
+        refused(http.post("/v1/chat/completions", json={"messages": HI}), 429, code="rate_limit_exceeded")
+    assert encoded == []
 
 
 def test_ended_request_frees_its_place(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
