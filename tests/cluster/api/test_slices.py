@@ -279,7 +279,7 @@ def test_long_answer_is_written_over_many_turns_and_is_the_same() -> None:
         {"prompt": [{}] * 131_073},
         {"prompt": ["a"] * 131_073},
         {f"x{i}": 1 for i in range(131_073)},
-        {"prompt": [1] * ((1 << 20) + 2)},
+        {"prompt": [1] * ((1 << 19) + 2)},
         {"a": "[" * 200_000, "prompt": [[]] * 131_073},
     ],
 )
@@ -296,7 +296,7 @@ def test_body_of_too_many_values_is_refused_before_it_is_parsed(value: Any) -> N
         {"prompt": '"\\' * 300_000},
         {"prompt": '\\\\"' * 300_000 + "\\"},
         {"prompt": ["[" * 40] * 60_000},
-        {"prompt": [1] * (1 << 20)},
+        {"prompt": [1] * (1 << 19)},
     ],
 )
 def test_marks_in_texts_are_no_values(value: Any) -> None:
