@@ -38,6 +38,7 @@ logger = logging.getLogger("ray.serve")
 
 APP_NAME = "crossdock"
 _FIRST_REPLICA_S = 10.0  # an ingress waits so long for a replica; while models load it answers 503 after that
+_SCRAPE_S = 5.0  # a scrape waits so long for the other ingresses: Prometheus gives up after 10 s
 _NEVER_QUEUE = 1_000_000  # requests; the engine decides about admission, and Serve's own limit must not interfere
 _TINY_BUNDLE = 0.001  # CPUs; Ray accepts no bundle without resources
 
@@ -80,8 +81,13 @@ class Ingress:
         return self._name, self.dispatcher.metrics.text()
 
     async def _all_ingress_metrics(self) -> dict[str, str]:
-        texts = await self._every_ingress.broadcast("ingress_metrics").results_async()
-        return dict([await self.ingress_metrics(), *texts])
+        """Return the metrics of all ingresses, by name, without those that fail or do not answer in time."""
+        try:
+            asked = self._every_ingress.broadcast("ingress_metrics")
+            texts = await asked.results_async(timeout_s=_SCRAPE_S, return_exceptions=True)
+        except TimeoutError:
+            texts = []
+        return dict([await self.ingress_metrics(), *(text for text in texts if not isinstance(text, BaseException))])
 
 
 def build(args: ClusterConfig) -> serve.Application:
