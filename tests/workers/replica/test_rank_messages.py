@@ -111,7 +111,7 @@ VALUES: list[Any] = [None, True, 3, -1, 1 << 63, 0.5, -0.5, math.nan, "text", b"
 VALUES += [[None], [[1, "2"]], {"unknown": 1}, {"deadline_s": -1}]
 FITTING: dict[Any, list[Any]] = {  # the values of VALUES that a field of this type may have
     int: [3],
-    float: [3, 0.5],
+    float: [3, 1 << 63, 0.5],
     str: ["text"],
     bytes: [b"bytes"],
     bool: [True],
@@ -122,7 +122,7 @@ FITTING: dict[Any, list[Any]] = {  # the values of VALUES that a field of this t
     TransferConfig: [{}],
     Reason: [],
     Figures: [],
-    float | None: [None, 3, 0.5],
+    float | None: [None, 3, 1 << 63, 0.5],
 }
 
 
