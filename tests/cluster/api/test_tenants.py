@@ -1,4 +1,4 @@
-"""What one client's answers, figures, headers and errors show of another client's requests: nothing.
+"""A client sees nothing of the requests of another: in answers, figures, headers and errors.
 
 An engine really runs behind the API. One key's requests wait, run and end, while another key asks for all there is.
 """

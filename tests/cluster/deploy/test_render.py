@@ -191,7 +191,7 @@ def test_kubernetes_api_is_open_to_the_autoscaler_alone() -> None:
 
 
 def test_tokens_are_on_in_all_manifests_that_start_ray() -> None:
-    """Without one, whoever reaches a port of Ray's runs code."""
+    """Without one, every process that reaches a port of Ray runs code."""
     found = 0
     for path in sorted(MANIFESTS.rglob("*.yaml")):
         for document in yaml.safe_load_all(path.read_text()):

@@ -80,7 +80,7 @@ def test_ranks_on_two_nodes_listen_on_their_own_addresses(path: Path) -> None:
 
 
 def test_gang_that_has_started_listens_no_more(path: Path) -> None:
-    """Neither for followers nor at torch's store, which authenticates nobody."""
+    """Neither for followers nor at the store of torch, which authenticates no process."""
     spec = spec_of(path, 2, 1)
     gang = Gang(spec, DRIVER, lambda _: None)
     assert not is_refused(DRIVER, gang.address.port)
