@@ -75,7 +75,9 @@ def test_key_file_is_read_again_without_restart(
             return http.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
 
         assert (status("old"), status("new")) == (200, 401)
-        path.write_text("new")
+        beside = tmp_path / "keys.new"
+        beside.write_text("new")
+        beside.replace(path)
         eventually(lambda: (status("old"), status("new")) == (401, 200))
     with pytest.raises(ValueError, match=r"http\.api_keys_file"):
         build_api(engine, tokenizer, HttpConfig(api_keys_file=str(tmp_path / "other")))  # type: ignore[arg-type]
