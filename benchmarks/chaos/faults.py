@@ -73,6 +73,7 @@ class Chaos:
             victim.suspend()
             self.clients.cut_ports |= set(_client_ports(victim, self.fleet.port))
             self._end(victim)
+            self.clients.ingress_killed_at = time.monotonic()
         self.counts["ingress killed"] += 1
         return True
 

@@ -7,6 +7,7 @@ probabilities, as JSON of `Disturbance`.
 
 import asyncio
 import json
+import math
 import os
 import random
 import time
@@ -71,7 +72,7 @@ class _LossyReceiver:
 
     def poll(self, seconds: float) -> list[TransportEvent]:
         held: dict[str, deque[tuple[float, Received]]] = self.__dict__.setdefault("_held", {})
-        due = min((line[0][0] for line in held.values()), default=float("inf"))
+        due = min((line[0][0] for line in held.values()), default=math.inf)
         arrived: list[TransportEvent] = super().poll(max(0.0, min(seconds, due - time.monotonic())))  # type: ignore[misc]
         events: list[TransportEvent] = []
         for event in arrived:

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import json
+import math
 import random
 import socket
 import threading
@@ -114,8 +115,8 @@ class Cut(Exception):
 class Reader:
     """How a client reads its answer."""
 
-    leave_after: float = float("inf")  # tokens
-    leave_at_s: float = float("inf")
+    leave_after: float = math.inf  # tokens
+    leave_at_s: float = math.inf
     pause_s: float = 0.0  # between two reads
 
 
@@ -127,6 +128,8 @@ class Exchange:
         self.own_port = 0  # of the client's end, once connected
         self.request_id = uuid.uuid4().hex
         self.longest_gap = 0.0  # seconds between two reads
+        self.num_bytes = 0  # of the answer
+        self.began_at = time.monotonic()
         self._port, self._reader = port, reader
         self._response = HttpResponse()
         self._rest = b""
@@ -176,6 +179,7 @@ class Exchange:
                 raise TimeoutError(f"hung after {len(self.tokens)} tokens") from None
             now = time.monotonic()
             self.longest_gap, last = max(self.longest_gap, now - last), now
+            self.num_bytes += len(data)
             if not data:
                 self._response.end_of_stream()
                 break
@@ -230,6 +234,7 @@ class Clients:
     problems: list[str] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)  # the longest of each stream, seconds
     cut_ports: set[int] = field(default_factory=set)  # clients' ends of connections to an ingress that was killed
+    ingress_killed_at: float = -math.inf
     began: int = 0
     in_flight: int = 0
     _started: float = field(default_factory=time.monotonic)
@@ -303,7 +308,7 @@ class Clients:
             outcome = "429 before the first token" if told.status == 429 and self.habits.may_refuse else None
             problem = f"told {told}"
         except Cut as cut:
-            outcome = "cut with its killed ingress" if exchange.own_port in self.cut_ports else None
+            outcome = "cut with its killed ingress" if self._is_cut_by_kill(exchange) else None
             problem = f"cut: {cut}"
         except TimeoutError as hung:
             outcome, problem = None, f"{hung}"
@@ -316,6 +321,16 @@ class Clients:
         else:
             self.outcomes[outcome] += 1
         return outcome
+
+    def _is_cut_by_kill(self, exchange: Exchange) -> bool:
+        """Return whether the connection ended because its ingress was killed.
+
+        A connection that the kernel gave to the ingress between the listing of its connections and its end has no byte
+        of an answer, and ends at once.
+        """
+        seconds = time.monotonic() - self.ingress_killed_at
+        is_late = not exchange.num_bytes and exchange.began_at < self.ingress_killed_at + 0.05 and seconds < 1
+        return exchange.own_port in self.cut_ports or is_late
 
     async def _hostile(self, body: dict[str, Any]) -> None:
         try:
