@@ -194,7 +194,7 @@ class NixlTransport:
     def wake(self) -> None:
         self._woken.set()
 
-    def disconnect(self, peer: str) -> None:
+    def disconnect(self, peer: str, *, is_idle: bool = False) -> None:
         for number, (other, handle) in list(self._open.items()):
             if other == peer:
                 del self._open[number]

@@ -81,6 +81,10 @@ class Receiver:
         """When `tick` may next have an output; infinity if never."""
         return min((at for expected in self._expected.values() for at in _deadlines(expected)), default=float("inf"))
 
+    def peers(self) -> set[str]:
+        """Return the sources of everything that is expected."""
+        return {peer for expected in self._expected.values() for peer in expected.sources}
+
     # -- the owner's calls -----------------------------------------------------------------------------------------
 
     def expect(

@@ -104,6 +104,10 @@ class Sender:
         times = (at for shipment in self._shipments.values() for _, at, _ in _deadlines(shipment))
         return min(times, default=float("inf"))
 
+    def peers(self) -> set[str]:
+        """Return the targets of all shipments."""
+        return {peer for shipment in self._shipments.values() for peer in shipment.deliveries}
+
     # -- the owner's calls -----------------------------------------------------------------------------------------
 
     def ship(
