@@ -1,5 +1,6 @@
 """Load a Hugging Face directory as a `PagedModel`, or refuse it."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from crossdock.kernels.backend import Attention, choose_attention
 from crossdock.kernels.options import KVCacheDtype
@@ -20,6 +22,8 @@ from crossdock.workers.model.model import PagedModel, text_config
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.probe import UnsupportedModelError, probe, refuse_by_config
 from crossdock.workers.model.weights import load_part
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -140,8 +144,29 @@ def _fix_rope_to(module: nn.Module, max_model_len: int) -> None:
         if kind == "dynamic":  # differs from its start only past max_position_embeddings, which we do not serve
             rotary.rope_type = "default"
         elif kind == "longrope":
-            parameters = rotary.config.rope_parameters
-            if max_model_len > parameters["original_max_position_embeddings"]:
-                long_frequencies, _ = rotary.rope_init_fn(rotary.config, None, seq_len=max_model_len)
-                rotary.register_buffer("inv_freq", long_frequencies, persistent=False)
-            rotary.rope_type = "default"
+            _fix_longrope(rotary, max_model_len)
+
+
+def _fix_longrope(rotary: Any, max_model_len: int) -> None:
+    """Choose the short factors or the long ones for every request.
+
+    transformers takes the short ones as long as a sequence is no longer than the model's original length. Keys in pages
+    cannot change when a stream grows past that. vLLM chooses by `max_model_len` as well.
+    """
+    parameters = rotary.config.rope_parameters
+    original = parameters["original_max_position_embeddings"]
+    is_long = max_model_len > original
+    if is_long:
+        logger.warning(
+            "max_model_len (%d) is more than the %d positions of the model's original training: also shorter requests "
+            "use the long factors of longrope, which costs them some quality; max_model_len %d avoids that",
+            max_model_len,
+            original,
+            original,
+        )
+        device = rotary.inv_freq.device
+        frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](rotary.config, device, seq_len=max_model_len)
+        rotary.register_buffer("inv_freq", frequencies, persistent=False)
+    if "long_mscale" in parameters:  # of PhiMoE, whose forward chooses between the two by the batch
+        parameters["short_mscale"] = parameters["long_mscale"] = parameters[f"{'long' if is_long else 'short'}_mscale"]
+    rotary.rope_type = "default"
