@@ -59,7 +59,8 @@ class EngineThread:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        """Whether this can serve: neither the engine's thread nor the dock's has failed."""
+        return self._thread.is_alive() and (self.handover is None or self.handover.dock.is_alive)
 
     @property
     def num_posted(self) -> int:
