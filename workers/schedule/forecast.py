@@ -34,19 +34,39 @@ class Forecast:
     table: RequestTable
     cost: StepCost | None = None  # without a cost nothing is predicted: chunks are fixed and no request is refused
     overrun: float = 1.0  # factor by which some steps take longer than predicted, see `StepCostFit.overrun`
+    depth: int = 1  # steps in flight, the number of pipeline stages
+    interval_share: float = 1.0  # interval of steps / seconds of one, see `IntervalShare`; 1 where `depth` is 1
 
     def ttft(self, request: Request) -> tuple[float, float]:
         """Return the seconds until a new request's first token, now and on an idle replica; (0, 0) without a cost."""
-        alone = self.prefill_seconds(request)
+        own, drain = self.prefill_seconds(request), self._drain_seconds(request)
         backlog = [(other.priority, self.prefill_seconds(other)) for other in self.table.prefills()]
-        return predicted_ttft(alone, request.priority, backlog, self.prefill_share(request.priority)), alone
+        ttft = predicted_ttft(own, request.priority, backlog, self.prefill_share(request.priority))
+        return ttft + drain, own + drain
 
     def prefill_seconds(self, request: Request) -> float:
-        """Return the seconds that the rest of a request's prompt takes on an idle replica; 0 without a cost."""
+        """Return the seconds of this replica's time that the rest of a request's prompt takes; 0 without a cost.
+
+        Another prompt waits for so long. In a pipeline its steps follow each other before the first has ended.
+        """
         if self.cost is None:
             return 0.0
-        end, chunk = request.num_tokens, self.table.config.max_num_batched_tokens
-        return self.cost.prefill_seconds(end - request.num_uncached_tokens, end, chunk)
+        return self.interval_share * self.cost.prefill_seconds(*self._rest(request))
+
+    def seconds_alone(self, request: Request) -> float:
+        """Return the seconds until the rest of a request's prompt is computed on an idle replica; 0 without a cost."""
+        return self.prefill_seconds(request) + self._drain_seconds(request)
+
+    def _drain_seconds(self, request: Request) -> float:
+        """Return the seconds from when another step could end after a prompt's last one to when the last one ends."""
+        if self.cost is None or self.interval_share >= 1:
+            return 0.0
+        return (1 - self.interval_share) * self.cost.last_step_seconds(*self._rest(request))
+
+    def _rest(self, request: Request) -> tuple[int, int, int]:
+        """Return first and last position of the uncached tokens of a request, and the tokens of a step at most."""
+        end = request.num_tokens
+        return end - request.num_uncached_tokens, end, self.table.config.max_num_batched_tokens
 
     def prefill_share(self, priority: int) -> float:
         """Return the share of the time that goes into prompts of a class, beside the streams that run or arrive."""
@@ -54,8 +74,9 @@ class Forecast:
         cost, config = self.cost, self.table.config
         if cost is None or not (streams or arriving):
             return 1.0
-        num_streams = len(streams) + len(arriving)
-        seconds = cost.base + cost.decode_seconds(num_streams, sum(stream.num_tokens for stream in streams))
+        num_streams = (len(streams) + len(arriving)) / self.depth  # in a step: each has its share of the streams
+        context = sum(stream.num_tokens for stream in streams) / self.depth
+        seconds = cost.base + cost.decode_seconds(num_streams, context)
         if config.chunk_policy == "fixed":
             left = config.max_num_batched_tokens - num_streams
             return 1 - seconds / (seconds + cost.chunk_seconds(0, left))
@@ -74,4 +95,4 @@ class Forecast:
         The other replica is assumed to compute the rest alone and as fast as this one. A step that ends by then does
         not delay the request.
         """
-        return now + self.prefill_seconds(request) + self.table.tpot_s(request)
+        return now + self.seconds_alone(request) + self.table.tpot_s(request)

@@ -134,4 +134,4 @@ class PrefillScheduler:
         totals.tokens += num_tokens
         totals.tokens_by_priority[request.priority] += num_tokens
         if self.forecast.cost is not None:
-            totals.seconds += self.forecast.cost.chunk_seconds(start, num_tokens)
+            totals.seconds += self.forecast.interval_share * self.forecast.cost.chunk_seconds(start, num_tokens)
