@@ -186,6 +186,7 @@ class EngineThread:
             "requests": {status.value: requests[status.value] for status in Status if status is not Status.FINISHED},
             "cost": None if fit is None else fit.cost.model_dump(),
             "overrun": None if fit is None else fit.overrun,
+            "interval_share": None if fit is None else engine.intervals.share,
             "step_error": None if fit is None else fit.error(0.5),
             **self.steps.after(seen, tenant),
         }

@@ -138,12 +138,12 @@ class Scheduler:
         """Return the streams to decode in this step, and the ids of those that skip it for more urgent ones."""
         streams = [request for request in self._table.running if request.is_decoding]
         skipped: set[str] = set()
-        if self._forecast.cost is not None and self.config.chunk_policy == "adaptive":
-            skipped = skip_decodes(streams, self._table.now, self._forecast.cost)
         if self.depth > 1:
             share = -(-len(streams) // self.depth)
             landed = [stream for stream in streams if not stream.num_in_flight_tokens]
             streams = sorted(landed, key=lambda stream: stream.due)[:share]
+        if self._forecast.cost is not None and self.config.chunk_policy == "adaptive":
+            skipped = skip_decodes(streams, self._table.now, self._forecast.cost)
         if skipped:
             streams = [stream for stream in streams if stream.id not in skipped]
         return streams, skipped

@@ -18,7 +18,7 @@ from ray.serve.config import ProxyLocation
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from crossdock.cluster.config_file import load
-from crossdock.cluster.serve.app import build
+from crossdock.cluster.serve.app import build, engine_deployment
 from tests.cluster.serve.pools import Stream, assert_greedy, prompt, samples, timelines, wait_until_up
 from tests.workers.architectures import build as build_model
 
@@ -70,6 +70,18 @@ def url(ray_cluster: None, tiny: Path) -> Iterator[str]:
 def oracle(tiny: Path) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     return model
+
+
+def test_node_labels_bind_the_nodes_of_all_ranks() -> None:
+    """A group whose first bundle alone is bound may be placed where its driver, which is bound too, cannot run."""
+    labels = {"ray.io/accelerator-type": "H100"}
+    config = load(
+        None, {"pools": [{"name": "big", "tensor_parallel_size": 4, "node_labels": labels}, {"name": "small"}]}
+    )
+    big, small = (engine_deployment(config, pool)._bound_deployment._replica_config for pool in config.pools)
+    assert big.placement_group_bundle_label_selector == [labels] * 4
+    assert len(big.placement_group_bundles) == 4
+    assert small.placement_group_bundle_label_selector is None
 
 
 def actors(kind: str) -> dict[str, psutil.Process]:
