@@ -94,7 +94,8 @@ class Scheduler:
         if self._table.get(request.id) is not None:
             raise InvalidField(f"request_id {request.id!r} is already being served", "request_id")
         request.priority = priority_of(self.config.slo_classes, request.slo_class)
-        request.arrival_work, request.queued_at = self._table.prefilled.tokens, request.arrival_time
+        request.arrival_work = self._table.prefilled.tokens
+        request.queued_at = request.arrival_time - request.waited_s
         request.expected_cached_tokens = len(kv.match_prefix(self._table, request)) * self.pages.page_size
         if request.leg is not Leg.RECEIVE and not request.output_token_ids:  # else the first token is made elsewhere
             admission.promise(self._table, self._forecast, request)
