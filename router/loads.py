@@ -174,7 +174,7 @@ def row(
     future_streams = [now + more if more > 0 else now for now, more in zip(streams, work.arriving, strict=True)]
     groups, num_groups, urgent = work.backlog(len(classes))
     free_pages, free_places, max_prompt_now = work.room(profile, live, len(classes))
-    shares = work.prefill_shares(profile, cost, now, num_streams, classes)
+    shares = work.prefill_shares(profile, cost, now, num_streams, interval_share, classes)
     is_adaptive, step_tokens = profile.chunk_policy == "adaptive", profile.max_num_batched_tokens
     mean_context = (work.context + work.future_context) / max(num_streams + num_arriving, 1.0)
     return Row(

@@ -142,7 +142,8 @@ def _prompt_lateness(
 ) -> Floats:
     """Return the weighted seconds by which the steps that compute the prompt make running streams late."""
     chunk = np.minimum(loads.min_chunk, rest)
-    step = loads.gap + chunk * per_token + loads.per_context * context
+    per_step = np.maximum(loads.depth * loads.interval_share, 1.0)  # a gap beside chunks, per step's seconds
+    step = loads.gap + (chunk * per_token + loads.per_context * context) * per_step
     if step.max() <= _tightest_tpot(classes):  # no stream is late at any replica, which is the usual case
         return np.zeros(len(rest))
     # With adaptive chunks, no stream waits for a prompt of a less urgent class.

@@ -133,6 +133,7 @@ class Work:
         cost: Sequence[float],
         decode_seconds: float,
         num_streams: float,
+        interval_share: float,
         classes: Sequence[SloClass],
     ) -> list[float]:
         """Return the share of time that a prompt of each class gets while the streams run, as `Scheduler.prefill_share`
@@ -151,10 +152,11 @@ class Work:
             share = 1 - seconds / (seconds + room * (per_prefill_token + per_attended * room / 2))
             return [share] * len(classes)
         tpot = min([slo.tpot_s for slo, count in zip(classes, self.joining, strict=True) if count])
+        overrun = profile.overrun * max(depth * interval_share, 1.0)
         page, chunk = profile.page_size * per_prefill_token, profile.min_chunk_tokens * per_prefill_token
-        shares = [share_of_prompts(seconds, tpot, profile.overrun, chunk, page)] * (first_nonzero(self.joining) + 1)
+        shares = [share_of_prompts(seconds, tpot, overrun, chunk, page)] * (first_nonzero(self.joining) + 1)
         if len(shares) < len(classes):  # less urgent than every stream: no chunk is certain
-            shares += [share_of_prompts(seconds, tpot, profile.overrun, 0.0, page)] * (len(classes) - len(shares))
+            shares += [share_of_prompts(seconds, tpot, overrun, 0.0, page)] * (len(classes) - len(shares))
         return shares
 
 

@@ -245,6 +245,7 @@ class Engine:
             self.cost_fit.observe(step.batch.work, step.ended - step.started)
         elif step.is_full:
             self.intervals.observe(step.interval, predicted)
+            predicted *= max(self.pipeline.depth * self.intervals.share, 1.0)
         self.scheduler.learn(self.cost_fit.cost, self.cost_fit.overrun, self.intervals.share)
         return predicted
 

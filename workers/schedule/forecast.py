@@ -37,6 +37,15 @@ class Forecast:
     depth: int = 1  # steps in flight, the number of pipeline stages
     interval_share: float = 1.0  # interval of steps / seconds of one, see `IntervalShare`; 1 where `depth` is 1
 
+    @property
+    def overrun_when_full(self) -> float:
+        """Return the factor by which some steps take longer than predicted while the pipeline is full.
+
+        A step then ends after as many intervals as there are steps in flight, which is more than its latency where the
+        stages are not alike.
+        """
+        return self.overrun * max(self.depth * self.interval_share, 1.0)
+
     def ttft(self, request: Request) -> tuple[float, float]:
         """Return the seconds until a new request's first token, now and on an idle replica; (0, 0) without a cost."""
         own, drain = self.prefill_seconds(request), self._drain_seconds(request)
@@ -84,7 +93,7 @@ class Forecast:
         return share_of_prompts(
             seconds,
             min(config.slo_classes[each].tpot_s for each in priorities),
-            self.overrun,
+            self.overrun_when_full,
             cost.per_prefill_token * config.chunk_floor if priority <= min(priorities) else 0.0,
             cost.per_prefill_token * self.table.pages.page_size,
         )

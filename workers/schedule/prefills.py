@@ -64,7 +64,7 @@ class PrefillScheduler:
                 IDLE_SHARE * min(slo.ttft_s for slo in config.slo_classes),
                 cost,
                 min([stream.priority for stream in streams], default=len(config.slo_classes)),
-                self.forecast.overrun,
+                self.forecast.overrun_when_full,
             )
         if config.max_prefill_tokens and config.max_prefill_tokens < budget.tokens:
             budget.tokens, budget.reason = config.max_prefill_tokens, "max_prefill_tokens"

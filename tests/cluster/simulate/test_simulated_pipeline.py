@@ -11,6 +11,7 @@ from crossdock.cluster.simulate.simulation import Simulation
 from crossdock.router.placement import Query
 from crossdock.workers.report.advertise import observe
 from crossdock.workers.schedule.cost import IntervalShare
+from crossdock.workers.schedule.pace import LONGEST_GAP
 from tests.cluster.simulate.small_fleets import assert_all_ended, fleet, job, play, profile, times
 
 PIPELINES = [(1, 1.0), (2, 0.5), (2, 0.7), (4, 0.25), (4, 0.4)]  # stages, and the share that the slowest takes
@@ -67,6 +68,18 @@ def test_gap_of_streams_in_a_pipeline_is_predicted(depth: int, interval_share: f
     outcome = simulation.run(jobs)
     gaps = [after - before for before, after in pairwise(times(outcome)[-1])]
     assert predicted == [pytest.approx(sum(gaps) / len(gaps), rel=0.1)]
+
+
+@pytest.mark.parametrize(("depth", "interval_share"), PIPELINES)
+def test_stream_of_a_pipeline_is_in_time_beside_a_long_prompt(depth: int, interval_share: float) -> None:
+    """Chunks leave it time for all intervals of a gap, also where stages are not alike."""
+    shape = {"pipeline_parallel_size": depth, "interval_share": interval_share, "chunk_policy": "adaptive"}
+    jobs = [job("stream", 16, 60, tier="standard"), job("long", 1900, 1, due=0.2, tier="batch")]
+    _, outcome = play(fleet({"profile": profile(**shape)}), jobs)
+    stream, (last,) = times(outcome)
+    gaps = [after - before for before, after in pairwise(time for time in stream if time < last)]
+    assert len(gaps) > 5
+    assert max(gaps) <= LONGEST_GAP * 0.1  # of what its class promises
 
 
 def test_interval_share_is_learnt_from_the_ends_of_unequal_steps() -> None:
