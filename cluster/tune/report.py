@@ -176,7 +176,7 @@ def snippet(found: Findings) -> str:
     settings = {"max_num_batched_tokens": advice.max_num_batched_tokens}
     if advice.min_chunk_tokens:
         settings["min_chunk_tokens"] = advice.min_chunk_tokens
-    data = {section: _changed(getattr(config, section)) for section in ("model", "engine")}
+    data: dict[str, Any] = {section: _changed(getattr(config, section)) for section in ("model", "engine")}
     if len(config.pools) > 1:
         data["pools"] = [_pool(config, pool, settings if pool.name == found.pool.name else {}) for pool in config.pools]
     else:
