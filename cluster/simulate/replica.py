@@ -38,6 +38,12 @@ class Observer(Protocol):
     def stepped(self, replica: "SimulatedReplica", batch: Batch, deltas: Sequence[TokenDelta], now: float) -> None:
         """A step has ended."""
 
+    def scheduled(self, replica: "SimulatedReplica", batch: Batch, now: float) -> None:
+        """A step begins that computes chunks of prompts."""
+
+    def returned(self, replica: "SimulatedReplica", request: Request, now: float) -> None:
+        """A request has ended here to make way for a more urgent one."""
+
     def granted(self, replica: "SimulatedReplica", request: Request, now: float) -> None:
         """There are pages for a prompt that another replica computes."""
 
@@ -192,8 +198,11 @@ class SimulatedReplica:
     def _begin_steps(self, now: float) -> None:
         while len(self._flights) < len(self._stages.shares) and self.scheduler.has_work:
             batch = self.scheduler.schedule(now)
+            self._take_returned(now)
             if not batch:
                 return
+            if batch.num_decodes < len(batch.scheduled):
+                self.observer.scheduled(self, batch, now)
             if not self._flights:
                 self._since = now
             self._flights.append(self._begin(batch, now))
@@ -251,6 +260,11 @@ class SimulatedReplica:
     def _grant(self, now: float) -> None:
         for request in self.scheduler.grant(now):
             self.observer.granted(self, request, now)
+        self._take_returned(now)
+
+    def _take_returned(self, now: float) -> None:
+        for request in self.scheduler.take_returned():
+            self.observer.returned(self, request, now)
 
     def _after(self, now: float) -> None:
         self._grant(now)

@@ -169,6 +169,7 @@ class Request:
     predicted_ttft: float | None = None  # seconds, as predicted on arrival
     expected_cached_tokens: int = 0  # while waiting: tokens found at the last look into the prefix index
     status: Status = Status.WAITING
+    is_offered: bool = False  # of Leg.RECEIVE: the other replica has pages for the prompt and may compute at once
     finish_reason: FinishReason | None = None
     token_ids: list[int] = field(init=False)  # prompt and output
     num_computed_tokens: int = 0  # tokens whose keys and values are in pages
