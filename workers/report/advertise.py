@@ -157,11 +157,11 @@ def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return, by priority, how many more requests could start, and the pages that are free for them.
 
     Waiting requests go before new ones of their own class and of less urgent ones. A class can take the pages of less
-    urgent requests.
+    urgent requests. Room for the outputs of requests that run is not free.
     """
     num_classes = len(scheduler.config.slo_classes)
     places = [scheduler.num_places(priority) for priority in range(num_classes)]
-    pages = [scheduler.pages.num_available] * num_classes
+    pages = [scheduler.pages.num_available - scheduler.num_growth_pages] * num_classes
     for request in scheduler.waiting:
         num_pages = -(-(request.num_tokens - request.expected_cached_tokens) // scheduler.pages.page_size)
         for priority in range(request.priority, num_classes):
