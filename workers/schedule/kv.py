@@ -27,7 +27,7 @@ def admit(table: RequestTable, request: Request, hits: Sequence[int], set_aside:
     """
     pages = table.pages
     num_new = -(-request.num_tokens // pages.page_size) - len(hits)
-    room = num_growth_pages(table)
+    room = sum(map(table.num_growth_pages, (*table.running, *table.held)))
     if table.running or table.held:  # a request that is alone can have the whole pool
         room += table.num_growth_pages(request)
     needed = num_new + set_aside + room
@@ -78,11 +78,6 @@ def index_full_pages(table: RequestTable, request: Request, start: int) -> None:
     num_full = request.num_computed_tokens // size
     if num_full > start // size and table.pages.enable_prefix_caching:
         table.pages.index(request.owner, _page_hashes(request, size)[:num_full], first=start // size)
-
-
-def num_growth_pages(table: RequestTable) -> int:
-    """Return the pages to leave for the outputs of the requests that run or arrive."""
-    return sum(map(table.num_growth_pages, (*table.running, *table.held)))
 
 
 def _make_way(table: RequestTable, request: Request, needed: int, hits: Sequence[int]) -> bool:
