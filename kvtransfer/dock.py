@@ -131,6 +131,10 @@ class Dock:
 
         self._call(call)
 
+    def offer(self, request: str, epoch: int) -> None:
+        """Notify the target that there are pages for the whole prompt here: it may grant pages now."""
+        self._call(lambda _: self._sender.offer(request, epoch))
+
     def chunk(self, request: str, pages: Sequence[int], num_tokens: int) -> None:
         """Send what is new of the first `num_tokens` tokens of `request`, which lie in `pages` from the first on.
 
@@ -158,6 +162,9 @@ class Dock:
 
     def expect(self, request: str, epoch: int, peers: Sequence[bytes], deadline_seconds: float) -> None:
         """Expect `request` from the replica whose ranks' blobs are `peers`. Call `grant` when there is room for it.
+
+        Grant after `Offered` alone: a request that waits for pages at its source while it holds pages here can wait
+        for ever, for requests that do the opposite.
 
         After the grant, each source may be silent for `deadline_seconds`: that must cover the computation of a chunk,
         unless the source sends a `wait`.

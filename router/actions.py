@@ -1,4 +1,4 @@
-"""What the life of a request asks of its driver, how long it waits, and the errors that it ends with."""
+"""The actions that the life of a request asks of its driver, its timeouts, and the errors that it ends with."""
 
 from dataclasses import dataclass
 from typing import TypeAlias

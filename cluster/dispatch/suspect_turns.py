@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class SuspectTurns:
-    """Whose turn it is among the suspect requests of one ingress. Belongs to one event loop."""
+    """The turns of the suspect requests of one ingress. Belongs to one event loop."""
 
     longest_s: float  # of one turn
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -6,10 +6,10 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from crossdock.kvtransfer.events import Event, Figures
+from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.replica.channel import Channel
 from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.replica.handover import Handover
@@ -70,8 +70,6 @@ class EngineThread(ObservedEngine):
         The first message is empty: from then on `submit` accepts `ingress`. A second without news brings a heartbeat.
         When the reader stops, its requests are aborted.
         """
-        if self._inbox.is_closed:
-            raise RuntimeError("the replica has ended")
         channel = self.channel(ingress)
         try:
             yield Message()
@@ -107,10 +105,12 @@ class EngineThread(ObservedEngine):
         sequence: list[int] = []
 
         def add() -> None:
-            self._add(submission, arrived)
+            self._add(submission, arrived, grammar)
             sequence.append(self._publisher.sequence)
 
         try:
+            grammar = await self.engine.compiled(submission)
+            self._readers.check(submission)
             await self.call(add)
         except asyncio.CancelledError:
             await self.abort([(submission.id, submission.epoch)])
@@ -162,11 +162,7 @@ class EngineThread(ObservedEngine):
         Raises:
             RuntimeError: the replica has ended.
         """
-        if self._inbox.is_closed:
-            raise RuntimeError("the replica has ended")
         done: asyncio.Future[None] = self._loop.create_future()
-        self._awaited.add(done)
-        done.add_done_callback(self._awaited.discard)
 
         def run() -> None:
             try:
@@ -177,6 +173,8 @@ class EngineThread(ObservedEngine):
                 self._loop.call_soon_threadsafe(_settle, done, None)
 
         self._inbox.post(run)
+        self._awaited.add(done)
+        done.add_done_callback(self._awaited.discard)
         await done
 
     async def close(self) -> None:
@@ -204,12 +202,13 @@ class EngineThread(ObservedEngine):
         for action in self._inbox.due():
             self._guard(action)
         self._publish()
-        if self.handover is not None:
-            self._guard(self.handover.grant)  # before the step, or a new request waits for the end of two
+        handover = self.handover
+        if handover is not None:
+            self._guard(handover.grant)  # before the step, or a new request waits for the end of two
         step = self._attempt(self.engine.step) if self.engine.has_work and not self._is_gang_lost else None
         self._is_blocked = step is not None and not step.batch
-        if self.handover is not None:
-            self._guard(partial(self.handover.step, step))
+        if handover is not None:
+            self._guard(lambda: self._end(handover.step(step)))
 
     def _guard(self, action: Callable[[], object]) -> None:
         """Run what is no step. Where it fails, all requests end with an error, and the replica goes on.
@@ -233,8 +232,7 @@ class EngineThread(ObservedEngine):
     def _attempt(self, run: Callable[[], Step]) -> Step | None:
         """Run a step, or the rest of one. Returns None where it failed.
 
-        Then all requests end with an error, and the replica goes on. A gang ends instead:
-        ranks that disagree on the steps done cannot go on.
+        Then all requests end with an error, and the replica goes on. A gang ends: its ranks disagree on the steps done.
         """
         try:
             step = run()
@@ -252,8 +250,7 @@ class EngineThread(ObservedEngine):
             return
         logger.error("the engine failed; its requests end with an error", exc_info=error)
         failed = self.engine.fail_all(f"{type(error).__name__}: {error}")
-        deltas = [delta for _, delta in failed]
-        self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
+        self._end([delta for _, delta in failed])
         if self.handover is not None:
             for request, _ in failed:
                 self.handover.aborted(request)
@@ -265,7 +262,12 @@ class EngineThread(ObservedEngine):
         while not self.engine.pipeline.is_empty and not self._is_gang_lost:
             step = self._attempt(self.engine.finish_step)
             if step is not None and self.handover is not None:
-                self.handover.step(step)
+                self._end(self.handover.step(step))
+
+    def _end(self, deltas: Sequence[TokenDelta]) -> None:
+        """Report requests that ended between two steps."""
+        if deltas:
+            self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
 
     def _stepped(self, step: Step) -> None:
         progress = self.timelines.stepped(step.batch, step.deltas, step.started, step.seconds, step.predicted)
@@ -309,8 +311,7 @@ class EngineThread(ObservedEngine):
             self._finish_steps_of([event.request])
             if self._is_gang_lost:
                 return
-            deltas = self.handover.handle(event)
-            self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
+            self._end(self.handover.handle(event))
 
         self._inbox.post(handle, is_urgent=True)
 
@@ -320,14 +321,14 @@ class EngineThread(ObservedEngine):
             self._publisher.transferred(figures.num_bytes, figures.write_seconds)
         self.timelines.transferred(request_id, is_sent, figures, outcome, self.engine.clock())
 
-    def _add(self, submission: Submission, arrived: float) -> None:
+    def _add(self, submission: Submission, arrived: float, grammar: GrammarState | None) -> None:
         if self._readers.has_ended(submission.id, submission.epoch):
             raise Superseded(f"attempt {submission.epoch} at {submission.id} was aborted")
         earlier = self.engine.scheduler.get(submission.id)
         if earlier is not None and earlier.epoch < submission.epoch:
             self._abort([(earlier.id, earlier.epoch)])
         try:
-            self.engine.add(submission, arrived)
+            self.engine.add(submission, arrived, grammar)
         except Overloaded:
             self.metrics.refused(submission.slo_class)
             raise

@@ -1,4 +1,4 @@
-"""What other threads ask of the engine's thread, to be done between two steps."""
+"""The actions that other threads ask of the engine's thread, to be done between two steps."""
 
 import threading
 from collections import deque
@@ -25,8 +25,10 @@ class Inbox:
         return len(self._urgent) + len(self._others)
 
     def post(self, action: Callable[[], None], is_urgent: bool = False) -> None:
-        """Queue an action, from any thread."""
+        """Queue an action, from any thread. RuntimeError: the engine's thread has ended; urgent ones are dropped."""
         with self._wake:
+            if self.is_closed and not is_urgent:
+                raise RuntimeError("the replica has ended")
             (self._urgent if is_urgent else self._others).append(action)
             self._wake.notify()
 

@@ -1,4 +1,4 @@
-"""What an engine's thread notes while it works, and the questions about that. May be asked while the engine steps."""
+"""The notes of an engine's thread about its work, and the questions about them, which may be asked while it steps."""
 
 import json
 import logging
@@ -49,13 +49,20 @@ class ObservedEngine:
         """Return the replica's state and its steps after those already `seen`, by incarnation: JSON for a dashboard.
 
         May be called while the engine steps: a number may be one step older than its neighbour.
+
+        `tenant`: who reads, and sees its own requests alone; None: one who may see all.
         """
         engine = self.engine
-        requests = Tally(request.status.value for request in engine.scheduler.requests())
+        own = None if tenant is None else self.timelines.ids(tenant)
+        requests = Tally(
+            request.status.value for request in engine.scheduler.requests() if own is None or request.id in own
+        )
         fit = engine.cost_fit
         return {
             "now": time.time(),
-            "pages": asdict(engine.pages.counts()),
+            "pages": asdict(engine.pages.counts())
+            if tenant is None
+            else None,  # they show how long others' prompts are
             "requests": {status.value: requests[status.value] for status in Status if status is not Status.FINISHED},
             "cost": None if fit is None else fit.cost.model_dump(),
             "overrun": None if fit is None else fit.overrun,

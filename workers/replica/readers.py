@@ -51,6 +51,11 @@ class Readers:
             raise Superseded(f"attempt {submission.epoch} at {submission.id} is over")
         self._reader_of[submission.id] = channel, submission.epoch
 
+    def check(self, submission: Submission) -> None:
+        """Raise Superseded where an attempt that was claimed has been aborted or replaced since."""
+        if self._reader_of.get(submission.id, (None, -1))[1] != submission.epoch:
+            raise Superseded(f"attempt {submission.epoch} at {submission.id} is over")
+
     def release(self, request_id: str, epoch: int) -> None:
         """Send no more tokens of an attempt, which was refused."""
         if self._reader_of.get(request_id, (None, -1))[1] == epoch:
