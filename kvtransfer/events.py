@@ -30,7 +30,7 @@ class Figures:
     grant_wait_seconds: float | None = None  # until the last grant was given
     total_seconds: float = 0.0
     num_bytes: int = 0
-    num_pages: int = 0
+    num_pages: int = 0  # of the request, each counted once, however many ranks hold parts of it
     num_writes: int = 0
     write_seconds: float = 0.0  # while at least one write was open
     hidden_seconds: float = 0.0  # of the write seconds, those before `finish`: behind the computation of later chunks
@@ -65,6 +65,14 @@ class Released:
     epoch: int
     arrived: bool  # whether every page and the state were delivered
     figures: Figures = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """To the target: every source rank has pages for the prompt. May come before `expect`, and more than once."""
+
+    request: str
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,4 +117,4 @@ class Failed:
     detail: str = field(compare=False)
 
 
-Event: TypeAlias = Granted | Released | Committed | Arrived | WriterStopped | Failed
+Event: TypeAlias = Granted | Released | Offered | Committed | Arrived | WriterStopped | Failed

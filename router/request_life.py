@@ -24,6 +24,12 @@ class ReplicaLost(RuntimeError):
     """A replica does not answer any more, or none is up."""
 
 
+class SuspectRequest(RuntimeError):
+    """The processes of several replicas ended while they worked on the request: it is not tried again.
+
+    The client must not repeat it either: it may be what ended them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """How long replicas are waited for, in seconds."""
@@ -143,7 +149,8 @@ class RequestLife:
         self.deadline = now + self._timeouts.silence_s
         submission = self.submission
         if self.attempt:
-            submission = replace(submission, epoch=self.attempt, output_token_ids=tuple(self.output))
+            output = tuple(self.output)
+            submission = replace(submission, epoch=self.attempt, output_token_ids=output, may_refuse=not output)
         decode, prefill = placement.decode, placement.prefill
         self._prefill = prefill
         self._working = [decode] if prefill is None else [decode, prefill]

@@ -17,12 +17,14 @@ from ray import serve
 from ray.serve._private import replica as serve_replica
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from crossdock.workers.model.checkpoint import fingerprint, resolve_model
+from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.fingerprint import fingerprint
 from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine import Engine, load_engine
 from crossdock.workers.replica.engine_thread import EngineThread
+from crossdock.workers.replica.fault import end_if_marked
 from crossdock.workers.replica.follower import follow
 from crossdock.workers.replica.gang import Gang
 from crossdock.workers.replica.handover import connect
@@ -53,6 +55,9 @@ class Replica:
     async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Serve awaits it
         _log_where_serve_does()
         bind_serve_to_own_node()
+        self._fault_token_ids = spec.engine.fault_token_ids
+        if self._fault_token_ids:
+            logger.warning("fault_token_ids is set, for a test: a marked prompt ends this replica")
         self._ranks: list[Any] = []
         self._watching: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Future[str] | None = asyncio.get_running_loop().create_future()  # why it failed
@@ -78,6 +83,7 @@ class Replica:
         Serve would log each raised refusal with its traceback, and most refusals come when there is the least time for
         that.
         """
+        end_if_marked(submission.prompt_token_ids, self._fault_token_ids)
         try:
             return await self.engine_thread.submit(ingress, submission)
         except (Overloaded, InvalidField) as refusal:

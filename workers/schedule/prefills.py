@@ -64,7 +64,7 @@ class PrefillScheduler:
                 IDLE_SHARE * min(slo.ttft_s for slo in config.slo_classes),
                 cost,
                 min([stream.priority for stream in streams], default=len(config.slo_classes)),
-                self.forecast.overrun,
+                self.forecast.overrun_when_full,
             )
         if config.max_prefill_tokens and config.max_prefill_tokens < budget.tokens:
             budget.tokens, budget.reason = config.max_prefill_tokens, "max_prefill_tokens"
@@ -73,7 +73,7 @@ class PrefillScheduler:
     def _fill(self, budget: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
         config = self.table.config
         chunks: list[Scheduled] = []
-        startable = len(config.slo_classes)  # no request of a greater priority may start: one before it lacks pages
+        startable = self.table.most_urgent_ungranted  # none of a greater priority may start: one before it lacks pages
         for request in prefills:
             if request.status is Status.WAITING:
                 if request.priority > startable:
@@ -134,4 +134,4 @@ class PrefillScheduler:
         totals.tokens += num_tokens
         totals.tokens_by_priority[request.priority] += num_tokens
         if self.forecast.cost is not None:
-            totals.seconds += self.forecast.cost.chunk_seconds(start, num_tokens)
+            totals.seconds += self.forecast.interval_share * self.forecast.cost.chunk_seconds(start, num_tokens)
