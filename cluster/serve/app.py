@@ -33,7 +33,7 @@ from crossdock.cluster.dispatch.pinning import PinningRouter
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
 from crossdock.cluster.serve.scaler import Scaler
 from crossdock.workers.model.checkpoint import resolve_model
-from crossdock.workers.replica.replica import Replica
+from crossdock.workers.replica.replica import Replica, bind_serve_to_own_node
 
 logger = logging.getLogger("ray.serve")
 
@@ -52,6 +52,7 @@ class Ingress:
         self, config: ClusterConfig, engines: dict[str, DeploymentHandle], scaler: DeploymentHandle | None = None
     ) -> None:
         """Start serving. `scaler` is not called: Serve runs every deployment that an ingress is bound to."""
+        bind_serve_to_own_node()
         path = resolve_model(config.model.path)
         self.dispatcher = Dispatcher(config.model.name, config.router, self._all_ingress_metrics)
         self._name = uuid.uuid4().hex
