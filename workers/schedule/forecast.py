@@ -1,11 +1,11 @@
 """Predict seconds: of a prompt's rest, of the share of time that prompts get beside streams, of the first token."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from crossdock.workers.schedule.chunking import LEAST_SHARE, share_of_prompts
 from crossdock.workers.schedule.cost import StepCost
-from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.request import Leg, Request
 from crossdock.workers.schedule.table import RequestTable
 
 
@@ -36,6 +36,9 @@ class Forecast:
     overrun: float = 1.0  # factor by which some steps take longer than predicted, see `StepCostFit.overrun`
     depth: int = 1  # steps in flight, the number of pipeline stages
     interval_share: float = 1.0  # interval of steps / seconds of one, see `IntervalShare`; 1 where `depth` is 1
+    _queue: list[Request] = field(default_factory=list)  # the waiting requests at the last look
+    _seconds: list[float] = field(default_factory=list)  # of their prompts
+    _looked: tuple[StepCost | None, float, float] = (None, 0.0, 0.0)  # cost, interval share and step time at that look
 
     @property
     def overrun_when_full(self) -> float:
@@ -49,9 +52,26 @@ class Forecast:
     def ttft(self, request: Request) -> tuple[float, float]:
         """Return the seconds until a new request's first token, now and on an idle replica; (0, 0) without a cost."""
         own, drain = self.prefill_seconds(request), self._drain_seconds(request)
-        backlog = [(other.priority, self.prefill_seconds(other)) for other in self.table.prefills()]
-        ttft = predicted_ttft(own, request.priority, backlog, self.prefill_share(request.priority))
+        ttft = predicted_ttft(own, request.priority, self._backlog(), self.prefill_share(request.priority))
         return ttft + drain, own + drain
+
+    def _backlog(self) -> list[tuple[int, float]]:
+        """Return (priority, seconds) of every unfinished prompt.
+
+        Between two steps prompts only arrive, at times by the thousand: seconds of those before are computed once.
+        """
+        waiting, now = self.table.waiting, (self.cost, self.interval_share, self.table.now)
+        if now != self._looked or waiting[: len(self._queue)] != self._queue:
+            self._queue, self._seconds, self._looked = [], [], now
+        arrived = waiting[len(self._queue) :]
+        self._queue += arrived
+        self._seconds += [self.prefill_seconds(other) for other in arrived]
+        queued = zip(waiting, self._seconds, strict=True)
+        running = (other for other in self.table.running if not other.is_decoding)
+        return [
+            *((other.priority, seconds) for other, seconds in queued if other.leg is not Leg.RECEIVE),
+            *((other.priority, self.prefill_seconds(other)) for other in running),
+        ]
 
     def prefill_seconds(self, request: Request) -> float:
         """Return the seconds of this replica's time that the rest of a request's prompt takes; 0 without a cost.

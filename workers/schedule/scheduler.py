@@ -214,7 +214,7 @@ class Scheduler:
         token_id, params = sampled.token_id, request.sampling
         request.token_ids.append(token_id)
         is_eos = token_id in self.eos_token_ids and not params.ignore_eos
-        is_stop = (is_eos or token_id in params.stop_token_ids) and request.num_output_tokens > params.min_tokens
+        is_stop = (is_eos or token_id in request.stop_token_ids) and request.num_output_tokens > params.min_tokens
         if sampled.error is not None:
             self._table.end(request, FinishReason.ERROR)
         elif is_stop or sampled.ends:
