@@ -6,12 +6,13 @@ stopped, or is dead and a grace period is over: a write on its way cannot be cal
 connection, so a source is asked to stop again and again until it has answered.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from crossdock.kvtransfer.events import Arrived, Committed, Failed, Figures, Reason, WriterStopped
+from crossdock.kvtransfer.events import Arrived, Committed, Failed, Figures, Offered, Reason, WriterStopped
 from crossdock.kvtransfer.fence import Fence
-from crossdock.kvtransfer.messages import Abort, Grant, Hello, Pages, Stopped, TransferMessage, Wait
+from crossdock.kvtransfer.messages import Abort, Grant, Hello, Offer, Pages, Stopped, TransferMessage, Wait
 from crossdock.kvtransfer.sender import ProtocolOutput, Send
 
 _MAX_EARLY = 64
@@ -19,6 +20,10 @@ _MAX_EARLY = 64
 _FIRST_REPEAT_S = 0.5
 """Seconds until an unanswered Abort is repeated. The pause doubles with every repetition."""
 _MAX_REPEAT_S = 30.0
+
+
+_MAX_OFFERED = 4096
+"""Transfers whose offers are remembered, also before they are expected. A forgotten offer is repeated after a Wait."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +75,7 @@ class Receiver:
         self.grace_seconds = grace_seconds
         self.num_unknown = 0  # messages about nothing that is expected: of ended epochs, mostly
         self._expected: dict[tuple[str, int], _Expectation] = {}
+        self._offers: OrderedDict[tuple[str, int], set[str]] = OrderedDict()  # the sources that have offered, by key
         self._fence = Fence()
         self._out: list[ProtocolOutput] = []
 
@@ -108,14 +114,15 @@ class Receiver:
         self._expected[request, epoch] = _Expectation(
             request, epoch, deadline_seconds, now, {name: _SourceRank(*source) for name, source in sources.items()}
         )
+        if (request, epoch) not in self._offers:  # else they have begun, and their offers have come
+            self._wait(self._expected[request, epoch], deadline_seconds, now)
         return self._flush()
 
     def wait(self, request: str, epoch: int, seconds: float, now: float) -> list[ProtocolOutput]:
         """Notify the sources that the grant will take about `seconds`."""
         expected = self._expected.get((request, epoch))
         if expected and expected.grant is None and not expected.is_stopping:
-            expected.wait_until = now + seconds
-            self._send_all(expected, Wait(request, epoch, seconds, is_from_source=False))
+            self._wait(expected, seconds, now)
         return self._flush()
 
     def grant(
@@ -147,14 +154,18 @@ class Receiver:
     # -- what happens ----------------------------------------------------------------------------------------------
 
     def receive(self, peer: str, message: TransferMessage, now: float) -> list[ProtocolOutput]:
-        """Take in a Hello, Wait, Stopped or Pages from a source."""
+        """Take in a Hello, Offer, Wait, Stopped or Pages from a source."""
         key = message.request, message.epoch
         expected = self._expected.get(key)
         source = expected.sources.get(peer) if expected else None
+        if isinstance(message, Offer) and (source is not None or expected is None) and not self._fence.has_ended(*key):
+            self._take_offer(peer, message)
         if expected is None or source is None:
-            if isinstance(message, Hello) and self._fence.has_ended(*key):
+            if isinstance(message, Hello | Offer) and self._fence.has_ended(*key):
                 self._out.append(Send(peer, Abort(*key, self.blob)))
-            elif not isinstance(message, Hello):  # an early Hello is no error: the source may start before the target
+            elif not isinstance(
+                message, Hello | Offer
+            ):  # an early one is no error: the source may start before the target
                 self.num_unknown += 1
             return self._flush()
         if not source.is_heard:
@@ -200,6 +211,15 @@ class Receiver:
                     self._abort(expected, peer, source, now)
             self._end_if_stopped(expected, now)
         return self._flush()
+
+    def _take_offer(self, peer: str, offer: Offer) -> None:
+        key = offer.request, offer.epoch
+        offers = self._offers.setdefault(key, set())
+        offers.add(peer)
+        if len(offers) == offer.num_sources:
+            self._out.append(Offered(*key))
+        while len(self._offers) > _MAX_OFFERED:
+            self._offers.popitem(last=False)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -251,8 +271,7 @@ class Receiver:
             self._out.append(Committed(*key, num_tokens))
         if all(source.is_complete for source in expected.sources.values()):
             assert expected.state is not None
-            del self._expected[key]
-            self._fence.end(*key)
+            self._forget(key)
             expected.figures.total_seconds = now - expected.began
             self._out.append(Arrived(*key, num_tokens, expected.state, expected.figures))
 
@@ -286,9 +305,17 @@ class Receiver:
             for source in expected.sources.values()
         )
         if expected.is_stopping and is_over and key in self._expected:
-            del self._expected[key]
-            self._fence.end(*key)
+            self._forget(key)
             self._out.append(WriterStopped(*key))
+
+    def _wait(self, expected: _Expectation, seconds: float, now: float) -> None:
+        expected.wait_until = now + seconds
+        self._send_all(expected, Wait(expected.request, expected.epoch, seconds, is_from_source=False))
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        del self._expected[key]
+        self._offers.pop(key, None)
+        self._fence.end(*key)
 
     def _send_all(self, expected: _Expectation, message: TransferMessage) -> None:
         self._out.extend(Send(peer, message) for peer in expected.sources)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from crossdock.kvtransfer.events import Event, Failed, Figures, Granted, Reason, Released
 from crossdock.kvtransfer.fence import Fence
-from crossdock.kvtransfer.messages import Abort, Grant, Hello, Pages, Stopped, TransferMessage, Wait
+from crossdock.kvtransfer.messages import Abort, Grant, Hello, Offer, Pages, Stopped, TransferMessage, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,7 @@ class _Shipment:
     num_tokens: int = 0
     state: bytes | None = None  # set by finish
     finished: float | None = None
+    is_offered: bool = False
     is_stopping: bool = False
     busy_since: float | None = None  # since when at least one write has been open, without a break
     figures: Figures = field(default_factory=Figures)
@@ -128,6 +129,15 @@ class Sender:
         self._out.extend(Send(peer, Hello(request, epoch)) for peer in deliveries)
         return self._flush()
 
+    def offer(self, request: str, epoch: int) -> list[ProtocolOutput]:
+        """Notify the targets that this rank has pages for the request: they may grant pages now."""
+        shipment = self._shipments.get((request, epoch))
+        if shipment and not shipment.is_stopping:
+            shipment.is_offered = True
+            for peer, delivery in shipment.deliveries.items():
+                self._offer(shipment, peer, delivery)
+        return self._flush()
+
     def chunk(self, request: str, pages: Sequence[int], num_tokens: int, now: float) -> list[ProtocolOutput]:
         """Note that `num_tokens` tokens of the request lie in `pages`, and write the full pages not sent yet."""
         for shipment in self._under_way(request):
@@ -170,15 +180,17 @@ class Sender:
     # -- what happens ----------------------------------------------------------------------------------------------
 
     def receive(self, peer: str, message: TransferMessage, now: float) -> list[ProtocolOutput]:
-        """Take in a Grant, Wait or Abort from a target."""
+        """Take in a Grant, Wait or Abort from a target. A Wait is answered with the offer, which may have been lost."""
         shipment = self._shipments.get((message.request, message.epoch))
         delivery = shipment.deliveries.get(peer) if shipment else None
         if shipment is None or delivery is None:
             self.num_unknown += 1
-            if isinstance(message, Abort) and shipment is None:
-                # The target waits for this answer. It is a promise, which the fence keeps: ship() may still be called.
-                self._out.append(Send(peer, self._ended(message.request, message.epoch)))
-                self._fence.end(message.request, message.epoch)
+            key = message.request, message.epoch
+            if shipment is None and (isinstance(message, Abort) or self._fence.has_ended(*key)):
+                # The target waits for this answer, or has not received it. The answer to an Abort is a promise, which
+                # the fence keeps: ship() may still be called.
+                self._out.append(Send(peer, self._ended(*key)))
+                self._fence.end(*key)
             return self._flush()
         if not delivery.is_heard:
             delivery.is_heard = True
@@ -189,6 +201,7 @@ class Sender:
                 self._grant(shipment, peer, delivery, message, now)
             case Wait():
                 delivery.silent_until = now + message.seconds + shipment.deadline_seconds
+                self._offer(shipment, peer, delivery)
             case Abort():
                 delivery.is_notified = False  # whatever was sent, the target has not received that this rank stopped
                 self._fail(shipment, Reason.PEER_STOPPED, f"{peer} aborted", now)
@@ -237,6 +250,11 @@ class Sender:
         return self._flush()
 
     # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _offer(self, shipment: _Shipment, peer: str, delivery: _Delivery) -> None:
+        if shipment.is_offered and not shipment.is_stopping and delivery.grant is None:
+            offer = Offer(shipment.request, shipment.epoch, delivery.target.num_sources)
+            self._out.append(Send(peer, offer))
 
     def _grant(self, shipment: _Shipment, peer: str, delivery: _Delivery, grant: Grant, now: float) -> None:
         if len(set(grant.pages)) != len(grant.pages) or any(page >= delivery.target.num_pages for page in grant.pages):

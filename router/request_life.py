@@ -143,7 +143,8 @@ class RequestLife:
         self.deadline = now + self._timeouts.silence_s
         submission = self.submission
         if self.attempt:
-            submission = replace(submission, epoch=self.attempt, output_token_ids=tuple(self.output))
+            output = tuple(self.output)
+            submission = replace(submission, epoch=self.attempt, output_token_ids=output, may_refuse=not output)
         decode, prefill = placement.decode, placement.prefill
         self._prefill = prefill
         self._working = [decode] if prefill is None else [decode, prefill]

@@ -4,9 +4,19 @@ from itertools import pairwise
 
 import pytest
 
-from crossdock.kvtransfer.events import Arrived, Committed, Failed, Figures, Granted, Reason, Released, WriterStopped
+from crossdock.kvtransfer.events import (
+    Arrived,
+    Committed,
+    Failed,
+    Figures,
+    Granted,
+    Offered,
+    Reason,
+    Released,
+    WriterStopped,
+)
 from crossdock.kvtransfer.fence import Fence
-from crossdock.kvtransfer.messages import Abort, Grant, Hello, Pages, Stopped, Wait
+from crossdock.kvtransfer.messages import Abort, Grant, Hello, Offer, Pages, Stopped, Wait
 from crossdock.kvtransfer.receiver import Receiver
 from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank, Write
 
@@ -168,6 +178,15 @@ def test_abort_of_an_ended_shipment_is_answered_as_if_a_write_had_been_broken() 
     assert sender.receive("t0", Abort(*KEY, b""), 2.1) == [Send("t0", Stopped(*KEY, False))]
 
 
+@pytest.mark.parametrize("message", [Grant(*KEY, 0, (5,)), Wait(*KEY, 1.0, False)])
+def test_stop_that_the_target_has_missed_is_sent_again(message: Grant | Wait) -> None:
+    """Before its grant a target has no deadline of its own."""
+    sender = shipping(granted=False)
+    assert sender.receive("t1", message, 1.0) == [], "another target"
+    sender.cancel(*KEY, 1.0)
+    assert kinds(sender.receive("t0", message, 2.0)) == [Stopped]
+
+
 def test_messages_about_unknown_shipments_are_dropped_and_counted() -> None:
     sender = shipping(granted=False)
     assert sender.receive("t0", Grant("r", 2, 0, (1,)), 0.0) == []
@@ -201,7 +220,7 @@ def expecting(num_sources: int = 1, granted: bool = True, first_page: int = 0) -
     """Return a receiver that expects ranks s0, s1, ...: deadline 5 s, grace 1 s, ten pages granted at time 0."""
     receiver = Receiver(PAGE, b"us", 1.0)
     sources = {f"s{rank}": (rank, 10) for rank in range(num_sources)}
-    assert receiver.expect(*KEY, sources, 5.0, 0.0) == []
+    assert receiver.expect(*KEY, sources, 5.0, 0.0) == [Send(name, Wait(*KEY, 5.0, False)) for name in sources]
     if granted:
         pages = tuple(range(20, 30))
         outputs = receiver.grant(*KEY, first_page, pages, 0.0)
@@ -263,7 +282,7 @@ def test_pages_before_the_grant_fail_the_transfer() -> None:
 
 def test_source_that_begins_late_is_sent_what_it_missed() -> None:
     receiver = expecting(granted=False)
-    assert receiver.receive("s0", Hello(*KEY), 1.0) == []
+    assert receiver.receive("s0", Hello(*KEY), 1.0) == [Send("s0", Wait(*KEY, 4.0, False))]
     assert receiver.wait(*KEY, 3.0, 1.0) == [Send("s0", Wait(*KEY, 3.0, False))]
     assert receiver.receive("s0", Hello(*KEY), 2.0) == [Send("s0", Wait(*KEY, 2.0, False))]
     receiver.grant(*KEY, 0, [5], 2.0)
@@ -273,6 +292,28 @@ def test_source_that_begins_late_is_sent_what_it_missed() -> None:
     receiver.receive("s0", Stopped(*KEY, True), 5.0)
     assert receiver.receive("s0", Hello(*KEY), 6.0) == [Send("s0", Abort(*KEY, b"us"))], "also when all is over"
     assert receiver.num_unknown == 0
+
+
+def test_offer_of_every_source_is_reported_also_before_it_is_expected() -> None:
+    early = Receiver(PAGE, b"us", 1.0)
+    assert early.receive("s0", Offer(*KEY, 2), 0.0) == []
+    assert early.receive("s1", Offer(*KEY, 2), 0.0) == [Offered(*KEY)]
+    assert early.expect(*KEY, {"s0": (0, 10), "s1": (1, 10)}, 5.0, 0.0) == []
+    late = expecting(2, granted=False)
+    assert late.receive("s1", Offer(*KEY, 2), 0.0) == []
+    assert late.receive("s2", Offer(*KEY, 2), 0.0) == [], "no source of this transfer"
+    assert late.receive("s0", Offer(*KEY, 2), 0.0) == [Offered(*KEY)]
+    late.cancel(*KEY, 1.0)
+    assert late.receive("s0", Offer(*KEY, 2), 2.0) == [Send("s0", Abort(*KEY, b"us"))]
+
+
+def test_lost_offer_is_repeated_after_the_next_wait() -> None:
+    sender = shipping(granted=False)
+    (offer,) = sender.offer(*KEY)
+    assert offer == Send("t0", Offer(*KEY, 1))
+    assert sender.receive("t0", Wait(*KEY, 1.0, False), 1.0) == [offer]
+    sender.receive("t0", Grant(*KEY, 0, (5, 6)), 2.0)
+    assert sender.receive("t0", Wait(*KEY, 1.0, False), 3.0) == []
 
 
 def test_deadline_begins_with_the_grant_and_every_message_renews_it() -> None:

@@ -47,7 +47,7 @@ class Transfers(RuleBasedStateMachine):
                 self.world.expect(index)
 
     @precondition(lambda self: self.world.attempts)
-    @rule(steps=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 99)), min_size=20, max_size=100))
+    @rule(steps=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 99)), min_size=20, max_size=100))
     def go_on(self, steps: list[tuple[int, int]]) -> None:
         """Do things that go well, in any order: most of what happens, or nothing would ever arrive."""
         for kind, index in steps:
@@ -60,6 +60,8 @@ class Transfers(RuleBasedStateMachine):
                     self.world.complete(index)
                 case 4:
                     self.world.grant(index)
+                case 5:
+                    self.world.offer(index, index // 7 % 2)
                 case _:
                     self.world.compute(index, index // 7 % 2, index % 13)
 

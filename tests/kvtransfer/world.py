@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from crossdock.kvtransfer.events import Arrived, Committed, Failed, Granted, Released, WriterStopped
+from crossdock.kvtransfer.events import Arrived, Committed, Failed, Granted, Offered, Released, WriterStopped
 from crossdock.kvtransfer.messages import TransferMessage
 from crossdock.kvtransfer.receiver import Receiver
 from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank, Write
@@ -52,6 +52,7 @@ class Attempt:
     first_page: int
     is_shipped: bool = False
     is_expected: bool = False
+    is_offered: bool = False
     is_granted: bool = False
     granted: list[int] = field(default_factory=list)
     num_computed: dict[str, int] = field(default_factory=dict)
@@ -128,7 +129,10 @@ class World:
         fits = {
             "ship": lambda a: not a.is_shipped,
             "expect": lambda a: not a.is_expected,
-            "grant": lambda a: a.is_expected and not a.is_granted and not a.has_stopped and not a.goal.is_dead,
+            "offer": lambda a: a.is_shipped and not a.is_granted,
+            "grant": lambda a: (
+                a.is_expected and a.is_offered and not a.is_granted and not a.has_stopped and not a.goal.is_dead
+            ),
             "compute": lambda a: a.is_shipped and self.epochs[a.key[0]] == a.key[1] and not a.has_arrived,
             "any": lambda a: True,
         }[wanted]
@@ -157,9 +161,10 @@ class World:
             self.run(attempt.goal, attempt.goal.receiver.expect(*attempt.key, sources, DEADLINE, self.now))
 
     def grant(self, index: int) -> None:
-        attempt = self.pick(index, "grant")
-        if not attempt or attempt.goal.is_dead:
-            return
+        if attempt := self.pick(index, "grant"):
+            self.grant_to(attempt)
+
+    def grant_to(self, attempt: Attempt) -> None:
         goal = attempt.goal
         free = [page for page in range(POOL) if page not in goal.owners]
         needed = attempt.num_pages - attempt.first_page
@@ -175,11 +180,17 @@ class World:
         if attempt := self.pick(index, "grant"):
             self.run(attempt.goal, attempt.goal.receiver.wait(*attempt.key, 1.0, self.now))
 
+    def offer(self, index: int, rank: int) -> None:
+        attempt = self.pick(index, "offer")
+        source = attempt.sources[rank % len(attempt.sources)] if attempt else None
+        if attempt and source and not source.is_dead:
+            self.run(source, source.sender.offer(*attempt.key))
+
     def compute(self, index: int, rank: int, tokens: int) -> None:
-        attempt = self.pick(index, "compute")
-        if attempt is None:
-            return
-        source = attempt.sources[rank % len(attempt.sources)]
+        if attempt := self.pick(index, "compute"):
+            self.compute_at(attempt, attempt.sources[rank % len(attempt.sources)], tokens)
+
+    def compute_at(self, attempt: Attempt, source: Source, tokens: int) -> None:
         if source.is_dead or attempt.num_released[source.name]:
             return
         done = attempt.num_computed.get(source.name, 0)
@@ -324,7 +335,7 @@ class World:
                     self.note(process, output)
 
     def note(self, process: Source | Goal, event: object) -> None:
-        assert isinstance(event, Granted | Released | Committed | Arrived | WriterStopped | Failed)
+        assert isinstance(event, Granted | Released | Offered | Committed | Arrived | WriterStopped | Failed)
         attempt = self.attempts[event.request, event.epoch]
         match event:
             case Committed():
@@ -352,6 +363,8 @@ class World:
                     process.memory[page] = GARBAGE  # another request may use the pages from now on
             case Failed():
                 assert not attempt.has_arrived or event.sending
+            case Offered():
+                attempt.is_offered = True
             case Granted():
                 assert event.first_page == attempt.first_page
 

@@ -47,6 +47,7 @@ class Engine:
     clock: Callable[[], float] = time.monotonic  # seconds
     cost_fit: StepCostFit | None = None  # set by `calibrate`
     gang: Gang | None = None  # the other ranks, where `model` is one rank's part
+    on_scheduled: Callable[[Batch], None] = lambda batch: None  # called with each step before it is executed
     pages: PagePool = field(init=False)
     scheduler: Scheduler = field(init=False)
     pipeline: Pipeline = field(init=False)
@@ -134,6 +135,13 @@ class Engine:
         self._sampler.remove(request_id)
         self.scheduler.finish_sent(request_id)
 
+    def take_returned(self) -> list[Request]:
+        """Return the requests that made way for more urgent ones since the last call; they have ended here."""
+        returned = self.scheduler.take_returned()
+        for request in returned:
+            self._sampler.remove(request.id)
+        return returned
+
     def is_in_flight(self, request_id: str) -> bool:
         """Return whether a step that has begun computes a part of the request.
 
@@ -164,6 +172,7 @@ class Engine:
             return self._execute(self.scheduler.schedule(ended), now)
 
     def _execute(self, batch: Batch, now: float) -> bool:
+        self.on_scheduled(batch)
         if batch:
             self.pipeline.begin(batch, now)
         return bool(batch)

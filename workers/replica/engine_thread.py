@@ -236,7 +236,7 @@ class EngineThread:
             step = self._attempt(self.engine.step) if self.engine.has_work else None
             self._is_blocked = step is not None and not step.batch
             if self.handover is not None:
-                self.handover.step(step)
+                self._end(self.handover.step(step))
 
     @property
     def _can_step(self) -> bool:
@@ -273,7 +273,12 @@ class EngineThread:
         while not self.engine.pipeline.is_empty and not self._is_gang_lost:
             step = self._attempt(self.engine.finish_step)
             if step is not None and self.handover is not None:
-                self.handover.step(step)
+                self._end(self.handover.step(step))
+
+    def _end(self, deltas: Sequence[TokenDelta]) -> None:
+        """Report requests that ended between two steps."""
+        if deltas:
+            self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
 
     def _stepped(self, step: Step) -> None:
         progress = self.timelines.stepped(step.batch, step.deltas, step.started, step.seconds, step.predicted)
@@ -315,8 +320,7 @@ class EngineThread:
             self._finish_steps_of([event.request])
             if self._is_gang_lost:
                 return
-            deltas = self.handover.handle(event)
-            self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
+            self._end(self.handover.handle(event))
 
         self._post(handle)
 

@@ -74,6 +74,14 @@ class ExpectCall:
 
 
 @dataclass(frozen=True, slots=True)
+class OfferCall:
+    """`Dock.offer`"""
+
+    request: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkCall:
     """`Dock.chunk`"""
 
@@ -135,7 +143,9 @@ class PeerDeadCall:
 
 
 CancelCall: TypeAlias = CancelShipCall | CancelExpectCall
-DockCall: TypeAlias = ShipCall | ExpectCall | ChunkCall | FinishCall | GrantCall | CancelCall | WaitCall | PeerDeadCall
+DockCall: TypeAlias = (
+    ShipCall | ExpectCall | OfferCall | ChunkCall | FinishCall | GrantCall | CancelCall | WaitCall | PeerDeadCall
+)
 DriverMessage: TypeAlias = AllocatePool | RunStep | OpenDock | EndRank | DockCall
 
 # -- follower to driver ----------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from crossdock.workers.replica.rank_messages import (
     ExpectCall,
     FinishCall,
     GrantCall,
+    OfferCall,
     PeerDeadCall,
     ShipCall,
     WaitCall,
@@ -67,6 +68,9 @@ class ReplicaDock:
     def expect(self, request: str, epoch: int, peer: bytes, deadline_s: float) -> None:
         self._begin(False, request, epoch)
         self._call(ExpectCall(request, epoch, _blobs(peer), deadline_s))
+
+    def offer(self, request: str, epoch: int) -> None:
+        self._call(OfferCall(request, epoch))
 
     def chunk(self, request: str, pages: Sequence[int], num_tokens: int) -> None:
         self._call(ChunkCall(request, tuple(pages), num_tokens))
@@ -127,6 +131,8 @@ def apply_call(dock: Dock, call: DockCall) -> None:
             dock.ship(request, epoch, peers, deadline_s)
         case ExpectCall(request, epoch, peers, deadline_s):
             dock.expect(request, epoch, peers, deadline_s)
+        case OfferCall(request, epoch):
+            dock.offer(request, epoch)
         case ChunkCall(request, pages, num_tokens):
             dock.chunk(request, pages, num_tokens)
         case FinishCall(request, pages, num_tokens, state):

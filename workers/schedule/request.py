@@ -43,13 +43,14 @@ class Status(Enum):
 
 
 class FinishReason(Enum):
-    """Why a request ended: the values of OpenAI's `finish_reason`, and three that no client sees under this name."""
+    """Why a request ended: the values of OpenAI's `finish_reason`, and four that no client sees under this name."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
     SHIPPED = "shipped"  # ended here only: another replica has its pages and continues
+    RETURNED = "returned"  # ended here only, to make way for a more urgent request: the router places it again
 
 
 class Leg(Enum):
@@ -104,8 +105,10 @@ class Submission:
     tenant: str = ""  # who may ask about the request; a name that does not reveal the API key
     output_token_ids: Sequence[int] = ()  # tokens the client has already, from a replica that was lost
     leg: Leg = Leg.LOCAL
-    epoch: int = 0  # number of earlier placements of this request
+    epoch: int = 0  # number of earlier attempts at this request
     peer: bytes = b""  # address of the replica that does the other leg, as it advertises it
+    may_refuse: bool = True  # False once a replica has accepted the request: no later attempt is refused as too late
+    waited_s: float = 0.0  # seconds since the first attempt: the request starves no later for being placed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +158,8 @@ class Request:
     output_token_ids: Sequence[int] = ()  # made on another replica, before the request came here
     leg: Leg = Leg.LOCAL
     epoch: int = 0
+    may_refuse: bool = True
+    waited_s: float = 0.0  # seconds that the client had waited at `arrival_time`
     arrival_time: float = 0.0  # seconds, on the scheduler's clock
     priority: int = 0  # of its class; 0 is the most urgent
     arrival_work: int = 0  # prompt tokens the scheduler had scheduled when the request arrived
@@ -164,6 +169,7 @@ class Request:
     predicted_ttft: float | None = None  # seconds, as predicted on arrival
     expected_cached_tokens: int = 0  # while waiting: tokens found at the last look into the prefix index
     status: Status = Status.WAITING
+    is_offered: bool = False  # of Leg.RECEIVE: the other replica has pages for the prompt and may compute at once
     finish_reason: FinishReason | None = None
     token_ids: list[int] = field(init=False)  # prompt and output
     num_computed_tokens: int = 0  # tokens whose keys and values are in pages
@@ -187,6 +193,8 @@ class Request:
             output_token_ids=submission.output_token_ids,
             leg=submission.leg,
             epoch=submission.epoch,
+            may_refuse=submission.may_refuse,
+            waited_s=submission.waited_s,
             arrival_time=now,
         )
 
@@ -194,14 +202,14 @@ class Request:
     def owner(self) -> str:
         """Return the name under which the request owns pages.
 
-        It differs by placement: a failed placement may still own pages when the next one begins.
+        It differs by attempt: a failed attempt may still own pages when the next one begins.
         """
-        return f"{self.id}#{self.epoch}" if self.epoch else self.id
+        return self.owner_name(self.id, self.epoch)
 
     @staticmethod
     def owner_name(request_id: str, epoch: int) -> str:
         """Return the `owner` of a request by its id and epoch."""
-        return f"{request_id}#{epoch}" if epoch else request_id
+        return f"{request_id}#{epoch}"
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -92,7 +92,8 @@ class Scheduler:
         if self._table.get(request.id) is not None:
             raise InvalidField(f"request_id {request.id!r} is already being served", "request_id")
         request.priority = priority_of(self.config.slo_classes, request.slo_class)
-        request.arrival_work, request.queued_at = self._table.prefilled.tokens, request.arrival_time
+        request.arrival_work = self._table.prefilled.tokens
+        request.queued_at = request.arrival_time - request.waited_s
         request.expected_cached_tokens = len(kv.match_prefix(self._table, request)) * self.pages.page_size
         if request.leg is not Leg.RECEIVE and not request.output_token_ids:  # else the first token is made elsewhere
             admission.promise(self._table, self._forecast, request)
@@ -298,9 +299,21 @@ class Scheduler:
 
     # -- prompts and tokens on two replicas: handoff.py --------------------------------------------------------------
 
+    def offer(self, request_id: str) -> None:
+        """Note that another replica has pages for the prompt of a request, and will compute it."""
+        handoff.offer(self._table.request(request_id))
+
     def grant(self, now: float) -> list[Request]:
-        """Reserve pages for requests that another replica prefills, as far as possible, and return those requests."""
+        """Reserve pages for requests that another replica has offered, as far as possible; return those requests."""
         return handoff.grant(self._table, now)
+
+    def take_returned(self) -> list[Request]:
+        """Return the requests that were ended since the last call, to make way for more urgent ones.
+
+        The caller cancels their transfers and hands them back to the router. Only requests with a transfer are here.
+        """
+        returned, self._table.returned = self._table.returned, []
+        return returned
 
     def commit(self, request_id: str, num_tokens: int) -> None:
         """Note that the first `num_tokens` of a held request have arrived."""

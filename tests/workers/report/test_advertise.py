@@ -80,7 +80,7 @@ def test_urgent_classes_count_on_pages_of_less_urgent_requests() -> None:
     replica = new_replica()
     add(replica, "stream", 40, "batch", max_tokens=100)
     replica.step()
-    held = len(replica.scheduler.pages.pages_of("stream"))
+    held = len(replica.scheduler.pages.pages_of("stream#0"))
     assert observe(replica.scheduler, "me", 1).free_pages == (400, 400, 400 - held)
 
 

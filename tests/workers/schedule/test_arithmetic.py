@@ -68,13 +68,13 @@ def test_abort_after_seven_chunks_frees_every_byte() -> None:
     for _ in range(7):
         replica.step()
     assert long.num_computed_tokens == 7 * 512
-    held = len(pages.pages_of("long"))
+    held = len(pages.pages_of("long#0"))
     assert held * SMOLLM2.page_bytes == 1250 * 368_640 == 460_800_000  # of the whole prompt: reserved at the start
     assert long.num_computed_tokens * SMOLLM2.token_bytes == 82_575_360  # of these, written
 
     scheduler.abort("long")
     after = pages.counts()
-    assert not pages.pages_of("long")
+    assert not pages.pages_of("long#0")
     assert (after.free + after.cached) * SMOLLM2.page_bytes == before.free * SMOLLM2.page_bytes
     assert after.owned == after.quarantined == 0
     # The full pages of the seven chunks can serve a prompt with the same beginning until they are evicted.

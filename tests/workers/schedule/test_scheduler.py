@@ -94,8 +94,8 @@ def test_pages_of_the_whole_prompt_are_reserved_before_its_first_chunk() -> None
     scheduler.add(new_request("a", range(1, 81), max_tokens=4))
     scheduler.add(new_request("b", range(101, 141), max_tokens=4))
     replica.step()
-    assert len(scheduler.pages.pages_of("a")) == 20
-    assert not scheduler.pages.pages_of("b")  # its ten pages are not available: it does not start
+    assert len(scheduler.pages.pages_of("a#0")) == 20
+    assert not scheduler.pages.pages_of("b#0")  # its ten pages are not available: it does not start
     replica.run()
 
 
