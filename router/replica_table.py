@@ -8,8 +8,9 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.router.loads import Booking, Floats, Loads, blank, row
+from crossdock.router.loads import Floats, Loads, blank, row
 from crossdock.router.placement import Candidates, Slots
+from crossdock.router.work import Booking
 from crossdock.workers.report.advertise import LiveProfile
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.slo import SloClass

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from crossdock.kvtransfer.events import Event, Figures
+from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.replica.channel import Channel
 from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.replica.handover import Handover
@@ -41,7 +42,7 @@ class EngineThread:
         self.channels: dict[str, Channel] = {}
         self._num_turns = 0
         self._publisher = Publisher(engine.scheduler, uuid.uuid4().hex)
-        self._page_bytes = engine.model.layout(engine.config.page_size).page_bytes
+        self._page_bytes = engine.page_bytes
         self._channel_of: dict[str, tuple[Channel, int]] = {}  # by request, with the epoch of its placement
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[Callable[[], None]] = deque()  # actions for the engine's thread, between two steps
@@ -112,25 +113,29 @@ class EngineThread:
         if channel is None:
             raise RuntimeError(f"no channel {ingress!r} is open")
         done: asyncio.Future[int] = self._loop.create_future()
-        self._channel_of[submission.id] = channel, submission.epoch
+        self._channel_of[submission.id] = reader = channel, submission.epoch
         arrived = self.engine.clock()  # here, not between two steps: the step that runs now is time the request waits
 
         def add() -> None:
             try:
-                self._add(submission, arrived)
+                self._add(submission, arrived, grammar)
             except Exception as error:
                 self._loop.call_soon_threadsafe(_settle, done, error)
             else:
                 self._loop.call_soon_threadsafe(_settle, done, self._publisher.sequence)
 
-        self._post(add)
         try:
+            grammar = await self.engine.compiled(submission)
+            if self._channel_of.get(submission.id) is not reader:
+                raise RuntimeError(f"{submission.id} was aborted while its grammar was compiled")
+            self._post(add)
             return await done
         except asyncio.CancelledError:
             await self.abort([submission.id])
             raise
         except Exception:
-            self._channel_of.pop(submission.id, None)
+            if self._channel_of.get(submission.id) is reader:
+                del self._channel_of[submission.id]
             raise
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -177,16 +182,24 @@ class EngineThread:
         """Return the replica's state and its steps after those already `seen`, by incarnation: JSON for a dashboard.
 
         May be called while the engine steps: a number may be one step older than its neighbour.
+
+        `tenant`: who reads, and sees its own requests alone; None: one who may see all.
         """
         engine = self.engine
-        requests = Tally(request.status.value for request in engine.scheduler.requests())
+        own = None if tenant is None else self.timelines.ids(tenant)
+        requests = Tally(
+            request.status.value for request in engine.scheduler.requests() if own is None or request.id in own
+        )
         fit = engine.cost_fit
         return {
             "now": time.time(),
-            "pages": asdict(engine.pages.counts()),
+            "pages": asdict(engine.pages.counts())
+            if tenant is None
+            else None,  # they show how long others' prompts are
             "requests": {status.value: requests[status.value] for status in Status if status is not Status.FINISHED},
             "cost": None if fit is None else fit.cost.model_dump(),
             "overrun": None if fit is None else fit.overrun,
+            "interval_share": None if fit is None else engine.intervals.share,
             "step_error": None if fit is None else fit.error(0.5),
             **self.steps.after(seen, tenant),
         }
@@ -285,20 +298,21 @@ class EngineThread:
         if step.batch:
             self.metrics.stepped(step)
             self.steps.record(step.batch, progress.chunks, step.started, step.seconds, step.predicted)
-        self._progressed(progress, step.deltas, step.seconds)
+        self._progressed(progress, step.deltas, step.interval)
 
-    def _progressed(self, progress: Progress, deltas: Sequence[TokenDelta], seconds: float = 0.0) -> None:
+    def _progressed(self, progress: Progress, deltas: Sequence[TokenDelta], interval: float = 0.0) -> None:
         self.metrics.progressed(progress)
-        self._publish(deltas, seconds)
+        self._publish(deltas, interval)
         self._log(progress.finished)
 
-    def _publish(self, deltas: Sequence[TokenDelta] = (), seconds: float = 0.0) -> None:
-        """Send the deltas of a step that took `seconds` and, when it is due, the replica's live profile."""
+    def _publish(self, deltas: Sequence[TokenDelta] = (), interval: float = 0.0) -> None:
+        """Send the deltas of a step that ended `interval` seconds after the one before it and, when it is due, the
+        replica's live profile."""
         now = self.engine.clock()
         live: LiveProfile | None = None
         pages: Sequence[PageChanges] = ()
         if self._publisher.is_due(now):
-            live = self._publisher.live(now, seconds)
+            live = self._publisher.live(now, interval)
             pages = self._publisher.page_changes()
         if deltas or live is not None:
             self._loop.call_soon_threadsafe(self._deliver, deltas, live, pages)
@@ -330,9 +344,9 @@ class EngineThread:
             self._publisher.transferred(figures.num_bytes, figures.write_seconds)
         self.timelines.transferred(request_id, is_sent, figures, outcome, self.engine.clock())
 
-    def _add(self, submission: Submission, arrived: float) -> None:
+    def _add(self, submission: Submission, arrived: float, grammar: GrammarState | None) -> None:
         try:
-            self.engine.add(submission, arrived)
+            self.engine.add(submission, arrived, grammar)
         except Overloaded:
             self.metrics.refused(submission.slo_class)
             raise
@@ -340,7 +354,7 @@ class EngineThread:
         assert request is not None
         if self.handover is not None:
             self.handover.add(submission)
-        self.timelines.add(submission, request, arrived, self.engine.scheduler.prefill_seconds(request))
+        self.timelines.add(submission, request, arrived, self.engine.scheduler.seconds_alone(request))
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         self._finish_steps_of(request_ids)
