@@ -352,6 +352,14 @@ def test_unanswered_abort_is_repeated_in_growing_intervals_until_the_source_answ
     assert receiver.next_deadline == float("inf")
 
 
+def test_stop_of_a_source_that_has_delivered_everything_changes_nothing() -> None:
+    """It answers a Grant that was repeated, while another source still writes."""
+    receiver = expecting(num_sources=2)
+    receiver.receive("s0", wrote(0, 0, 1, 3, 0, 2, b"s"), 1.0)
+    assert receiver.receive("s0", Stopped(*KEY, False), 1.1) == []
+    assert kinds(receiver.receive("s1", wrote(0, 0, 1, 3, 1, 2, b""), 2.0)) == [Committed, Arrived]
+
+
 def test_second_answer_does_not_end_a_grace_period_early() -> None:
     receiver = expecting()
     receiver.receive("s0", Stopped(*KEY, False), 2.0)
