@@ -180,8 +180,8 @@ def report(
     gaps = sorted(clients.gaps) or [0.0]
     hung = sum("hung" in problem for problem in problems)
     print(
-        f"{sum(others.values()) + chaos.counts.total()} faults, {clients.began} streams ({clients.ended} attempts) in {seconds:.0f} s "
-        f"({clients.began / seconds:.1f} a second), {len(problems) - hung} broken, {hung} hung; "
+        f"{sum(others.values()) + chaos.counts.total()} faults, {clients.began} streams ({clients.ended} attempts) "
+        f"in {seconds:.0f} s ({clients.began / seconds:.1f} a second), {len(problems) - hung} broken, {hung} hung; "
         f"longest pause of a stream: p50 {gaps[len(gaps) // 2]:.2f} s, p99 {gaps[int(len(gaps) * 0.99)]:.1f} s, "
         f"max {gaps[-1]:.1f} s; left: {left}, {leftovers or 'no process, port or shared memory'}"
     )

@@ -5,8 +5,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from crossdock.cluster.api.keys import ApiKey
 
 OPEN_TO_OTHERS = (
-    "No API key is set: every client that reaches %s port %d can use this server. Set --api-key, http.api_keys_file, or --host "
-    "127.0.0.1."
+    "No API key is set: every client that reaches %s port %d can use this server. "
+    "Set --api-key, http.api_keys_file, or --host 127.0.0.1."
 )
 
 

@@ -34,7 +34,10 @@ class ApiKey(BaseModel):
     )
     requests_per_minute: int | None = Field(None, ge=1, description="How many it may begin; null: any number.")
     tokens_per_minute: int | None = Field(
-        None, ge=1, description="Tokens of prompts, charged at once, and of outputs, charged as they come; null: any."
+        None,
+        ge=1,
+        description="Tokens of prompts, charged at once, and of outputs, charged as they come; null: any. "
+        "A request that has begun goes on, and the next ones are refused until its outputs are paid.",
     )
     max_concurrent_requests: int | None = Field(None, ge=1, description="How many may run at once; null: any number.")
 

@@ -35,7 +35,7 @@ class EngineThread(ObservedEngine):
         self._num_computed = 0  # tokens, since the start
         self._num_failures = 0  # outside of steps, since the last step
         self._publisher = Publisher(engine.scheduler, uuid.uuid4().hex)
-        self._page_bytes = engine.model.layout(engine.config.page_size).page_bytes
+        self._page_bytes = engine.page_bytes
         self._loop = asyncio.get_running_loop()
         self._inbox = Inbox()
         self._awaited: set[asyncio.Future[Any]] = set()  # answers of the engine's thread
@@ -50,7 +50,8 @@ class EngineThread(ObservedEngine):
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        """Whether this can serve: neither the engine's thread nor the dock's has failed."""
+        return self._thread.is_alive() and (self.handover is None or self.handover.dock.is_alive)
 
     @property
     def num_posted(self) -> int:
@@ -276,20 +277,21 @@ class EngineThread(ObservedEngine):
             self._num_computed += sum(part.num_tokens for part in step.batch.scheduled)
             self.metrics.stepped(step)
             self.steps.record(step.batch, progress.chunks, step.started, step.seconds, step.predicted)
-        self._progressed(progress, step.deltas, step.seconds)
+        self._progressed(progress, step.deltas, step.interval)
 
-    def _progressed(self, progress: Progress, deltas: Sequence[TokenDelta], seconds: float = 0.0) -> None:
+    def _progressed(self, progress: Progress, deltas: Sequence[TokenDelta], interval: float = 0.0) -> None:
         self.metrics.progressed(progress)
-        self._publish(deltas, seconds)
+        self._publish(deltas, interval)
         self._log(progress.finished)
 
-    def _publish(self, deltas: Sequence[TokenDelta] = (), seconds: float = 0.0) -> None:
-        """Send the deltas of a step that took `seconds` and, when it is due, the replica's live profile."""
+    def _publish(self, deltas: Sequence[TokenDelta] = (), interval: float = 0.0) -> None:
+        """Send the deltas of a step that ended `interval` seconds after the one before it and, when it is due, the
+        replica's live profile."""
         now = self.engine.clock()
         live: LiveProfile | None = None
         pages: Sequence[PageChanges] = ()
         if self._publisher.is_due(now):
-            live = self._publisher.live(now, seconds)
+            live = self._publisher.live(now, interval)
             pages = self._publisher.page_changes()
         if deltas or live is not None:
             self._loop.call_soon_threadsafe(self._deliver, deltas, live, pages)
@@ -337,7 +339,7 @@ class EngineThread(ObservedEngine):
         try:
             if self.handover is not None:
                 self.handover.add(submission)
-            self.timelines.add(submission, request, arrived, self.engine.scheduler.prefill_seconds(request))
+            self.timelines.add(submission, request, arrived, self.engine.scheduler.seconds_alone(request))
         except Exception:
             self.engine.abort(submission.id)  # a request without a timeline would fail the steps that compute it
             raise

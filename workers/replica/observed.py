@@ -60,12 +60,12 @@ class ObservedEngine:
         fit = engine.cost_fit
         return {
             "now": time.time(),
-            "pages": asdict(engine.pages.counts())
-            if tenant is None
-            else None,  # they show how long others' prompts are
+            # Pages show how long others' prompts are.
+            "pages": asdict(engine.pages.counts()) if tenant is None else None,
             "requests": {status.value: requests[status.value] for status in Status if status is not Status.FINISHED},
             "cost": None if fit is None else fit.cost.model_dump(),
             "overrun": None if fit is None else fit.overrun,
+            "interval_share": None if fit is None else engine.intervals.share,
             "step_error": None if fit is None else fit.error(0.5),
             **self.steps.after(seen, tenant),
         }

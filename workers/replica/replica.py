@@ -16,8 +16,9 @@ import ray
 from ray import serve
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from crossdock.workers.model.checkpoint import fingerprint, resolve_model
+from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.fingerprint import fingerprint
 from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine import Engine, load_engine

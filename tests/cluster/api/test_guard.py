@@ -137,6 +137,21 @@ def test_key_without_tokens_is_refused_before_its_prompt_is_encoded(
     assert encoded == []
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_outputs_are_charged_for_every_choice(
+    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, is_stream: bool
+) -> None:
+    config = HttpConfig.model_validate({"api_keys": [{"key": "k", "tokens_per_minute": 60}]})
+    with serving(engine, tokenizer, config) as http:
+        body = {"prompt": [[5] * 10, [6] * 7], "max_tokens": 5, "n": 2, "stream": is_stream}
+        headers = {"authorization": "Bearer k"}
+        answer = http.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        left = http.get("/v1/models", headers=headers).headers["x-ratelimit-remaining-tokens"]
+        assert 60 - 17 - 20 <= int(left) < 60 - 17, "one more in every second since"
+        refused(http.post("/v1/completions", json={"prompt": [5] * 55}, headers=headers), 429)
+
+
 def test_ended_request_frees_its_place(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
     """However a request ends, the next one is accepted."""
     key = {"key": "k", "max_concurrent_requests": 1, "tokens_per_minute": 1000}

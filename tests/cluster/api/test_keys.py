@@ -2,6 +2,7 @@
 
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,40 @@ def test_changed_limits_begin_a_new_account() -> None:
     refusal(ledger.account(key).begin)
     ledger.account(ApiKey(key="a", requests_per_minute=2)).begin()
     ledger.account(ApiKey(key="b", requests_per_minute=1)).begin()
+
+
+def test_accounts_of_keys_that_are_no_longer_used_are_forgotten() -> None:
+    clock = Clock()
+    ledger = Ledger(1, clock)
+    busy, in_debt = ApiKey(key="busy", requests_per_minute=9), ApiKey(key="in debt", tokens_per_minute=10)
+    ledger.account(busy).begin()
+    ledger.account(in_debt).output(10_000)
+    for number in range(10_000):
+        account = ledger.account(ApiKey(key=f"key {number}", requests_per_minute=60, tokens_per_minute=600))
+        account.begin()
+        account.prompt(10)
+        account.end()
+        clock.now += 2
+    assert len(ledger) < 200
+    refusal(ledger.account(in_debt).prompt, 1)
+    assert ledger.account(busy).num_running == 1
+
+
+@given(st.lists(st.tuples(st.floats(0, 60), st.integers(1, 600), st.integers(0, 5000)), max_size=40))
+def test_tokens_over_a_long_time_stay_within_the_limit_and_one_request(events: list[tuple[float, int, int]]) -> None:
+    """One request may overdraw the account. Until that is paid, no other begins."""
+    clock, limit = Clock(), 600
+    limited = account(clock, tokens_per_minute=limit)
+    used, last = 0, 0
+    for seconds, prompt, output in events:
+        clock.now += seconds
+        with suppress(ApiError):
+            limited.prompt(prompt)
+            for _ in range(output):  # one by one, as they come
+                limited.output(1)
+            last = prompt + output
+            used += last
+        assert used <= limit + limit / 60 * clock.now + last
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 900), st.integers(0, 300)), max_size=60))
