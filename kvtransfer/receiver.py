@@ -104,8 +104,15 @@ class Receiver:
     ) -> list[ProtocolOutput]:
         """Expect this request from `sources`: their names, each with (rank, bytes it writes of each page). An older
         epoch of the request that is still expected is cancelled."""
-        if (request, epoch) in self._expected:
-            return []
+        known = self._expected.get((request, epoch))
+        if known is not None and known.is_stopping:
+            detail = "this epoch is still being stopped"
+            self._out.append(Failed(request, epoch, False, Reason.SUPERSEDED, detail))  # `WriterStopped` will follow
+            return self._flush()
+        if known is not None:
+            if known.sources.keys() != sources.keys():
+                self._fail(known, Reason.SUPERSEDED, "this epoch is expected from other sources already", now)
+            return self._flush()
         if self._fence.has_ended(request, epoch):
             self._out.append(Failed(request, epoch, False, Reason.SUPERSEDED, "this epoch has ended"))
             self._out.append(WriterStopped(request, epoch))

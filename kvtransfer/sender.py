@@ -116,8 +116,15 @@ class Sender:
         self, request: str, epoch: int, targets: Mapping[str, TargetRank], deadline_seconds: float, now: float
     ) -> list[ProtocolOutput]:
         """Begin a shipment. An older epoch of the request that is still under way is stopped."""
-        if (request, epoch) in self._shipments:
-            return []
+        known = self._shipments.get((request, epoch))
+        if known is not None and known.is_stopping:
+            detail = "this epoch is still being stopped"
+            self._out.append(Failed(request, epoch, True, Reason.SUPERSEDED, detail))  # `Released` will follow
+            return self._flush()
+        if known is not None:
+            if known.deliveries.keys() != targets.keys():
+                self._fail(known, Reason.SUPERSEDED, "this epoch is shipped to other targets already", now)
+            return self._flush()
         if self._fence.has_ended(request, epoch):
             self._out.extend(Send(peer, self._ended(request, epoch)) for peer in targets)
             self._out.append(Failed(request, epoch, True, Reason.SUPERSEDED, "this epoch has ended"))

@@ -1,7 +1,8 @@
 """A cluster in simulated time: requests arrive, routers place them, replicas work, some fail.
 
 Drives the same `RequestLife` as the dispatcher, without a network and on a clock that only events move. Deadlines of
-requests are not simulated: a replica here answers, or is known to have died.
+requests are not simulated: a replica here answers, or is known to have died. No request is to blame for that, so none
+becomes suspect.
 """
 
 import gc
@@ -17,7 +18,7 @@ from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import Failure, SimulatedFleet, SimulatedPool
 from crossdock.cluster.simulate.replica import TOKEN, Noise, SimulatedReplica
 from crossdock.cluster.simulate.transfer import SimulatedNetwork, SimulatedTransfer
-from crossdock.router.actions import Action, Detach, Fail, PlaceAgain, ReplicaDead, Submit
+from crossdock.router.actions import Action, Detach, Fail, PlaceAgain, ReplicaLost, Submit
 from crossdock.router.fleet import Fleet
 from crossdock.router.request_life import RequestLife
 from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile
@@ -303,7 +304,7 @@ class Simulation:
         replica.die(now)
         for router in self.routers:
             router.leave(name)
-        loss = ReplicaDead(f"replica {name} has died")
+        loss = ReplicaLost(f"replica {name} has died")
         for request in list(self.requests.values()):
             if request.transfer is not None and request.transfer.sender is replica:
                 request.transfer.lose_sender(now)
