@@ -177,14 +177,14 @@ class Chaos:
                 asyncio.run(Exchange(self.fleet.port, Reader()).run(body))
                 problem: str | None = "was served"
             except Told as told:
-                problem = None if told.status != 503 and told.status != 429 else f"was told to retry: {told}"
-                print(f"poison: {told}", flush=True)
+                problem = None if told.code == "suspect_request" else f"was told {told}"
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
             killed = before - sum(len(self.fleet.processes(pool)) for pool in self.fleet.pools)
             self.counts["replica killed by poison"] += max(0, killed)
             if problem:
                 self.problems.append(f"poison: {problem}")
+                print("PROBLEM", self.problems[-1], flush=True)
         return True
 
 
