@@ -35,6 +35,15 @@ class Chaos:
     _paused: dict[str, psutil.Process] = field(default_factory=dict)  # by deployment: one at a time
     _pausing: list[threading.Thread] = field(default_factory=list)
 
+    def begin(self, fault: "Fault") -> bool:
+        """Cause a fault; False where that may not happen now. A fleet that does not become whole is a problem."""
+        try:
+            return fault(self)
+        except TimeoutError as late:
+            self.problems.append(f"{late}")
+            print("PROBLEM", late, flush=True)
+            return True
+
     # -- what may happen now -------------------------------------------------------------------------------------------
 
     def is_spare(self, pool: str, count: int = 1) -> bool:

@@ -99,7 +99,7 @@ def disturb(chaos: Chaos, given: argparse.Namespace, began: float) -> None:
     shown = time.monotonic()
     while not chaos.clients.is_done and time.monotonic() - began < given.seconds:
         pause = chaos.rng.expovariate(1 / given.every)
-        while shares and not chaos.rng.choices(shares, [share for share, _ in shares])[0][1](chaos):
+        while shares and not chaos.begin(chaos.rng.choices(shares, [share for share, _ in shares])[0][1]):
             time.sleep(0.2)
             if chaos.clients.is_done:
                 break
