@@ -24,7 +24,7 @@ _WHOLE_WITHIN_S = 240.0
 
 @dataclass(slots=True)
 class Chaos:
-    """What happens to the fleet, and the count of it."""
+    """Causes faults in a fleet, and counts them."""
 
     fleet: NodeFleet
     clients: Clients
