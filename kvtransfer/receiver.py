@@ -2,7 +2,8 @@
 
 Sans-IO, like the sender. The commit frontier is the number of tokens that every source rank has delivered in an
 unbroken sequence; it only grows. A transfer that ends early keeps its pages until each source has reported that it
-stopped, or is dead and a grace period is over: a write on its way cannot be called back.
+stopped, or is dead and a grace period is over: a write on its way cannot be called back. A message may be lost with its
+connection, so a source is asked to stop again and again until it has answered.
 """
 
 from collections import OrderedDict
@@ -16,6 +17,9 @@ from crossdock.kvtransfer.sender import ProtocolOutput, Send
 
 _MAX_EARLY = 64
 """Messages that may wait for an earlier one. A source has one write open at a time: if more wait, a message is lost."""
+_FIRST_REPEAT_S = 0.5
+"""Seconds until an unanswered Abort is repeated. The pause doubles with every repetition."""
+_MAX_REPEAT_S = 30.0
 
 
 _MAX_OFFERED = 4096
@@ -31,11 +35,19 @@ class _SourceRank:
     silent_until: float = float("inf")
     next_page: int = 0
     next_sequence: int = 0
+    num_pages: int = 0  # that it has written a part of
     early: dict[int, Pages] = field(default_factory=dict)  # messages that came before one of a lower sequence number
     num_tokens: int = 0
     is_heard: bool = False
     is_complete: bool = False
     stops_at: float | None = None  # from then on it writes no more
+    repeat_at: float = float("inf")  # when to repeat an Abort that it has not answered
+    repeat_pause: float = _FIRST_REPEAT_S
+
+    @property
+    def may_write(self) -> bool:
+        """Whether neither its last pages nor its stop, nor the news of its death, have come."""
+        return self.stops_at is None and not self.is_complete
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +87,10 @@ class Receiver:
     def next_deadline(self) -> float:
         """When `tick` may next have an output; infinity if never."""
         return min((at for expected in self._expected.values() for at in _deadlines(expected)), default=float("inf"))
+
+    def peers(self) -> set[str]:
+        """Return the sources of everything that is expected."""
+        return {peer for expected in self._expected.values() for peer in expected.sources}
 
     # -- the owner's calls -----------------------------------------------------------------------------------------
 
@@ -165,7 +181,8 @@ class Receiver:
             case Wait():
                 source.silent_until += message.seconds
             case Stopped():
-                source.stops_at = now + (0.0 if message.is_clean else self.grace_seconds)
+                stops_at = now + (0.0 if message.is_clean else self.grace_seconds)
+                source.stops_at = max(stops_at, source.stops_at or 0.0)  # a repeated answer cuts no grace period short
                 self._fail(expected, Reason.PEER_STOPPED, f"{peer} stopped", now)
             case Pages() if not expected.is_stopping:
                 self._arrive(expected, peer, source, message, now)
@@ -190,6 +207,9 @@ class Receiver:
             if late and not expected.is_stopping:
                 detail = f"{', '.join(late)}: no pages for {expected.deadline_seconds:.3g} s"
                 self._fail(expected, Reason.DEADLINE, detail, now)
+            for peer, source in expected.sources.items():
+                if expected.is_stopping and source.may_write and now >= source.repeat_at:
+                    self._abort(expected, peer, source, now)
             self._end_if_stopped(expected, now)
         return self._flush()
 
@@ -235,7 +255,8 @@ class Receiver:
             source.next_page = end
             source.num_tokens = max(source.num_tokens, following.num_tokens)
             expected.figures.num_bytes += following.num_pages * source.page_bytes
-            expected.figures.num_pages += following.num_pages
+            source.num_pages += following.num_pages
+            expected.figures.num_pages = max(expected.figures.num_pages, source.num_pages)
             expected.figures.num_writes += 1
             if following.state is not None:
                 source.is_complete, source.silent_until = True, float("inf")
@@ -267,9 +288,15 @@ class Receiver:
         if not expected.is_stopping:
             expected.is_stopping = True
             for peer, source in expected.sources.items():
-                if source.stops_at is None and not source.is_complete:
-                    self._out.append(Send(peer, Abort(expected.request, expected.epoch, self.blob)))
+                if source.may_write:
+                    self._abort(expected, peer, source, now)
         self._end_if_stopped(expected, now)
+
+    def _abort(self, expected: _Expectation, peer: str, source: _SourceRank, now: float) -> None:
+        """Ask a source to stop, and repeat that later: this message or its answer may be lost."""
+        self._out.append(Send(peer, Abort(expected.request, expected.epoch, self.blob)))
+        source.repeat_at = now + source.repeat_pause
+        source.repeat_pause = min(2 * source.repeat_pause, _MAX_REPEAT_S)
 
     def _end_if_stopped(self, expected: _Expectation, now: float) -> None:
         """End a stopping transfer once no source can write: each has delivered everything or has stopped, or no pages
@@ -301,14 +328,15 @@ class Receiver:
 
 
 def _is_late(source: _SourceRank, now: float) -> bool:
-    return source.stops_at is None and not source.is_complete and now >= source.silent_until
+    return source.may_write and now >= source.silent_until
 
 
 def _deadlines(expected: _Expectation) -> Iterable[float]:
     """Yield the times at which `tick` may have something to do."""
-    for source in expected.sources.values():
-        if expected.is_stopping:
-            if source.stops_at is not None:
-                yield source.stops_at
-        elif not source.is_complete:
-            yield source.silent_until
+    writers = [source for source in expected.sources.values() if source.may_write]
+    if not expected.is_stopping:
+        yield from (source.silent_until for source in expected.sources.values() if not source.is_complete)
+    elif writers:
+        yield from (source.repeat_at for source in writers)
+    else:
+        yield max(source.stops_at for source in expected.sources.values() if source.stops_at is not None)

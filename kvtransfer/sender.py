@@ -59,6 +59,7 @@ class _Delivery:
     sequence: int = 0
     open_since: float | None = None  # when its open write began
     open_pages: int = 0
+    num_pages: int = 0  # written
     is_heard: bool = False
     is_complete: bool = False  # the state has been delivered
     is_broken: bool = False  # one of its writes failed
@@ -105,6 +106,10 @@ class Sender:
         times = (at for shipment in self._shipments.values() for _, at, _ in _deadlines(shipment))
         return min(times, default=float("inf"))
 
+    def peers(self) -> set[str]:
+        """Return the targets of all shipments."""
+        return {peer for shipment in self._shipments.values() for peer in shipment.deliveries}
+
     # -- the owner's calls -----------------------------------------------------------------------------------------
 
     def ship(
@@ -114,7 +119,7 @@ class Sender:
         if (request, epoch) in self._shipments:
             return []
         if self._fence.has_ended(request, epoch):
-            self._out.extend(Send(peer, Stopped(request, epoch, is_clean=True)) for peer in targets)
+            self._out.extend(Send(peer, self._ended(request, epoch)) for peer in targets)
             self._out.append(Failed(request, epoch, True, Reason.SUPERSEDED, "this epoch has ended"))
             self._out.append(Released(request, epoch, False, Figures()))
             return self._flush()
@@ -183,8 +188,8 @@ class Sender:
             self.num_unknown += 1
             if isinstance(message, Abort) and shipment is None:
                 # The target waits for this answer. It is a promise, which the fence keeps: ship() may still be called.
+                self._out.append(Send(peer, self._ended(message.request, message.epoch)))
                 self._fence.end(message.request, message.epoch)
-                self._out.append(Send(peer, Stopped(message.request, message.epoch, is_clean=True)))
             return self._flush()
         if not delivery.is_heard:
             delivery.is_heard = True
@@ -196,7 +201,8 @@ class Sender:
             case Wait():
                 delivery.silent_until = now + message.seconds + shipment.deadline_seconds
                 self._offer(shipment, peer, delivery)
-            case Abort() if not shipment.is_stopping:
+            case Abort():
+                delivery.is_notified = False  # whatever was sent, the target has not received that this rank stopped
                 self._fail(shipment, Reason.PEER_STOPPED, f"{peer} aborted", now)
             case _:
                 pass
@@ -207,7 +213,8 @@ class Sender:
         shipment, delivery = self._open_delivery(request, epoch, peer)
         num_bytes = delivery.open_pages * delivery.target.page_bytes
         shipment.figures.num_bytes += num_bytes
-        shipment.figures.num_pages += delivery.open_pages
+        delivery.num_pages += delivery.open_pages
+        shipment.figures.num_pages = max(shipment.figures.num_pages, delivery.num_pages)
         if shipment.finished is None:
             shipment.figures.hidden_bytes += num_bytes
         self._close_write(shipment, delivery, now)
@@ -345,6 +352,11 @@ class Sender:
             self._fence.end(*key)
             shipment.figures.total_seconds = now - shipment.began
             self._out.append(Released(*key, not shipment.is_stopping, shipment.figures))
+
+    def _ended(self, request: str, epoch: int) -> Stopped:
+        """Return the answer to the target of a shipment that is not under way. If the shipment has ended, nothing here
+        remembers whether a write of it was broken, and so may still be on the way."""
+        return Stopped(request, epoch, is_clean=not self._fence.has_ended(request, epoch))
 
     def _under_way(self, request: str) -> list[_Shipment]:
         return [found for found in self._shipments.values() if found.request == request and not found.is_stopping]

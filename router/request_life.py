@@ -24,6 +24,12 @@ class ReplicaLost(RuntimeError):
     """A replica does not answer any more, or none is up."""
 
 
+class SuspectRequest(RuntimeError):
+    """The processes of several replicas ended while they worked on the request: it is not tried again.
+
+    The client must not repeat it either: it may be what ended them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """How long replicas are waited for, in seconds."""

@@ -118,7 +118,11 @@ class AnswerEvents:
         return (before + encode_basestring(text) + self._after).encode()
 
     def choice(self, choice: Mapping[str, Any]) -> bytes:
-        return (self._prefix + to_json(choice).decode() + self._suffix).encode()
+        return self.written_choice(to_json(choice))
+
+    def written_choice(self, choice: bytes) -> bytes:
+        """Return the event of a choice that is JSON already."""
+        return self._prefix.encode() + choice + self._suffix.encode()
 
     def usage(self, numbers: Mapping[str, Any]) -> bytes:
         return (self._prefix + '],"usage":' + to_json(numbers).decode() + "}\n\n").encode()

@@ -6,20 +6,31 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from crossdock.cluster.api import constraints
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api import bounds, constraints
+from crossdock.cluster.api.errors import ApiError, shown, to_json
+from crossdock.cluster.api.stop_strings import StopTable
 from crossdock.workers.schedule.request import Grammar, SamplingParams
 
-MAX_CHOICES = 1024  # prompts times n, of one request
-MAX_MESSAGES = 4096  # of a chat: templates are interpreted, message by message, on the event loop
+_LONGEST_TOKEN_ID = 10  # digits
 
 
 def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-_Stop = Annotated[str, Field(min_length=1, max_length=4096)]
+def _biases(value: Any) -> Any:
+    """Count before each entry is validated: every wrong one would cost an error of its own."""
+    if isinstance(value, dict) and len(value) > bounds.BIASES:
+        raise ValueError(f"{len(value)} entries are more than the {bounds.BIASES} that are accepted")
+    return value
+
+
+_Stop = Annotated[str, Field(min_length=1, max_length=bounds.STOP_CHARS)]
 _TokenId = Annotated[int, Field(ge=0)]
+_Bias = dict[str, Annotated[float, Field(ge=-100, le=100)]]
+_Tools = Annotated[list[dict[str, Any]], Field(max_length=bounds.TOOLS)]
+_Template = Annotated[str, Field(max_length=bounds.TEMPLATE_CHARS)]
+_Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=bounds.MESSAGES)]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
@@ -39,8 +50,12 @@ class Body(BaseModel):
             raise ApiError(f"The body is not valid JSON: {error}", code="invalid_json") from None
         if not isinstance(data, dict):
             raise ApiError("The body must be a JSON object.", code="invalid_json")
+        if len(data) > bounds.BODY_FIELDS:
+            reason = f"The body has {len(data)} fields, more than the {bounds.BODY_FIELDS} that are accepted."
+            raise ApiError(reason, code="invalid_json")
+        given = {name: data[name] for name in cls.model_fields if data.get(name) is not None}
         try:
-            return cls.model_validate({name: value for name, value in data.items() if value is not None})
+            return cls.model_validate(given)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             raise invalid_field(first["loc"], first["type"], first["msg"]) from None
@@ -51,6 +66,7 @@ def invalid_field(loc: Sequence[int | str], kind: str, message: str) -> ApiError
     param = ""
     for step in loc:
         param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else step
+    param = shown(param)
     if kind == "missing":
         return ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     reason = f"Invalid value for '{param}': {message.removeprefix('Value error, ')}."
@@ -71,32 +87,34 @@ class GenerationBody(Body):
     top_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
+    logit_bias: Annotated[_Bias, BeforeValidator(_biases), Field(max_length=bounds.BIASES)] = {}
     seed: _Int64 | None = None
-    stop: Annotated[list[_Stop], BeforeValidator(_one_or_many), Field(max_length=64)] = []
+    stop: Annotated[list[_Stop], Field(max_length=bounds.STOPS), BeforeValidator(_one_or_many)] = []
     max_tokens: int | None = Field(None, ge=0)
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     service_tier: str | None = None  # an SLO class, or one of OpenAI's tiers; see cluster/api/tiers.py
 
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
-    stop_token_ids: list[_TokenId] = []
+    stop_token_ids: Annotated[list[_TokenId], Field(fail_fast=True, max_length=bounds.STOP_TOKENS)] = []
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True  # accepted; fast tokenizers put no spaces there either way
-    allowed_token_ids: Annotated[list[_TokenId], Field(min_length=1)] | None = None
+    allowed_token_ids: (
+        Annotated[list[_TokenId], Field(fail_fast=True, min_length=1, max_length=bounds.ALLOWED_TOKENS)] | None
+    ) = None
     prompt_logprobs: int | None = Field(None, ge=0)
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    cache_salt: str = ""
+    cache_salt: str = Field("", max_length=bounds.CACHE_SALT_CHARS)
     return_token_ids: bool = False
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True, max_length=bounds.GUIDED_CHOICES)] | None = None
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
 
@@ -116,6 +134,11 @@ class GenerationBody(Body):
     def num_prompt_logprobs(self) -> int | None:
         """Return how many alternatives beside each prompt token the engine has to give; None: no log-probabilities."""
         return self.prompt_logprobs
+
+    @property
+    def is_answer_plain(self) -> bool:
+        """The answer has text, but nothing for each token: it is short, and its events are alike."""
+        return self.num_logprobs() is None and self.num_prompt_logprobs() is None and not self.return_token_ids
 
     @property
     def includes_usage(self) -> bool:
@@ -177,13 +200,23 @@ class GenerationBody(Body):
                 raise ApiError(reason, param=name, code="invalid_value")
 
     def _bias(self) -> list[tuple[int, float]]:
+        """Return token ids and their biases. A key with leading zeros is refused: it could name a token twice."""
         bias: list[tuple[int, float]] = []
         for key, value in self.logit_bias.items():
-            if not (key.isascii() and key.isdigit()):
-                reason = f"Invalid key in 'logit_bias': {key[:40]!r} is not a token id."
+            is_number = key.isascii() and key.isdigit() and len(key) <= _LONGEST_TOKEN_ID
+            if not is_number or str(int(key)) != key:
+                reason = f"Invalid key in 'logit_bias': {key[:40]!r} is not a token id, such as '7'."
                 raise ApiError(reason, param="logit_bias", code="invalid_value")
             bias.append((int(key), value))
         return bias
+
+    def stop_table(self) -> StopTable | None:
+        """Return the stop strings for all outputs; None without any. Raises ApiError if they are too long together."""
+        num_chars = sum(map(len, self.stop))
+        if num_chars > bounds.ALL_STOPS_CHARS:
+            reason = f"{num_chars} characters in all are more than the {bounds.ALL_STOPS_CHARS} that are accepted"
+            raise ApiError(f"Invalid value for 'stop': {reason}.", param="stop", code="invalid_value")
+        return StopTable(self.stop) if self.stop else None
 
     def grammar(self) -> Grammar | None:
         """Return the constraint on the output; None without one. Raises ApiError where there are several."""
@@ -198,9 +231,9 @@ class GenerationBody(Body):
         possible = (
             ("response_format", constraints.response_format(self.response_format)),
             ("guided_json", constraints.json_schema(self.guided_json, "guided_json")),
-            ("guided_regex", None if self.guided_regex is None else Grammar("regex", self.guided_regex)),
+            ("guided_regex", constraints.from_text("regex", self.guided_regex, "guided_regex")),
             ("guided_choice", constraints.choice(self.guided_choice, "guided_choice")),
-            ("guided_grammar", None if self.guided_grammar is None else Grammar("lark", self.guided_grammar)),
+            ("guided_grammar", constraints.from_text("lark", self.guided_grammar, "guided_grammar")),
             *(("structured_outputs", grammar) for grammar in constraints.structured_outputs(self.structured_outputs)),
         )
         return [(param, grammar) for param, grammar in possible if grammar is not None]
@@ -266,17 +299,17 @@ class CompletionRequest(GenerationBody):
 
 
 class ChatCompletionRequest(GenerationBody):
-    messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: _Messages
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0)
-    tools: list[dict[str, Any]] = []
+    tools: _Tools = []
     tool_choice: Any = None
     add_special_tokens: bool = False  # the template writes them
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template: str | None = None
+    chat_template: _Template | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
     prompt_field: ClassVar[str] = "messages"
@@ -321,18 +354,26 @@ class TokenizeRequest(Body):
     """A text (`prompt`) or a chat (`messages`)."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    messages: _Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
-    tools: list[dict[str, Any]] = []
+    tools: _Tools = []
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template: str | None = None
+    chat_template: _Template | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
 
 class DetokenizeRequest(Body):
-    tokens: list[_TokenId]
+    tokens: Annotated[list[_TokenId], Field(fail_fast=True)]
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ApiError for tools that are too large together: the template writes all of them."""
+    num_chars = len(to_json(tools)) if tools else 0
+    if num_chars > bounds.TOOLS_CHARS:
+        reason = f"as JSON they have {num_chars} bytes, more than the {bounds.TOOLS_CHARS} that are accepted"
+        raise ApiError(f"Invalid value for 'tools': {reason}.", param="tools", code="invalid_value")
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:

@@ -10,9 +10,12 @@ from crossdock.cluster.api.answers import DONE, AnswerEvents, chat_logprobs, pro
 from crossdock.cluster.api.bodies import ChatCompletionRequest
 from crossdock.cluster.api.choices import Choice, Output, Prompt
 from crossdock.cluster.api.generation import Generation, Generations
-from crossdock.cluster.api.http_json import event_stream, json_answer
+from crossdock.cluster.api.http_json import event_stream, json_answer, long_json_answer
 from crossdock.cluster.api.prompts import PromptEncoder, truncate
+from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.tokenizer import ModelTokenizer
+
+_TOKENS_AT_ONCE = 256  # log-probabilities; about a millisecond with 20 alternatives each
 
 
 class Chats:
@@ -27,33 +30,39 @@ class Chats:
         truncates = body.truncate_prompt_tokens is not None
         token_ids = await self._encoder.encode_chat(body, body.template_tools(), generation.card, truncates=truncates)
         prompt = Prompt(truncate(token_ids, body, generation.card))
-        self._generations.add_choices(generation, [prompt])
+        await self._generations.add_choices(generation, [prompt])
         if body.stream:
             return await event_stream(self._events(body, generation))
         outputs = await self._generations.whole_outputs(generation)
         answer = generation.head("chatcmpl", "chat.completion")
-        answer["choices"] = [self._choice(body, output) for output in outputs]
+        answer["choices"] = [await self._choice(body, output) for output in outputs]
         answer["usage"] = generation.usage()
+        if body.is_answer_plain:
+            return json_answer(answer)
         if body.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(self._tokenizer, outputs[0].prompt_logprobs or ())
+            answer["prompt_logprobs"] = listed = []
+            async for positions in slices(outputs[0].prompt_logprobs or (), _TOKENS_AT_ONCE):
+                listed += prompt_logprobs(self._tokenizer, positions)
         if body.return_token_ids:
             answer["prompt_token_ids"] = prompt.token_ids
-        return json_answer(answer)
+        return await long_json_answer(answer)
 
-    def _choice(self, body: ChatCompletionRequest, output: Output) -> dict[str, Any]:
+    async def _choice(self, body: ChatCompletionRequest, output: Output) -> dict[str, Any]:
         return {
             "index": output.index,
             "message": {"role": "assistant", "content": output.text, "refusal": None},
-            **self._extras(body, output),
+            **await self._extras(body, output),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
 
-    def _extras(self, body: ChatCompletionRequest, output: Output) -> dict[str, Any]:
+    async def _extras(self, body: ChatCompletionRequest, output: Output) -> dict[str, Any]:
         extras: dict[str, Any] = {"logprobs": None}
         if body.logprobs:
             positions = [position for _, position in output.positions if position is not None]
-            extras["logprobs"] = chat_logprobs(self._tokenizer, positions, body.top_logprobs or 0)
+            extras["logprobs"] = logprobs = chat_logprobs(self._tokenizer, (), 0)
+            async for some in slices(positions, _TOKENS_AT_ONCE):
+                logprobs["content"] += chat_logprobs(self._tokenizer, some, body.top_logprobs or 0)["content"]
         if body.return_token_ids:
             extras["token_ids"] = output.token_ids
         return extras
@@ -71,7 +80,7 @@ class Chats:
                         yield events.choice(_role(body, choice))
                 if not is_plain and output.token_ids:
                     delta = {"content": output.text}
-                    extras = self._extras(body, output)
+                    extras = await self._extras(body, output)
                     yield events.choice({"index": output.index, "delta": delta, **extras, "finish_reason": None})
                 elif output.texts:
                     yield events.text(output.index, output.text)

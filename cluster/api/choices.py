@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from crossdock.cluster.api.limits import Account
+from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.tokenizer import TextStream
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost
 from crossdock.workers.schedule.request import FinishReason, Submission, TokenDelta, TokenLogprobs
 
 _Item = TypeVar("_Item")
+_BEGUN_AT_ONCE = 8  # streams of one request: each is placed and submitted when it begins, about 1 ms
 
 
 @dataclass(slots=True)
@@ -144,8 +146,10 @@ async def merge(streams: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerato
         else:
             await queue.put(None)
 
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        async for some in slices(streams, _BEGUN_AT_ONCE):
+            tasks += [asyncio.create_task(pump(stream)) for stream in some]
         running = len(tasks)
         while running:
             item = await queue.get()

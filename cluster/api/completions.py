@@ -1,5 +1,6 @@
 """POST /v1/completions: continue one prompt or several."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, cast
@@ -7,14 +8,18 @@ from typing import Any, cast
 from fastapi import Request, Response
 
 from crossdock.cluster.api.answers import DONE, AnswerEvents, completion_logprobs, prompt_logprobs
-from crossdock.cluster.api.bodies import MAX_CHOICES, CompletionRequest, check_token_ids
+from crossdock.cluster.api.bodies import CompletionRequest, check_token_ids
+from crossdock.cluster.api.bounds import OUTPUTS
 from crossdock.cluster.api.choices import Choice, Output, Prompt
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.generation import Generation, Generations
-from crossdock.cluster.api.http_json import event_stream, json_answer
-from crossdock.cluster.api.prompts import PromptEncoder, truncate
+from crossdock.cluster.api.http_json import event_stream, json_answer, long_json, long_json_answer
+from crossdock.cluster.api.prompts import LONG_TEXT, PromptEncoder, truncate
+from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
+
+_TOKENS_AT_ONCE = 256  # of an echo or of log-probabilities; about a millisecond with 20 alternatives each
 
 
 class Completions:
@@ -27,22 +32,31 @@ class Completions:
         generation = self._generations.begin(request, body)
         body.check_supported()
         prompts = await self._prompts(body, generation.card)
-        self._generations.add_choices(generation, prompts)
+        await self._generations.add_choices(generation, prompts)
         head = generation.head("cmpl", "text_completion")
         if body.stream:
             return await event_stream(self._events(body, generation, head))
         outputs = await self._generations.whole_outputs(generation)
         choices = [
-            self._choice(body, choice, output) for choice, output in zip(generation.choices, outputs, strict=True)
+            await self._choice(body, choice, output) for choice, output in zip(generation.choices, outputs, strict=True)
         ]
-        return json_answer({**head, "choices": choices, "usage": generation.usage()})
+        answer = {**head, "choices": choices, "usage": generation.usage()}
+        return json_answer(answer) if body.is_answer_plain else await long_json_answer(answer)
 
     async def _prompts(self, body: CompletionRequest, card: ModelCard) -> list[Prompt]:
         given = body.prompts()
-        if len(given) * body.n > MAX_CHOICES:
-            reason = f"{len(given)} prompts times n={body.n} is more than {MAX_CHOICES} outputs."
+        if len(given) * body.n > OUTPUTS:
+            reason = f"{len(given)} prompts times n={body.n} is more than {OUTPUTS} outputs."
             raise ApiError(reason, param="prompt", code="invalid_value")
-        return [await self._prompt(prompt, body, card) for prompt in given]
+        prompts: list[Prompt] = []
+        num_read = 0  # characters or tokens since other requests were served
+        for one in given:
+            prompts.append(await self._prompt(one, body, card))
+            num_read += len(one)
+            if num_read >= LONG_TEXT:
+                await asyncio.sleep(0)
+                num_read = 0
+        return prompts
 
     async def _prompt(self, given: str | list[int], body: CompletionRequest, card: ModelCard) -> Prompt:
         if isinstance(given, str):
@@ -59,45 +73,62 @@ class Completions:
         prompt = Prompt(truncate(token_ids, body, card))
         if body.echo:
             is_whole = isinstance(given, str) and len(prompt.token_ids) == len(token_ids)
-            self._add_echo(prompt, body, cast(str, given) if is_whole else None)
+            await self._add_echo(prompt, body, cast(str, given) if is_whole else None)
         return prompt
 
-    def _add_echo(self, prompt: Prompt, body: CompletionRequest, text: str | None) -> None:
+    async def _add_echo(self, prompt: Prompt, body: CompletionRequest, text: str | None) -> None:
         """Set the text that the answer repeats, and where in it each token begins. `text`: the prompt as it came."""
         detokenizer = self._tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens)
         parts: list[str] = []
         num_chars = 0
-        for token_id in prompt.token_ids:
-            prompt.offsets.append(num_chars)
-            parts.append(detokenizer.add(token_id))
-            num_chars += len(parts[-1])
+        async for some in slices(prompt.token_ids, _TOKENS_AT_ONCE):
+            for token_id in some:
+                prompt.offsets.append(num_chars)
+                parts.append(detokenizer.add(token_id))
+                num_chars += len(parts[-1])
         prompt.echo = "".join(parts) if text is None else text
 
     async def _events(
         self, body: CompletionRequest, generation: Generation, head: dict[str, Any]
     ) -> AsyncGenerator[bytes, None]:
         events = AnswerEvents(head, is_chat=False, include_usage=body.includes_usage)
-        is_plain = body.logprobs is None and not body.return_token_ids
+        beginning = {choice.index for choice in generation.choices}
         async with aclosing(self._generations.outputs(generation)) as outputs:
             async for output in outputs:
-                if output.finish_reason is not None or not is_plain:
-                    yield events.choice(self._choice(body, generation.choices[output.index], output))
+                if output.finish_reason is not None or not body.is_answer_plain:
+                    choice = generation.choices[output.index]
+                    is_first = output.index in beginning
+                    beginning.discard(output.index)
+                    result = await self._choice(body, choice, output, shows_prompt=is_first)
+                    is_long = is_first and len(choice.prompt.token_ids) > _TOKENS_AT_ONCE
+                    yield events.written_choice(await long_json(result) if is_long else to_json(result))
                 elif output.texts:
                     yield events.text(output.index, output.text)
         if body.includes_usage:
             yield events.usage(generation.usage())
         yield DONE
 
-    def _choice(self, body: CompletionRequest, choice: Choice, output: Output) -> dict[str, Any]:
-        """Return an output as JSON. Whole answers and events have one shape."""
+    async def _choice(
+        self, body: CompletionRequest, choice: Choice, output: Output, *, shows_prompt: bool = True
+    ) -> dict[str, Any]:
+        """Return an output as JSON. Whole answers and events have one shape.
+
+        `shows_prompt`: with the prompt's token ids, if asked for; of a choice's events only the first has them.
+        """
         result: dict[str, Any] = {"index": output.index, "text": output.text, "logprobs": None}
         if body.logprobs is not None:
-            result["logprobs"] = completion_logprobs(self._tokenizer, output.positions, output.offsets)
+            result["logprobs"] = logprobs = completion_logprobs(self._tokenizer, (), output.offsets)
+            async for some in slices(output.positions, _TOKENS_AT_ONCE):
+                for name, values in completion_logprobs(self._tokenizer, some, ()).items():
+                    logprobs[name] += values
         result["finish_reason"] = output.finish_reason
         result["stop_reason"] = output.stop_reason
         if body.prompt_logprobs is not None:
-            result["prompt_logprobs"] = prompt_logprobs(self._tokenizer, output.prompt_logprobs or ())
+            result["prompt_logprobs"] = listed = []
+            async for positions in slices(output.prompt_logprobs or (), _TOKENS_AT_ONCE):
+                listed += prompt_logprobs(self._tokenizer, positions)
         if body.return_token_ids:
             result["token_ids"] = output.token_ids
-            result["prompt_token_ids"] = choice.prompt.token_ids
+            if shows_prompt:
+                result["prompt_token_ids"] = choice.prompt.token_ids
         return result

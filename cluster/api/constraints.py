@@ -4,6 +4,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic_core import from_json
+
+from crossdock.cluster.api.bounds import GRAMMAR_CHARS, GUIDED_CHOICES
 from crossdock.cluster.api.errors import ApiError
 from crossdock.workers.schedule.request import Grammar
 
@@ -23,7 +26,7 @@ def response_format(value: Mapping[str, Any] | None) -> Grammar | None:
         if not isinstance(schema, dict):
             param = "response_format.json_schema.schema"
             raise ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
-        return Grammar("json_schema", json.dumps(schema))
+        return from_text("json_schema", json.dumps(schema), "response_format.json_schema.schema")
     raise ApiError(
         "Invalid value for 'response_format.type': it must be 'text', 'json_object' or 'json_schema'.",
         param="response_format.type",
@@ -36,13 +39,24 @@ def json_schema(schema: str | Mapping[str, Any] | bool | None, param: str) -> Gr
     if schema is None:
         return None
     if isinstance(schema, str):
+        from_text("json_schema", schema, param)
         try:
-            schema = json.loads(schema)
-        except ValueError:
-            raise ApiError(f"'{param}' is not valid JSON.", param=param, code="invalid_value") from None
+            schema = from_json(schema, allow_inf_nan=False)  # refuses deep nesting, where json.loads would not return
+        except ValueError as error:
+            raise ApiError(f"'{param}' is not valid JSON: {error}.", param=param, code="invalid_value") from None
     if not isinstance(schema, dict | bool):
         raise ApiError(f"'{param}' must be a JSON schema.", param=param, code="invalid_value")
-    return Grammar("json_schema", json.dumps(schema))
+    return from_text("json_schema", json.dumps(schema), param)
+
+
+def from_text(kind: str, source: str | None, param: str) -> Grammar | None:
+    """Return the grammar whose text is `source`. Raises ApiError for a text that is too long."""
+    if source is None:
+        return None
+    if len(source) > GRAMMAR_CHARS:
+        reason = f"{len(source)} characters are more than the {GRAMMAR_CHARS} that are accepted"
+        raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")
+    return Grammar(kind, source)
 
 
 def choice(texts: Any, param: str) -> Grammar | None:
@@ -52,7 +66,10 @@ def choice(texts: Any, param: str) -> Grammar | None:
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         reason = f"'{param}' must be a list of one or more strings, and none of them empty."
         raise ApiError(reason, param=param, code="invalid_value")
-    return Grammar("choice", json.dumps(texts))
+    if len(texts) > GUIDED_CHOICES:
+        reason = f"{len(texts)} entries are more than the {GUIDED_CHOICES} that are accepted"
+        raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")
+    return from_text("choice", json.dumps(texts), param)
 
 
 def structured_outputs(value: Mapping[str, Any] | None) -> list[Grammar]:
@@ -64,9 +81,9 @@ def structured_outputs(value: Mapping[str, Any] | None) -> list[Grammar]:
             raise ApiError(f"'{param}' must be a string.", param=param, code="invalid_value")
     grammars = (
         json_schema(given.get("json"), "structured_outputs.json"),
-        Grammar("regex", given["regex"]) if "regex" in given else None,
+        from_text("regex", given.get("regex"), "structured_outputs.regex"),
         choice(given.get("choice"), "structured_outputs.choice"),
-        Grammar("lark", given["grammar"]) if "grammar" in given else None,
+        from_text("lark", given.get("grammar"), "structured_outputs.grammar"),
         Grammar("json_object") if given.get("json_object") else None,
     )
     return [grammar for grammar in grammars if grammar is not None]

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from crossdock.cluster.api.bodies import invalid_field
 from crossdock.cluster.api.chats import Chats
 from crossdock.cluster.api.completions import Completions
-from crossdock.cluster.api.errors import ApiError, ErrorAnswer
+from crossdock.cluster.api.errors import ApiError, ErrorAnswer, shown
 from crossdock.cluster.api.generation import Generations
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.http_guard import HttpGuard
@@ -121,7 +121,7 @@ async def _asset(asset: WebAsset, request: Request) -> Response:
 async def _no_such_route(request: Request, error: Exception) -> Response:
     """Answer an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
-    reason = f"{error.detail}: {request.method} {request.url.path}"
+    reason = f"{error.detail}: {request.method} {shown(request.url.path)}"
     return error_answer(ApiError(reason, status=error.status_code, headers=error.headers))
 
 

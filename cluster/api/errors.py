@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from crossdock.cluster.api.bounds import MESSAGE_CHARS, SHOWN_CHARS
+
 
 class ErrorDetail(BaseModel):
     """The fields of an error. `param`: the field of the request at fault."""
@@ -23,7 +25,7 @@ class ErrorAnswer(BaseModel):
 
 
 class ApiError(Exception):
-    """The reason why a request is not answered, as its client receives it."""
+    """The reason why a request is not answered, as its client receives it. A long message or param is cut."""
 
     def __init__(
         self,
@@ -35,16 +37,21 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(shown(message, MESSAGE_CHARS))
         self.status = status
         self.kind = kind
-        self.param = param
+        self.param = None if param is None else shown(param)
         self.code = code
         self.headers = dict(headers or {})
 
     def body(self) -> bytes:
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return to_json({"error": error})
+
+
+def shown(text: str, most: int = SHOWN_CHARS) -> str:
+    """Return the client's own text as an error message may repeat it: no more than `most` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def to_json(value: Any) -> bytes:

@@ -6,6 +6,7 @@ import math
 import re
 import uuid
 from collections.abc import Awaitable, Collection
+from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,13 +15,16 @@ from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http_json import error_answer
 from crossdock.cluster.api.keys import ApiKey, KeyRing
 from crossdock.cluster.api.limits import Account, Ledger
-from crossdock.cluster.dispatch.dispatcher import ReplicaLost
+from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SuspectRequest
 from crossdock.workers.schedule.request import Overloaded
 
 logger = logging.getLogger("ray.serve")
 
 SILENCE_S = 30.0  # longest wait for the next part of a body
+DISCARD_S = 10.0  # longest wait for the rest of a body that is too large
+_LENGTH_DIGITS = 20  # of a Content-Length that are read: a hundred thousand petabytes
 _CLOSE = {"Connection": "close"}
+_NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients obey it
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -38,6 +42,9 @@ def as_api_error(error: BaseException) -> ApiError:
             # The error's own message may quote a remote traceback.
             reason = "The model is not available now: its replica is starting or was lost. Try again."
             return ApiError(reason, status=503, kind="server_error", code="service_unavailable")
+        case SuspectRequest():
+            reason = "Replicas of the model ended while they worked on this request, so it is not tried again."
+            return ApiError(f"{reason} Do not repeat it unchanged.", code="suspect_request", headers=_NO_RETRY)
     return ApiError("Internal server error.", status=500, kind="server_error", code="internal_error")
 
 
@@ -102,32 +109,45 @@ class HttpGuard:
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """Return the body, or None if the client has left.
 
-        Reading stops as soon as the limit is passed, or when the announced length is above the limit; the connection
-        is closed then.
+        A body over the limit is refused as soon as that is known. What the client still sends is discarded first, up
+        to twice the limit: most clients read no answer before they have sent everything, and would see a reset.
         """
         limit = self._max_body_bytes
         length = headers.get(b"content-length", b"")
+        announced = int(length[:_LENGTH_DIGITS]) if length.isdigit() else 0
         parts: list[bytes] = []
-        size = int(length) if length.isdigit() else 0
-        if size <= limit:
-            size = 0
-            while size <= limit:
-                try:
-                    async with asyncio.timeout(SILENCE_S):
-                        message = await receive()
-                except TimeoutError:
-                    reason = f"No part of the body arrived for {SILENCE_S:.0f} s."
-                    raise ApiError(reason, status=408, code="request_timeout", headers=_CLOSE) from None
-                if message["type"] == "http.disconnect":
-                    return None
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if not message.get("more_body", False):
-                    break
-        if size > limit:
+        size, is_whole = 0, False
+        while announced <= limit and size <= limit and not is_whole:
+            try:
+                async with asyncio.timeout(SILENCE_S):
+                    message = await receive()
+            except TimeoutError:
+                reason = f"No part of the body arrived for {SILENCE_S:.0f} s."
+                raise ApiError(reason, status=408, code="request_timeout", headers=_CLOSE) from None
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            is_whole = not message.get("more_body", False)
+        if max(size, announced) > limit:
+            parts.clear()
+            if not is_whole and announced <= 2 * limit and b"expect" not in headers:
+                await _discard(receive, 2 * limit - size)
             reason = f"The body is larger than {limit} bytes."
             raise ApiError(reason, status=413, code="request_too_large", headers=_CLOSE)
         return b"".join(parts)
+
+
+async def _discard(receive: Receive, most: int) -> None:
+    """Read the rest of a body, up to `most` bytes and for a limited time, without keeping it."""
+    left = most
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if not message.get("more_body", False):  # the end, or the client has left
+                    return
 
 
 class _AnswerSender:

@@ -1,5 +1,6 @@
 """JSON in, JSON or server-sent events out. FastAPI describes the bodies; `Body.parse` reads each of them, once."""
 
+import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Annotated, Any, TypeVar
@@ -10,11 +11,17 @@ from starlette.types import Receive, Scope, Send
 
 from crossdock.cluster.api.bodies import Body
 from crossdock.cluster.api.errors import ApiError, to_json
+from crossdock.cluster.api.heap import LARGE_BODY, Heap
+from crossdock.cluster.api.json_size import check_json_size
+from crossdock.cluster.api.slices import slices
 
 # The rest of a path. The length is for the description only: an empty name is answered like an unknown one.
 Name = Annotated[str, Path(json_schema_extra={"minLength": 1})]
 
 _Body = TypeVar("_Body", bound=Body)
+_PIECES_AT_ONCE = 2048  # of JSON: values and marks; under a millisecond
+_PIECEWISE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+_heap = Heap()
 
 
 class JsonRoute(APIRoute):
@@ -41,11 +48,29 @@ async def _read(request: Request, kind: type[_Body]) -> _Body:
     if content_type != "application/json":
         reason = f"Unsupported content type {content_type[:100]!r}: send application/json."
         raise ApiError(reason, status=415, code="unsupported_media_type")
-    return kind.parse(await request.body())
+    content = await request.body()
+    if len(content) >= LARGE_BODY:
+        _heap.trim_later()
+    await check_json_size(content)
+    return kind.parse(content)
 
 
 def json_answer(value: Any) -> Response:
     return Response(to_json(value), media_type="application/json")
+
+
+async def long_json_answer(value: Any) -> Response:
+    """Return an answer whose length grows with the request's input. Other requests are served meanwhile."""
+    return Response(await long_json(value), media_type="application/json")
+
+
+async def long_json(value: Any) -> bytes:
+    """Return the same as `to_json`, written in slices."""
+    texts = [
+        "".join(pieces).encode("utf-8", "replace")
+        async for pieces in slices(_PIECEWISE.iterencode(value), _PIECES_AT_ONCE)
+    ]
+    return b"".join(texts)
 
 
 def error_answer(error: ApiError) -> Response:

@@ -1,14 +1,21 @@
 """Messages of a chat as chat templates expect them: content as text, arguments of past tool calls as objects."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic_core import from_json
+
+from crossdock.cluster.api.bounds import MESSAGE_PARTS, ROLE_CHARS
 from crossdock.cluster.api.errors import ApiError
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages for a template. Raises ApiError, which names the part of the message at fault."""
+    lists = (message.get(name) for message in messages for name in ("content", "tool_calls"))
+    num_parts = sum(len(parts) for parts in lists if isinstance(parts, list))
+    if num_parts > MESSAGE_PARTS:
+        reason = f"{num_parts} parts and tool calls are more than the {MESSAGE_PARTS} that are accepted"
+        raise ApiError(f"Invalid value for 'messages': {reason}.", param="messages", code="invalid_value")
     return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -16,6 +23,9 @@ def _template_message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ApiError(f"'{param}.role' must be a string.", param=f"{param}.role", code="invalid_value")
+    if len(role) > ROLE_CHARS:
+        reason = f"{len(role)} characters are more than the {ROLE_CHARS} that are accepted"
+        raise ApiError(f"Invalid value for '{param}.role': {reason}.", param=f"{param}.role", code="invalid_value")
     content = message.get("content")
     calls = message.get("tool_calls")
     if content is None:
@@ -43,7 +53,9 @@ def _part_text(part: Any, param: str) -> str:
             return text
         raise ApiError(f"'{param}.text' must be a string.", param=f"{param}.text", code="invalid_value")
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise ApiError(f"'{param}' is of type {kind!r}; this model takes text only.", param=param, code="invalid_value")
+    raise ApiError(
+        f"'{param}' is of type {str(kind)[:100]!r}; this model takes text only.", param=param, code="invalid_value"
+    )
 
 
 def _template_calls(calls: Any, param: str) -> list[dict[str, Any]]:
@@ -57,7 +69,7 @@ def _template_calls(calls: Any, param: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments) if arguments else {}
+                arguments = from_json(arguments, allow_inf_nan=False) if arguments else {}  # not nested deep
             except ValueError:
                 where = f"{param}[{i}].function.arguments"
                 raise ApiError(f"'{where}' is not valid JSON.", param=where, code="invalid_value") from None

@@ -1,15 +1,23 @@
 """Prompts as token ids: a text or a chat is encoded, truncated where the request asks for that, and must fit."""
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
-from crossdock.cluster.api.bodies import ChatCompletionRequest, GenerationBody, TokenizeRequest
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.bodies import ChatCompletionRequest, GenerationBody, TokenizeRequest, check_tools
+from crossdock.cluster.api.bounds import TEMPLATE_CHARS, TRUNCATED_CHARS
+from crossdock.cluster.api.errors import ApiError, shown, to_json
+from crossdock.cluster.api.heap import Heap
 from crossdock.cluster.api.messages import template_messages
 from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
 
-_LONG_TEXT = 4096  # characters; about 1 ms to encode. A longer text leaves the event loop for a thread.
+LONG_TEXT = 4096  # characters; 1 to 5 ms to encode. A longer text leaves the event loop for a thread.
+_HUGE_TEXT = 1 << 16  # characters; about 0.1 s and 10 MiB to encode. Such texts are encoded one at a time.
+_FEW_MESSAGES = 32  # a template takes about 20 µs for each
+_BEGINNING = 8  # characters per token of the context: a text of so many more is tried by its beginning first
 _NOT_TEMPLATE_VARIABLES = {
     "add_generation_prompt",  # these have fields of their own
     "chat_template",
@@ -27,6 +35,8 @@ class PromptEncoder:
     def __init__(self, tokenizer: ModelTokenizer, *, trusts_templates: bool) -> None:
         self._tokenizer = tokenizer
         self._trusts_templates = trusts_templates
+        self._huge = ThreadPoolExecutor(1, "huge-texts")
+        self._heap = Heap()
 
     async def encode(
         self, text: str, card: ModelCard, param: str, *, add_special_tokens: bool, truncates: bool
@@ -34,14 +44,45 @@ class PromptEncoder:
         """Return the tokens of a text.
 
         A text that is certain to be too long is refused before it is encoded: no token has more characters than the
-        longest. `truncates`: a prompt of any length will do.
+        longest. `truncates`: the prompt will be cut or only counted, so it may have more tokens than the context.
         """
-        least = len(text) // self._tokenizer.longest_token
-        if least > card.max_model_len and not truncates:
+        self._check_length(len(text), card, param, truncates=truncates)
+        encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens)
+        if len(text) <= LONG_TEXT:
+            return encode(text)
+        if len(text) <= _HUGE_TEXT:
+            return await asyncio.to_thread(encode, text)
+        if not truncates:
+            await self._check_beginning(text, card, param)
+        self._heap.trim_later()
+        return await self._alone(encode, text)
+
+    def _check_length(self, num_chars: int, card: ModelCard, param: str, *, truncates: bool) -> None:
+        least = num_chars // self._tokenizer.longest_token
+        if least <= card.max_model_len:
+            return
+        if not truncates:
             raise _too_long(card, f"at least {least}", param)
-        if len(text) <= _LONG_TEXT:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        most = max(TRUNCATED_CHARS, card.max_model_len * self._tokenizer.longest_token)
+        if num_chars > most:
+            reason = f"{num_chars} characters are more than the {most} that are accepted, even if the text is truncated"
+            raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="context_length_exceeded")
+
+    async def _check_beginning(self, text: str, card: ModelCard, param: str) -> None:
+        """Refuse a text whose beginning has twice the tokens of the context: the whole cannot fit, and costs more.
+
+        Twice, because the tokens of a beginning are not exactly the first tokens of the whole.
+        """
+        num_chars = _BEGINNING * card.max_model_len
+        while 2 * num_chars <= len(text):
+            beginning = await self._alone(partial(self._tokenizer.encode, add_special_tokens=False), text[:num_chars])
+            if len(beginning) > 2 * card.max_model_len:
+                raise _too_long(card, f"more than {len(beginning) // 2}", param)
+            num_chars *= 4
+
+    async def _alone(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
+        """Encode a huge text in the one thread for these: a client that leaves cannot make them overlap."""
+        return await asyncio.get_running_loop().run_in_executor(self._huge, encode, text)
 
     async def encode_chat(
         self,
@@ -53,10 +94,17 @@ class PromptEncoder:
     ) -> list[int]:
         """Return the tokens of the prompt that the chat template makes of the messages."""
         self._check_template_fields(body)
+        render = partial(self._render, body, tools)
+        prompt = render() if _is_short(body) else await asyncio.to_thread(render)
+        adds_special_tokens = bool(body.add_special_tokens)
+        return await self.encode(prompt, card, "messages", add_special_tokens=adds_special_tokens, truncates=truncates)
+
+    def _render(self, body: ChatCompletionRequest | TokenizeRequest, tools: list[dict[str, Any]] | None) -> str:
+        """Return the text that the chat template makes of the messages."""
         messages = template_messages(body.messages or ())
         adds = body.add_generation_prompt
         try:
-            prompt = self._tokenizer.render_chat(
+            return self._tokenizer.render_chat(
                 messages,
                 tools=tools,
                 add_generation_prompt=not body.continue_final_message if adds is None else adds,
@@ -65,9 +113,7 @@ class PromptEncoder:
                 variables=body.chat_template_kwargs,
             )
         except ValueError as error:
-            raise ApiError(str(error), param="messages", code="invalid_value") from error
-        adds_special_tokens = bool(body.add_special_tokens)
-        return await self.encode(prompt, card, "messages", add_special_tokens=adds_special_tokens, truncates=truncates)
+            raise ApiError(shown(str(error)), param="messages", code="invalid_value") from error
 
     def _check_template_fields(self, body: ChatCompletionRequest | TokenizeRequest) -> None:
         if body.chat_template is not None and not self._trusts_templates:
@@ -85,6 +131,20 @@ class PromptEncoder:
         if reserved := _NOT_TEMPLATE_VARIABLES & body.chat_template_kwargs.keys():
             reason = f"'chat_template_kwargs' must not set {', '.join(sorted(reserved))}."
             raise ApiError(reason, param="chat_template_kwargs", code="invalid_value")
+        if len(to_json(body.chat_template_kwargs)) > TEMPLATE_CHARS:
+            reason = f"'chat_template_kwargs' must not have more than {TEMPLATE_CHARS} bytes as JSON."
+            raise ApiError(reason, param="chat_template_kwargs", code="invalid_value")
+        check_tools(body.tools)
+
+
+def _is_short(body: ChatCompletionRequest | TokenizeRequest) -> bool:
+    """Return whether the messages may be rendered on the event loop: a few, of text alone, without tools."""
+    messages = body.messages or ()
+    if len(messages) > _FEW_MESSAGES or body.tools or body.chat_template is not None or body.chat_template_kwargs:
+        return False
+    contents = [message.get("content") for message in messages if "tool_calls" not in message]
+    texts = [content for content in contents if isinstance(content, str)]
+    return len(texts) == len(messages) and sum(map(len, texts)) <= LONG_TEXT
 
 
 def truncate(token_ids: list[int], body: GenerationBody, card: ModelCard) -> list[int]:

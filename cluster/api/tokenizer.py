@@ -8,11 +8,13 @@ and O(1) per token; for other decoders a sliding window of tokens is decoded aga
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from transformers import AutoTokenizer
+
+from crossdock.cluster.api.stop_strings import StopStrings, StopTable
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ONE_EACH = "crossdock.one_each"
@@ -125,10 +127,15 @@ class TextStream:
     __slots__ = ("_detokenizer", "_held", "_include", "_min_tokens", "_num_tokens", "_stops", "num_chars", "stopped")
 
     def __init__(
-        self, detokenizer: Detokenizer, stop: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
+        self,
+        detokenizer: Detokenizer,
+        stops: StopTable | None = None,
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stop) if stop else None
+        self._stops = None if stops is None else StopStrings(stops)
         self._include = include_stop
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -158,56 +165,6 @@ class TextStream:
         """Return the text held back, at the end of the output. Half a character is not shown even now."""
         text, self._held = self._held, ""
         return text
-
-
-class StopStrings:
-    """Finds stop strings in a growing text, with one Knuth-Morris-Pratt automaton for each.
-
-    `held`: how many characters at the end of the text are the beginning of some stop string.
-    """
-
-    __slots__ = ("_failures", "_matched", "_stops", "held")
-
-    def __init__(self, stops: Iterable[str]) -> None:
-        self._stops = list(stops)
-        self._failures = [_failures(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)
-        self.held = 0
-
-    def find(self, text: str, *, ignore: bool = False) -> tuple[int, str] | None:
-        """Append `text`, and return the end in it of the first complete stop string, and that string.
-
-        Of several that end at the same character, the longest counts.
-        """
-        matched = self._matched
-        for position, char in enumerate(text, 1):
-            hit = ""
-            for k, stop in enumerate(self._stops):
-                failures = self._failures[k]
-                n = matched[k]
-                while n and stop[n] != char:
-                    n = failures[n - 1]
-                n += stop[n] == char
-                if n == len(stop):
-                    hit = max(hit, stop, key=len)
-                    n = failures[n - 1]
-                matched[k] = n
-            if hit and not ignore:
-                return position, hit
-        self.held = max(matched)
-        return None
-
-
-def _failures(stop: str) -> list[int]:
-    """Return, for every prefix, the length of its longest proper prefix that is also its suffix."""
-    table = [0] * len(stop)
-    n = 0
-    for i in range(1, len(stop)):
-        while n and stop[i] != stop[n]:
-            n = table[n - 1]
-        n += stop[i] == stop[n]
-        table[i] = n
-    return table
 
 
 class _TokenBytes(dict[int, bytes]):

@@ -30,12 +30,13 @@ from crossdock.router.request_life import (
     ReplicaLost,
     RequestLife,
     Submit,
+    SuspectRequest,
     Timeouts,
 )
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.request import Overloaded, Submission, TokenDelta
 
-__all__ = ["Dispatcher", "ModelCard", "ReplicaLost", "Timeouts"]
+__all__ = ["Dispatcher", "ModelCard", "ReplicaLost", "SuspectRequest", "Timeouts"]
 
 logger = logging.getLogger("ray.serve")
 

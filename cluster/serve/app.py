@@ -16,11 +16,13 @@ from typing import Any
 import ray
 import uvicorn
 from ray import serve
+from ray._private import ray_constants
 from ray.serve.config import HTTPOptions, ProxyLocation, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.api.listener import listen
 from crossdock.cluster.api.tiers import Tiers
 from crossdock.cluster.api.tokenizer import ModelTokenizer
@@ -28,17 +30,18 @@ from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.dispatch.client import follow_members
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.pinning import PinningRouter
-from crossdock.cluster.serve.ray_environment import ENVIRONMENT
+from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
 from crossdock.cluster.serve.scaler import Scaler
 from crossdock.workers.model.checkpoint import resolve_model
-from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.replica import Replica
 
 logger = logging.getLogger("ray.serve")
 
 APP_NAME = "crossdock"
 _FIRST_REPLICA_S = 10.0  # an ingress waits so long for a replica; while models load it answers 503 after that
+_SCRAPE_S = 5.0  # a scrape waits so long for the other ingresses: Prometheus gives up after 10 s
 _NEVER_QUEUE = 1_000_000  # requests; the engine decides about admission, and Serve's own limit must not interfere
+_LOOPBACK = "127.0.0.1"
 _TINY_BUNDLE = 0.001  # CPUs; Ray accepts no bundle without resources
 
 
@@ -64,6 +67,8 @@ class Ingress:
             async with asyncio.timeout(_FIRST_REPLICA_S):
                 while not self.dispatcher.ready():
                     await asyncio.sleep(0.02)
+        if config.http.is_open_to_others:
+            logger.warning(OPEN_TO_OTHERS, config.http.host, config.http.port)
         if config.http.direct:
             self._server = await listen(self._api, config.http.host, config.http.port)
 
@@ -80,8 +85,13 @@ class Ingress:
         return self._name, self.dispatcher.metrics.text()
 
     async def _all_ingress_metrics(self) -> dict[str, str]:
-        texts = await self._every_ingress.broadcast("ingress_metrics").results_async()
-        return dict([await self.ingress_metrics(), *texts])
+        """Return the metrics of all ingresses, by name, without those that fail or do not answer in time."""
+        try:
+            asked = self._every_ingress.broadcast("ingress_metrics")
+            texts = await asked.results_async(timeout_s=_SCRAPE_S, return_exceptions=True)
+        except TimeoutError:
+            texts = []
+        return dict([await self.ingress_metrics(), *(text for text in texts if not isinstance(text, BaseException))])
 
 
 def build(args: ClusterConfig) -> serve.Application:
@@ -104,9 +114,7 @@ def build(args: ClusterConfig) -> serve.Application:
 
 def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Application:
     """Return the deployment of one pool's replicas."""
-    num_ranks = sum(each.most * each.num_ranks for each in config.pools)
-    num_threads = pool.num_cpus or max((os.cpu_count() or 1) // num_ranks, 1)
-    ships = any(each.role == "prefill" for each in config.pools)
+    spec = config.replica_spec(pool)
     deployment = serve.deployment(
         Replica,
         name=pool.name,
@@ -115,26 +123,15 @@ def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applicat
         ray_actor_options={
             "num_cpus": pool.num_cpus,
             "num_gpus": pool.num_gpus,
-            **({"label_selector": pool.node_labels} if pool.node_labels else {}),
+            **({"label_selector": pool.node_labels} if pool.node_labels and pool.num_ranks == 1 else {}),
             # The engine shares its cores with the ingress: spinning OpenMP threads would starve both
             # (a 50 ms step became 1.2 s; PASSIVE has to be there before torch is imported).
-            "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(num_threads)}},
+            "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(spec.num_threads)}},
         },
         request_router_config=RequestRouterConfig(request_router_class=PinningRouter),
         graceful_shutdown_timeout_s=config.http.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
         **(_placement_group(pool) if pool.num_ranks > 1 else {}),
-    )
-    engine, model = pool.engine or config.engine, config.model
-    spec = ReplicaSpec(
-        model=engine.model_spec(model.path, pool.dtype or model.dtype, model.max_model_len),
-        engine=engine,
-        num_threads=num_threads,
-        role=pool.role,
-        transfer=config.transfer if ships else None,
-        tensor_parallel_size=pool.tensor_parallel_size,
-        pipeline_parallel_size=pool.pipeline_parallel_size,
-        rank_timeout_s=pool.rank_timeout_s,
     )
     return deployment.bind(spec)
 
@@ -142,21 +139,30 @@ def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applicat
 def _placement_group(pool: PoolConfig) -> dict[str, Any]:
     """Return a bundle for each rank of a replica. The first is the Serve replica's own."""
     bundle = {"CPU": pool.num_cpus or _TINY_BUNDLE, **({"GPU": pool.num_gpus} if pool.num_gpus else {})}
-    return {"placement_group_bundles": [bundle] * pool.num_ranks, "placement_group_strategy": pool.placement}
+    group: dict[str, Any] = {
+        "placement_group_bundles": [bundle] * pool.num_ranks,
+        "placement_group_strategy": pool.placement,
+    }
+    if pool.node_labels:  # of the nodes of all ranks, not of the driver's alone
+        group["placement_group_bundle_label_selector"] = [pool.node_labels] * pool.num_ranks
+    return group
 
 
 def start_ray(config: ClusterConfig) -> None:
-    """Start a Ray on this machine, unless RAY_ADDRESS names a cluster to join."""
-    for name, value in ENVIRONMENT.items():
+    """Start a Ray on this machine, whose ports no other machine reaches, unless RAY_ADDRESS names a cluster to join."""
+    joins = bool(os.environ.get("RAY_ADDRESS"))
+    for name, value in (ENVIRONMENT if joins else ENVIRONMENT | ON_ONE_MACHINE).items():
         os.environ.setdefault(name, value)
     if ray.is_initialized():
         return
-    if os.environ.get("RAY_ADDRESS"):
+    if joins:
         ray.init()
         return
+    ray_constants.ENABLE_RAY_CLUSTER = False  # Ray's processes read the variable; this one did so before it was set
     cpus = max(os.cpu_count() or 1, 1 + sum(pool.num_cpus * pool.num_ranks * pool.most for pool in config.pools))
     ray.init(
         address="local",
+        _node_ip_address=_LOOPBACK,
         num_cpus=int(cpus),
         include_dashboard=False,
         object_store_memory=80 << 20,  # tokens travel in messages, not in the object store
@@ -167,7 +173,7 @@ def start_ray(config: ClusterConfig) -> None:
 
 def _on_one_node(config: ClusterConfig) -> ClusterConfig:
     """Return the configuration for one node: no Serve proxies; transfers on the loopback interface by default."""
-    transfer = config.transfer.model_copy(update={"host": config.transfer.host or "127.0.0.1"})
+    transfer = config.transfer.model_copy(update={"host": config.transfer.host or _LOOPBACK})
     http = config.http.model_copy(update={"direct": True})
     return config.model_copy(update={"http": http, "transfer": transfer})
 

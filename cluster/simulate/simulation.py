@@ -194,7 +194,7 @@ class Simulation:
         if replica is not None and (action.is_running or (transfer is not None and transfer.is_cancelled)):
             life = request.life
             owner = Request.owner_name(life.submission.id, action.attempt)
-            replica.post(partial(_abort, replica, life.submission.id, owner), now)
+            replica.post(partial(_abort, replica, life.submission.id, owner), now, life.submission.id)
 
     def _shipped(self, request: SimulatedRequest, transfer: SimulatedTransfer, now: float) -> None:
         self._do(request, request.life.shipped(transfer.sender.name, transfer.attempt, now), now)

@@ -1,5 +1,5 @@
-"""The protocol keeps its promises after any history of calls, delays, cancels, deaths and broken connections. `World`
-checks them."""
+"""The protocol keeps its promises after any history of calls, delays, lost messages, cancels, deaths and broken
+connections. `World` checks them."""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ class Transfers(RuleBasedStateMachine):
     def begin(self, request: str, replica: int, number: int, tokens: int, has: int, started: str) -> None:
         self.world.begin(request, replica, number, tokens, has, started)
 
-    @rule(kind=st.integers(0, 11), index=st.integers(0, 99))
+    @rule(kind=st.integers(0, 13), index=st.integers(0, 99))
     def go_wrong(self, kind: int, index: int) -> None:
         match kind:
             case 0 | 1:
@@ -41,6 +41,8 @@ class Transfers(RuleBasedStateMachine):
                 self.world.break_connection(index % 2, index // 2 % 2)
             case 9 | 10:
                 self.world.ship(index)
+            case 11 | 12:
+                self.world.lose(index)
             case _:
                 self.world.expect(index)
 

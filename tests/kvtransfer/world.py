@@ -181,6 +181,10 @@ class World:
         if attempt and source and not source.is_dead:
             self.run(source, source.sender.offer(*attempt.key))
 
+    def wait_for_room(self, index: int) -> None:
+        if attempt := self.pick(index, "grant"):
+            self.run(attempt.goal, attempt.goal.receiver.wait(*attempt.key, 1.0, self.now))
+
     def compute(self, index: int, rank: int, tokens: int) -> None:
         attempt = self.pick(index, "compute")
         if attempt is None:
@@ -229,6 +233,12 @@ class World:
         elif receiver in self.sources and not self.sources[receiver].is_dead:
             source = self.sources[receiver]
             self.run(source, source.sender.receive(sender, message, self.now))
+
+    def lose(self, index: int) -> None:
+        """Lose a message, as a connection does that breaks with messages under way."""
+        ready = [key for key, messages in self.channel.items() if messages]
+        if ready:
+            self.channel[ready[index % len(ready)]].popleft()
 
     def land(self, index: int) -> None:
         write = self.writes[index % len(self.writes)] if self.writes else None
@@ -382,7 +392,7 @@ class World:
             for key in [key for key, messages in self.channel.items() if messages]:
                 while self.channel[key]:
                     self.deliver_one(key)
-            self.pass_time(0.1)
+            self.pass_time(0.5)  # longer than all deadlines and pauses between repeated messages
         for goal in self.goals.values():
             if not goal.is_dead:
                 ended_badly = [e.key for e in self.attempts.values() if e.goal is goal and goal.owners]

@@ -42,7 +42,7 @@ class EngineThread:
         self.channels: dict[str, Channel] = {}
         self._num_turns = 0
         self._publisher = Publisher(engine.scheduler, uuid.uuid4().hex)
-        self._page_bytes = engine.model.layout(engine.config.page_size).page_bytes
+        self._page_bytes = engine.page_bytes
         self._channel_of: dict[str, tuple[Channel, int]] = {}  # by request, with the epoch of its placement
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[Callable[[], None]] = deque()  # actions for the engine's thread, between two steps
@@ -59,7 +59,8 @@ class EngineThread:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        """Whether this can serve: neither the engine's thread nor the dock's has failed."""
+        return self._thread.is_alive() and (self.handover is None or self.handover.dock.is_alive)
 
     @property
     def num_posted(self) -> int:
@@ -181,16 +182,24 @@ class EngineThread:
         """Return the replica's state and its steps after those already `seen`, by incarnation: JSON for a dashboard.
 
         May be called while the engine steps: a number may be one step older than its neighbour.
+
+        `tenant`: who reads, and sees its own requests alone; None: one who may see all.
         """
         engine = self.engine
-        requests = Tally(request.status.value for request in engine.scheduler.requests())
+        own = None if tenant is None else self.timelines.ids(tenant)
+        requests = Tally(
+            request.status.value for request in engine.scheduler.requests() if own is None or request.id in own
+        )
         fit = engine.cost_fit
         return {
             "now": time.time(),
-            "pages": asdict(engine.pages.counts()),
+            "pages": asdict(engine.pages.counts())
+            if tenant is None
+            else None,  # they show how long others' prompts are
             "requests": {status.value: requests[status.value] for status in Status if status is not Status.FINISHED},
             "cost": None if fit is None else fit.cost.model_dump(),
             "overrun": None if fit is None else fit.overrun,
+            "interval_share": None if fit is None else engine.intervals.share,
             "step_error": None if fit is None else fit.error(0.5),
             **self.steps.after(seen, tenant),
         }
@@ -289,20 +298,21 @@ class EngineThread:
         if step.batch:
             self.metrics.stepped(step)
             self.steps.record(step.batch, progress.chunks, step.started, step.seconds, step.predicted)
-        self._progressed(progress, step.deltas, step.seconds)
+        self._progressed(progress, step.deltas, step.interval)
 
-    def _progressed(self, progress: Progress, deltas: Sequence[TokenDelta], seconds: float = 0.0) -> None:
+    def _progressed(self, progress: Progress, deltas: Sequence[TokenDelta], interval: float = 0.0) -> None:
         self.metrics.progressed(progress)
-        self._publish(deltas, seconds)
+        self._publish(deltas, interval)
         self._log(progress.finished)
 
-    def _publish(self, deltas: Sequence[TokenDelta] = (), seconds: float = 0.0) -> None:
-        """Send the deltas of a step that took `seconds` and, when it is due, the replica's live profile."""
+    def _publish(self, deltas: Sequence[TokenDelta] = (), interval: float = 0.0) -> None:
+        """Send the deltas of a step that ended `interval` seconds after the one before it and, when it is due, the
+        replica's live profile."""
         now = self.engine.clock()
         live: LiveProfile | None = None
         pages: Sequence[PageChanges] = ()
         if self._publisher.is_due(now):
-            live = self._publisher.live(now, seconds)
+            live = self._publisher.live(now, interval)
             pages = self._publisher.page_changes()
         if deltas or live is not None:
             self._loop.call_soon_threadsafe(self._deliver, deltas, live, pages)
@@ -344,7 +354,7 @@ class EngineThread:
         assert request is not None
         if self.handover is not None:
             self.handover.add(submission)
-        self.timelines.add(submission, request, arrived, self.engine.scheduler.prefill_seconds(request))
+        self.timelines.add(submission, request, arrived, self.engine.scheduler.seconds_alone(request))
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         self._finish_steps_of(request_ids)

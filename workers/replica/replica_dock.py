@@ -98,6 +98,11 @@ class ReplicaDock:
         """Return the counts of this rank's dock; those of the other ranks are much the same."""
         return self._own.counts()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether this rank's dock has not failed. Another rank whose dock has failed ends at its next call."""
+        return self._own.is_alive
+
     def close(self) -> None:
         self._own.close()
 

@@ -135,7 +135,7 @@ class RequestTable:
     def resume(self, request: Request) -> None:
         """Let a held request, all of whose pages have arrived, continue here."""
         self.held.remove(request)
-        request.status, request.leg = Status.RUNNING, Leg.LOCAL
+        request.status, request.leg, request.is_offered = Status.RUNNING, Leg.LOCAL, False
         self.running.append(request)
 
     def preempt(self, request: Request) -> None:

@@ -33,6 +33,7 @@ OUT_OF_RANGE = [
     ("top_p", 0),
     ("top_p", 1.01),
     ("top_k", -2),
+    ("top_k", 2**31),
     ("min_p", -0.1),
     ("min_p", 1.1),
     ("repetition_penalty", 0),

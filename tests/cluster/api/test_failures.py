@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from crossdock.cluster.api.choices import merge
-from crossdock.cluster.dispatch.dispatcher import ReplicaLost
+from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SuspectRequest
 from crossdock.workers.schedule.request import (
     FinishReason,
     InvalidField,
@@ -30,6 +30,7 @@ FAILURES = [
     (InvalidField("prompt has token id 7", "prompt"), 400, "invalid_request_error", "invalid_value"),
     (Overloaded("try later", 2.3), 429, "rate_limit_error", "rate_limit_exceeded"),
     (ReplicaLost("secret traceback"), 503, "server_error", "service_unavailable"),
+    (SuspectRequest("secret names"), 400, "invalid_request_error", "suspect_request"),
     (RuntimeError("secret /etc/passwd"), 500, "server_error", "internal_error"),
     (TimeoutError("not ours"), 500, "server_error", "internal_error"),
 ]
@@ -53,8 +54,9 @@ def test_failure_before_first_token_has_its_status(
         answer = http.post(path, json={**body, "n": n, "stream": stream})
         error = refused(answer, status, type=kind, code=code)
         assert "secret" not in answer.text
-        if status == 400:
+        if code == "invalid_value":
             assert error["param"] == "prompt"
+        assert answer.headers.get("x-should-retry") == ("false" if code == "suspect_request" else None)
         if status == 429:
             assert answer.headers["retry-after"] == "3"
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from crossdock.cluster.api.keys import KeyRing
 from crossdock.cluster.api.limits import Ledger
 from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import (
+    FinishReason,
     TokenDelta,
 )
 from tests.cluster.api.scripted_api import (
@@ -73,7 +75,9 @@ def test_key_file_is_read_again_without_restart(
             return http.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
 
         assert (status("old"), status("new")) == (200, 401)
-        path.write_text("new")
+        beside = tmp_path / "keys.new"
+        beside.write_text("new")
+        beside.replace(path)
         eventually(lambda: (status("old"), status("new")) == (401, 200))
     with pytest.raises(ValueError, match=r"http\.api_keys_file"):
         build_api(engine, tokenizer, HttpConfig(api_keys_file=str(tmp_path / "other")))  # type: ignore[arg-type]
@@ -109,6 +113,43 @@ def test_key_at_its_limit_is_refused(engine: ScriptedDispatcher, tokenizer: Mode
         assert late.headers.get_list("x-ratelimit-remaining-requests") == ["0"]
         assert "x-ratelimit-limit-requests" not in post("free").headers
         assert http.get("/v1/models", headers={"authorization": "Bearer k"}).status_code == 200, "reading is free"
+
+
+def test_key_without_tokens_is_refused_before_its_prompt_is_encoded(
+    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+    encode = ModelTokenizer.encode
+
+    def counted(self: ModelTokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        encoded.append(text)
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(ModelTokenizer, "encode", counted)
+    config = HttpConfig.model_validate({"api_keys": [{"key": "k", "tokens_per_minute": 20}]})
+    with serving(engine, tokenizer, config) as http:
+        http.headers["authorization"] = "Bearer k"
+        engine.script = lambda submission: [TokenDelta(submission.id, [7] * 60, finish_reason=FinishReason.LENGTH)]
+        assert http.post("/v1/completions", json={"prompt": [5] * 10, "max_tokens": 60}).status_code == 200
+        encoded.clear()
+        refused(http.post("/v1/completions", json={"prompt": "a dog"}), 429, code="rate_limit_exceeded")
+        refused(http.post("/v1/chat/completions", json={"messages": HI}), 429, code="rate_limit_exceeded")
+    assert encoded == []
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_outputs_are_charged_for_every_choice(
+    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, is_stream: bool
+) -> None:
+    config = HttpConfig.model_validate({"api_keys": [{"key": "k", "tokens_per_minute": 60}]})
+    with serving(engine, tokenizer, config) as http:
+        body = {"prompt": [[5] * 10, [6] * 7], "max_tokens": 5, "n": 2, "stream": is_stream}
+        headers = {"authorization": "Bearer k"}
+        answer = http.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        left = http.get("/v1/models", headers=headers).headers["x-ratelimit-remaining-tokens"]
+        assert 60 - 17 - 20 <= int(left) < 60 - 17, "one more in every second since"
+        refused(http.post("/v1/completions", json={"prompt": [5] * 55}, headers=headers), 429)
 
 
 def test_ended_request_frees_its_place(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
@@ -247,7 +288,7 @@ def test_too_large_body_is_not_read(http: httpx.Client) -> None:
         assert taken < 50 << 20
 
 
-def test_reading_stops_at_limit() -> None:
+def test_too_large_body_is_read_no_further_than_twice_the_limit() -> None:
     received = 0
     sent: list[Any] = []
 
@@ -265,12 +306,35 @@ def test_reading_stops_at_limit() -> None:
     guard = HttpGuard(
         app, keys=KeyRing(), open_paths=(), ledger=Ledger(), max_body_bytes=10_000, request_timeout_s=None
     )
-    for headers, most in (([], 11_000), ([(b"content-length", b"10001")], 0), ([(b"content-length", b"x")], 11_000)):
+    for headers, most in (
+        ([], 20_000),
+        ([(b"content-length", b"x")], 20_000),
+        ([(b"content-length", b"10001")], 20_000),
+        ([(b"content-length", b"20001")], 0),  # not even begun: reading all of that would take too long
+        ([(b"content-length", b"9" * 5000)], 0),
+        (
+            [(b"content-length", b"10001"), (b"expect", b"100-continue")],
+            0,
+        ),  # the client sends nothing before it is asked
+    ):
         received = 0
         asyncio.run(guard({"type": "http", "path": "/", "headers": headers}, receive, send))
         assert received == most
         assert sent[0]["status"] == 413
         sent.clear()
+
+
+def test_client_that_sends_all_before_it_reads_sees_the_refusal(url: str, engine: ScriptedDispatcher) -> None:
+    """The body does not fit into the kernel's buffers, so an answer before its end would be lost with a reset."""
+    size = 199_000
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n\r\n"
+    )
+    for _ in range(20):
+        with raw(url) as wire:
+            wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            wire.sendall(head.encode() + b"a" * size)
+            assert b" 413 " in wire.recv(4096)
 
 
 def test_client_leaving_while_sending_ends_request() -> None:

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from crossdock.cluster.api.tokenizer import ModelTokenizer, StopStrings, TextStream
+from crossdock.cluster.api.stop_strings import StopStrings, StopTable
+from crossdock.cluster.api.tokenizer import ModelTokenizer, TextStream
 
 ALL = ["byte_level", "llama2", "gemma", "metaspace", "wordpiece"]
 BY_BYTES = ["byte_level", "llama2", "gemma"]
@@ -180,7 +181,7 @@ class Pieces:
 
 
 def run(pieces: list[str], stop: list[str], **options: object) -> tuple[str, str | None]:
-    stream = TextStream(Pieces(pieces), stop, **options)  # type: ignore[arg-type]
+    stream = TextStream(Pieces(pieces), StopTable(stop), **options)  # type: ignore[arg-type]
     shown = ""
     for token in range(len(pieces)):
         shown += stream.add(token)
@@ -216,7 +217,7 @@ def test_stop_string_is_found_wherever_tokens_cut_it(pieces: list[str], stop: li
 
 @given(st.text("abc", max_size=30), st.lists(few, min_size=1, max_size=3))
 def test_only_beginning_of_stop_string_is_held_back(whole: str, stop: list[str]) -> None:
-    stream = TextStream(Letters(), stop)
+    stream = TextStream(Letters(), StopTable(stop))
     shown = ""
     for i, char in enumerate(whole, 1):
         shown += stream.add(ord(char))
@@ -253,7 +254,7 @@ def test_overlapping_stop_strings_end_at_first_complete() -> None:
 
 
 def test_long_stop_string_costs_no_more_per_character() -> None:
-    stops = StopStrings(["a" * 4000 + "b"])
+    stops = StopStrings(StopTable(["a" * 4000 + "b"]))
     start = time.perf_counter()
     assert stops.find("a" * 50_000) is None
     assert stops.held == 4000

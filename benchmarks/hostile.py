@@ -1,0 +1,185 @@
+"""Do hostile requests disturb the streams beside them, fail in any other way than a clear 4xx, or leave memory behind?
+
+    python benchmarks/hostile.py                     # about 5 minutes
+    python benchmarks/hostile.py --only lists chats
+
+Starts `crossdock serve`, streams one answer after the other from it, and sends the requests of hostile_requests.py one
+at a time. Prints the gaps between the stream's tokens (p50, p99, longest; ms) in quiet and beside the requests, the
+answers by status, and the resident memory (MiB) of ingress and replica before and after.
+"""
+
+import argparse
+import json
+import multiprocessing
+import time
+from collections import Counter
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import httpx
+from hostile_requests import GROUPS, HostileRequest, hostile_requests
+from servers import add_server_options, crossdock_command, log_of, serving
+from tables import Row, hardware, table, today, write
+
+STREAM = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+SETTLED_S = 5.0  # after the last request; the ingress returns its memory within a second
+ROLES = ("ingress", "mixed")  # deployments, as Serve names their processes
+
+
+def read_streams(address: str, orders: Connection) -> None:
+    """Read streams until told to stop. Sends the arrivals of each stream's tokens (s), and its text."""
+    streams: list[tuple[list[float], str]] = []
+    with httpx.Client(base_url=address, timeout=120) as http:
+        while not orders.poll():
+            arrivals: list[float] = []
+            text = ""
+            with http.stream("POST", "/v1/completions", json=STREAM) as answer:
+                if answer.status_code != 200:
+                    text = f"status {answer.status_code}"
+                    time.sleep(0.2)
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        arrivals.append(time.monotonic())
+                        data = json.loads(line[6:])
+                        text += data["choices"][0]["text"] if "choices" in data else f"error {data}"
+            streams.append((arrivals, text))
+    orders.send(streams)
+
+
+def gaps(streams: list[tuple[list[float], str]], begin: float, end: float) -> Row:
+    """Return the gaps between tokens that ended between two times, in ms."""
+    found = sorted(
+        1000 * (after - before)
+        for arrivals, _ in streams
+        for before, after in pairwise(arrivals)
+        if begin <= after <= end
+    )
+    p50, p99 = (found[int(share * len(found))] for share in (0.5, 0.99))
+    return {"gaps": len(found), "p50": p50, "p99": p99, "longest": found[-1]}
+
+
+def memory(processes: set[int]) -> dict[str, float]:
+    """Return the resident memory of ingress and replica, in MiB."""
+    found = {}
+    for pid in processes:
+        try:
+            title = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            status = Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            continue
+        for role in ROLES:
+            if title.startswith("ray::ServeReplica:") and f":{role}" in title:
+                rss = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
+                found[role] = int(rss.split()[1]) / 1024
+    return found
+
+
+def send(http: httpx.Client, request: HostileRequest) -> tuple[str, float, str]:
+    """Send a request. Returns the status or the client's error, seconds, and the beginning of the answer."""
+    begin = time.monotonic()
+    try:
+        method = "GET" if request.body is None else "POST"
+        answer = http.request(method, request.path, content=request.body, headers=request.headers)
+        status, text = str(answer.status_code), answer.text[:300]
+        if answer.status_code >= 400 and len(answer.content) > 3000:
+            status += " (long)"
+    except httpx.HTTPError as error:
+        status, text = type(error).__name__, str(error)
+    return status, time.monotonic() - begin, text
+
+
+def attack(address: str, groups: list[str]) -> list[dict[str, Any]]:
+    """Send all requests of the groups, one after the other."""
+    results = []
+    with httpx.Client(base_url=address, timeout=120) as http:
+        for request in hostile_requests():
+            if request.group in groups:
+                status, seconds, text = send(http, request)
+                results.append(
+                    {
+                        "group": request.group,
+                        "name": request.name,
+                        "status": status,
+                        "s": seconds,
+                        "at": time.monotonic(),
+                    }
+                )
+                print(f"{status:>12} {seconds:7.3f} s  {request.group}: {request.name}: {text[:150]}", flush=True)
+    return results
+
+
+def add_gaps(results: list[dict[str, Any]], streams: list[tuple[list[float], str]]) -> None:
+    """Add to each request the longest gap (ms) of the stream that overlaps with it."""
+    found = [pair for arrivals, _ in streams for pair in pairwise(arrivals)]
+    for one in results:
+        begin = one["at"] - one["s"]
+        beside = [1000 * (after - before) for before, after in found if before <= one["at"] and after >= begin]
+        one["gap"] = max(beside, default=0.0)
+
+
+def report(results: list[dict[str, Any]], rows: dict[str, Row], memories: dict[str, Row], texts: set[str]) -> str:
+    """Return the results as Markdown."""
+    statuses: dict[str, Row] = {}
+    for group in dict.fromkeys(one["group"] for one in results):
+        counts = Counter(one["status"] for one in results if one["group"] == group)
+        slowest = max(one["s"] for one in results if one["group"] == group)
+        statuses[group] = {**dict(sorted(counts.items())), "slowest, s": slowest}
+    wrong = [
+        f"{one['group']}: {one['name']}: {one['status']}"
+        for one in results
+        if not one["status"][:3].isdecimal() or one["status"] >= "5"
+    ]
+    longest = sorted(results, key=lambda one: -one["gap"])[:20]
+    lines = [
+        f"{today()}, {hardware()}; {len(results)} requests\n",
+        table(rows, "gaps of the stream, ms"),
+        table(statuses, "answers"),
+        table(memories, "resident memory, MiB"),
+        f"texts of the stream: {len(texts)} different\n",
+        "longest gaps beside:\n",
+        *(f"- {one['gap']:.0f} ms: {one['group']}: {one['name']} ({one['s']:.2f} s)" for one in longest),
+        "\nno clear answer:\n",
+        *(f"- {one}" for one in wrong),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="", help="default: the embedded one")
+    parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), help="groups of requests")
+    parser.add_argument("--quiet", type=float, default=30.0, help="seconds of the stream alone (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="how often all requests are sent (default: %(default)s)")
+    add_server_options(parser, "hostile", 18360)
+    args = parser.parse_args()
+    command = [part for part in crossdock_command(args) if part]
+    with serving("crossdock", command, args, log_of(args, "crossdock")) as server:
+        ours, theirs = multiprocessing.Pipe()
+        reader = multiprocessing.Process(target=read_streams, args=(server.address, theirs))
+        reader.start()
+        time.sleep(3)
+        memories, begin = [memory(server.processes)], time.monotonic()
+        time.sleep(args.quiet)
+        quiet_end = time.monotonic()
+        rounds = []
+        for _ in range(args.rounds):
+            rounds.append(attack(server.address, args.only))
+            time.sleep(SETTLED_S)
+            memories.append(memory(server.processes))
+        results = [one for each in rounds for one in each]
+        end = time.monotonic()
+        ours.send("stop")
+        streams = ours.recv()
+        reader.join()
+    rows = {"quiet": gaps(streams, begin, quiet_end), "beside hostile requests": gaps(streams, quiet_end, end)}
+    add_gaps(results, streams)
+    names = ["before", *(f"after round {number}" for number in range(1, args.rounds + 1))]
+    kept = {name: Row(found) for name, found in zip(names, memories, strict=True)}
+    texts = {text for _, text in streams[:-1]}
+    write(args.output, report(results, rows, kept, texts), {"rows": rows, "memory": kept, "results": results})
+
+
+if __name__ == "__main__":
+    main()

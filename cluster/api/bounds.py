@@ -1,0 +1,32 @@
+"""How much of everything a request may have. Beyond a bound the answer is a 400 that names the field and the bound.
+
+docs/serving.md lists them. Work that these bounds admit never stops the event loop for longer than a step of the model.
+"""
+
+BODY_FIELDS = 1024  # of a body, unknown ones included
+BODY_PARTS = 1 << 17  # strings, lists and objects of a body; parsing that many takes about 20 ms
+BODY_VALUES = 1 << 19  # values of a body, numbers included: token ids; about 30 ms
+
+OUTPUTS = 1024  # prompts times n
+MESSAGES = 4096  # of a chat
+MESSAGE_PARTS = 4096  # parts of content and tool calls of a chat, all messages together
+ROLE_CHARS = 64
+TOOLS = 128  # OpenAI's bound
+TOOLS_CHARS = 1 << 17  # all tools as JSON
+TEMPLATE_CHARS = 1 << 17  # a request's own chat template; its variables as JSON
+TRUNCATED_CHARS = 1 << 18  # a text that is cut or only counted may always have this many, however short the context
+DETOKENIZED = 1 << 17  # token ids, or as many as the context holds
+
+STOPS = 64
+STOP_CHARS = 4096  # one stop string
+ALL_STOPS_CHARS = 1 << 14
+STOP_TOKENS = 1024
+BIASES = 1024
+ALLOWED_TOKENS = 1 << 14
+CACHE_SALT_CHARS = 1024
+
+GRAMMAR_CHARS = 1 << 16  # a schema as JSON, a regex, a Lark grammar, or all entries of a choice together
+GUIDED_CHOICES = 1024  # entries of a choice
+
+SHOWN_CHARS = 200  # of the client's input in an error message
+MESSAGE_CHARS = 1000  # of an error message

@@ -1,0 +1,308 @@
+"""Work that grows with a request's input: other requests are served between its slices, or it runs in a thread."""
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+
+import httpx
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from crossdock.cluster.api import stop_strings
+from crossdock.cluster.api.bodies import GenerationBody
+from crossdock.cluster.api.choices import merge
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.errors import ApiError, to_json
+from crossdock.cluster.api.http_config import HttpConfig
+from crossdock.cluster.api.http_json import long_json
+from crossdock.cluster.api.json_size import check_json_size
+from crossdock.cluster.api.slices import slices
+from crossdock.cluster.api.tokenizer import Detokenizer, ModelTokenizer
+from crossdock.cluster.dispatch.dispatcher import ModelCard
+from tests.cluster.api.scripted_api import VOCAB_SIZE, ScriptedDispatcher
+
+
+class Turns:
+    """Counts the turns of an event loop, and how much of each kind of work each turn does."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.work: dict[str, Counter[int]] = {}
+        self.threads: dict[str, set[int]] = {}
+
+    def record(self, kind: str, amount: int) -> None:
+        self.work.setdefault(kind, Counter())[self.number] += amount
+        self.threads.setdefault(kind, set()).add(threading.get_ident())
+
+    def most(self, kind: str) -> int:
+        """Return the most work of a kind that one turn did."""
+        return max(self.work[kind].values())
+
+    def ran_in_loop(self, kind: str) -> bool:
+        return threading.get_ident() in self.threads[kind]
+
+    async def during(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Return what `work` returns, and count the turns meanwhile."""
+
+        async def count() -> None:
+            while True:
+                self.number += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        await asyncio.sleep(0)
+        self.number = 0
+        try:
+            return await work
+        finally:
+            counting.cancel()
+
+
+class WatchedTokenizer(ModelTokenizer):
+    """Records the characters and tokens that it works on, by turn of the event loop."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, turns: Turns) -> None:
+        super().__init__(tokenizer)
+        self.turns = turns
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.turns.record("encode", len(text))
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
+        self.turns.record("decode", len(token_ids))
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def vocabulary_name(self, token_id: int) -> str:
+        self.turns.record("name", 1)
+        return super().vocabulary_name(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        self.turns.record("bytes", 1)
+        return super().token_bytes(token_id)
+
+    def render_chat(self, messages: Any, **options: Any) -> str:
+        self.turns.record("render", len(messages))
+        return super().render_chat(messages, **options)
+
+    def detokenizer(self, *, after: Any = (), skip_special_tokens: bool = True) -> Detokenizer:
+        self.turns.record("detokenizer", 1)
+        plain = super().detokenizer(after=after, skip_special_tokens=skip_special_tokens)
+        return WatchedDetokenizer(plain, self.turns)
+
+
+class WatchedDetokenizer:
+    def __init__(self, plain: Detokenizer, turns: Turns) -> None:
+        self.plain = plain
+        self.turns = turns
+        self.flush = plain.flush
+
+    def add(self, token_id: int) -> str:
+        self.turns.record("detokenize", 1)
+        return self.plain.add(token_id)
+
+
+class LongContext(ScriptedDispatcher):
+    @property
+    def model(self) -> ModelCard:
+        return ModelCard("tiny", 0, 100_000, VOCAB_SIZE)
+
+
+class Watched:
+    """The API in front of a scripted dispatcher, with a tokenizer that records when it works."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.turns = Turns()
+        self.tokenizer = WatchedTokenizer(tokenizer, self.turns)
+        self.engine = LongContext(self.tokenizer)
+        self.app = build_api(self.engine, self.tokenizer, HttpConfig())  # type: ignore[arg-type]
+        self.turns.work.clear()
+        self.turns.threads.clear()
+
+    def post(self, path: str, **body: Any) -> Any:
+        """Return the body of an answer, which must succeed."""
+
+        async def ask() -> httpx.Response:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://a") as http:
+                return await http.post(path, json=body, timeout=60)
+
+        answer = asyncio.run(self.turns.during(ask()))
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+@pytest.fixture
+def watched(tokenizers: dict[str, PreTrainedTokenizerFast]) -> Watched:
+    return Watched(tokenizers["byte_level"])
+
+
+def test_slices_let_other_tasks_run_between() -> None:
+    async def main() -> list[tuple[int, list[int]]]:
+        turns = Turns()
+
+        async def cut() -> list[tuple[int, list[int]]]:
+            return [(turns.number, part) async for part in slices(iter(range(8)), 3)]
+
+        seen: list[tuple[int, list[int]]] = await turns.during(cut())
+        return seen
+
+    assert asyncio.run(main()) == [(0, [0, 1, 2]), (1, [3, 4, 5]), (2, [6, 7])]
+
+
+def test_many_short_prompts_are_encoded_over_many_turns(watched: Watched) -> None:
+    watched.post("/v1/completions", prompt=["dog " * 50] * 200, max_tokens=1)
+    assert watched.turns.most("encode") <= 2 * 4096
+    assert sum(watched.turns.work["encode"].values()) >= 200 * 200
+
+
+def test_many_choices_are_made_over_many_turns(watched: Watched) -> None:
+    watched.post("/v1/completions", prompt=["a"] * 8, n=64, max_tokens=1)
+    assert watched.turns.most("detokenizer") <= 32
+    assert sum(watched.turns.work["detokenizer"].values()) == 512
+
+
+def test_many_choices_are_submitted_over_many_turns(watched: Watched) -> None:
+    async def main() -> Turns:
+        turns = Turns()
+
+        async def stream(number: int) -> Any:
+            turns.record("begin", 1)
+            yield number
+
+        async def read() -> set[int]:
+            return {number async for number in merge([stream(number) for number in range(200)])}
+
+        assert await turns.during(read()) == set(range(200))
+        return turns
+
+    assert asyncio.run(main()).most("begin") <= 16
+
+
+def test_choices_share_one_table_of_stop_strings_and_one_sampling(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Counter[str] = Counter()
+    failures, sampling = stop_strings._failures, GenerationBody.sampling
+
+    def counted_failures(stop: str) -> list[int]:
+        calls["failures"] += 1
+        return failures(stop)
+
+    def counted_sampling(body: GenerationBody, *args: Any, **options: Any) -> Any:
+        calls["sampling"] += 1
+        return sampling(body, *args, **options)
+
+    monkeypatch.setattr(stop_strings, "_failures", counted_failures)
+    monkeypatch.setattr(GenerationBody, "sampling", counted_sampling)
+    watched.post("/v1/completions", prompt=["a", "b", "c"], n=20, stop=["zebra", "giraffe"], max_tokens=1)
+    assert calls == {"failures": 2, "sampling": 1}
+    assert len({submission.sampling.seed for submission in watched.engine.submissions}) == 20
+
+
+def test_echo_of_long_prompt_is_made_over_many_turns(watched: Watched) -> None:
+    answer = watched.post("/v1/completions", prompt=[300] * 5000, echo=True, logprobs=3, max_tokens=1)
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == 5001
+    assert watched.turns.most("detokenize") <= 300
+    assert watched.turns.most("bytes") <= 300 * 6
+
+
+def test_prompt_logprobs_are_written_over_many_turns(watched: Watched) -> None:
+    body = {"prompt_logprobs": 5, "max_tokens": 1}
+    [choice] = watched.post("/v1/completions", prompt=[300] * 3000, **body)["choices"]
+    assert len(choice["prompt_logprobs"]) == 3000
+    assert watched.turns.most("bytes") <= 300 * 6
+    messages = [{"role": "user", "content": "dog " * 3000}]
+    answer = watched.post("/v1/chat/completions", messages=messages, **body)
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert watched.turns.most("bytes") <= 300 * 6
+
+
+def test_token_names_are_looked_up_over_many_turns(watched: Watched) -> None:
+    answer = watched.post("/tokenize", prompt="dog " * 5000, return_token_strs=True)
+    assert len(answer["token_strs"]) == answer["count"] >= 5000
+    assert watched.turns.most("name") <= 1024
+
+
+def test_long_text_and_many_messages_leave_the_event_loop(watched: Watched) -> None:
+    watched.post("/tokenize", prompt="dog " * 20_000)
+    watched.post("/detokenize", tokens=[300] * 5000)
+    watched.post("/tokenize", messages=[{"role": "user", "content": "dog " * 20}] * 300)
+    for kind in ("encode", "decode", "render"):
+        assert not watched.turns.ran_in_loop(kind)
+    watched.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], max_tokens=1)
+    watched.post("/detokenize", tokens=[300])
+    for kind in ("encode", "decode", "render"):
+        assert watched.turns.ran_in_loop(kind)
+
+
+def test_huge_texts_are_encoded_one_at_a_time(watched: Watched, tokenizers: dict[str, PreTrainedTokenizerFast]) -> None:
+    running, most = 0, 0
+    encode = watched.tokenizer.encode
+
+    def counted(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        ids = encode(text, add_special_tokens=add_special_tokens)
+        running -= 1
+        return ids
+
+    watched.tokenizer.encode = counted  # type: ignore[method-assign]
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(watched.app), base_url="http://a") as http:
+            asking = (http.post("/tokenize", json={"prompt": "dog " * 30_000}, timeout=60) for _ in range(4))
+            assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 4
+
+    asyncio.run(ask())
+    assert most == 1
+
+
+def test_long_answer_is_written_over_many_turns_and_is_the_same() -> None:
+    value = {"a": list(range(10_000)), "é": [None, True, 1.5, {"b": "\ud800"}]}
+
+    async def main() -> int:
+        turns = Turns()
+        assert await turns.during(long_json(value)) == to_json(value)
+        return turns.number
+
+    assert asyncio.run(main()) >= 4
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"prompt": [[]] * 131_073},
+        {"prompt": [{}] * 131_073},
+        {"prompt": ["a"] * 131_073},
+        {f"x{i}": 1 for i in range(131_073)},
+        {"prompt": [1] * ((1 << 19) + 2)},
+        {"a": "[" * 200_000, "prompt": [[]] * 131_073},
+    ],
+)
+def test_body_of_too_many_values_is_refused_before_it_is_parsed(value: Any) -> None:
+    with pytest.raises(ApiError, match=r"more than \d+ ") as refused:
+        asyncio.run(check_json_size(json.dumps(value).encode()))
+    assert refused.value.code == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"prompt": "[{,:" * 300_000},
+        {"prompt": '"\\' * 300_000},
+        {"prompt": '\\\\"' * 300_000 + "\\"},
+        {"prompt": ["[" * 40] * 60_000},
+        {"prompt": [1] * (1 << 19)},
+    ],
+)
+def test_marks_in_texts_are_no_values(value: Any) -> None:
+    async def main() -> int:
+        turns = Turns()
+        await turns.during(check_json_size(json.dumps(value).encode()))
+        return turns.number
+
+    assert asyncio.run(main()) >= 1

@@ -1,0 +1,67 @@
+"""Metrics of all ingresses in one scrape: one that hangs or fails costs its own figures only, and a bounded time."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from ray.serve.handle import DeploymentBroadcastResponse
+
+from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.cluster.serve import app
+
+
+class Answer:
+    """One ingress's answer, as Serve's broadcast holds it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    async def get_async(self) -> Any:
+        if isinstance(self.value, BaseException):
+            raise self.value
+        return self.value
+
+
+class Broadcasts:
+    def __init__(self, answers: Any) -> None:
+        self.answers = answers
+
+    def broadcast(self, method: str) -> DeploymentBroadcastResponse:
+        return DeploymentBroadcastResponse(self.answers(), None)
+
+
+class Scraped(app.Ingress):
+    """An ingress without replicas and without a port."""
+
+    def __init__(self, answers: Any) -> None:
+        self.dispatcher = Dispatcher("tiny")
+        self._name = "own"
+        self._every_ingress = Broadcasts(answers)  # type: ignore[assignment]
+
+    def __del__(self) -> None:  # type: ignore[override]
+        """Stop nothing: nothing was started."""
+
+
+async def scraped(answers: Any) -> set[str]:
+    """Return the names of the ingresses in a scrape that "own" answers."""
+    return set(await Scraped(answers)._all_ingress_metrics())
+
+
+def test_scrape_omits_ingress_that_fails() -> None:
+    async def answers() -> list[Answer]:
+        return [Answer(("other", "up 1")), Answer(RuntimeError("gone"))]
+
+    assert asyncio.run(scraped(answers)) == {"own", "other"}
+
+
+def test_scrape_does_not_wait_for_ingress_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answers() -> list[Answer]:
+        await asyncio.Event().wait()
+        return []
+
+    async def main() -> set[str]:
+        async with asyncio.timeout(20):
+            return await scraped(answers)
+
+    monkeypatch.setattr(app, "_SCRAPE_S", 0.01)
+    assert asyncio.run(main()) == {"own"}
