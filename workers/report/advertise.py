@@ -157,7 +157,7 @@ def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return, by priority, how many more requests could start, and the pages that are free for them.
 
     Waiting requests go before new ones of their own class and of less urgent ones. A class can take the pages of less
-    urgent requests.
+    urgent requests. Room for the outputs of requests that run is not free.
     """
     num_classes = len(scheduler.config.slo_classes)
     places = [scheduler.num_places(priority) for priority in range(num_classes)]
@@ -167,11 +167,11 @@ def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...]]:
         for priority in range(request.priority, num_classes):
             places[priority] -= 1
             pages[priority] -= num_pages
-    for request in scheduler.running:
-        if request.priority and request.leg is not Leg.SEND:
-            num_pages = len(scheduler.pages.pages_of(request.owner))
-            for priority in range(request.priority):
-                pages[priority] += num_pages
+    for request in (*scheduler.running, *scheduler.held):
+        if request.leg is not Leg.SEND:
+            num_pages, growth = len(scheduler.pages.pages_of(request.owner)), scheduler.num_growth_pages(request)
+            for priority in range(num_classes):
+                pages[priority] += num_pages if priority < request.priority else -growth
     return tuple(places), tuple(pages)
 
 

@@ -276,6 +276,10 @@ class Scheduler:
         """Return the interval at which steps end while there is enough to do, as a share of what each takes."""
         return self._forecast.interval_share
 
+    def num_growth_pages(self, request: Request) -> int:
+        """Return the available pages that admission leaves to the output of a request that runs or arrives."""
+        return self._table.num_growth_pages(request)
+
     def get(self, request_id: str) -> Request | None:
         """Return the request of that id, None if it has ended."""
         return self._table.get(request_id)
