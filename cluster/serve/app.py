@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -65,6 +66,8 @@ class Ingress:
             async with asyncio.timeout(_FIRST_REPLICA_S):
                 while not self.dispatcher.ready():
                     await asyncio.sleep(0.02)
+        gc.collect()
+        gc.freeze()  # the collector need not look at libraries and the tokenizer again: that took 0.1 to 1 s each time
         if config.http.direct:
             self._server = await listen(self._api, config.http.host, config.http.port)
 
