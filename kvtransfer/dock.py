@@ -15,14 +15,14 @@ import logging
 import threading
 import time
 import uuid
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from crossdock.kvtransfer.events import Event
-from crossdock.kvtransfer.layout import IncompatiblePools, PoolSpec, check_compatible
+from crossdock.kvtransfer.layout import IncompatiblePools, PoolSpec
 from crossdock.kvtransfer.messages import MAX_BYTES, Abort, Grant, MalformedMessage, Wait, decode, encode
+from crossdock.kvtransfer.peers import Peers
 from crossdock.kvtransfer.plan import plan_writes, source_ranks
 from crossdock.kvtransfer.receiver import Receiver
 from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank, Write
@@ -40,7 +40,8 @@ from crossdock.kvtransfer.transport import (
 logger = logging.getLogger(__name__)
 
 MAX_STATE_BYTES = MAX_BYTES - 4096
-_MAX_DEAD = 1024  # dead peers remembered
+_MAX_FAILED_POLLS = 20  # in a row: then the transport is beyond repair, and the dock ends
+_FAILED_POLL_SECONDS = 0.1  # pause after a failed poll
 _PAUSE_SHARE = 0.125
 """Pause between two polls while a transfer is open, as a share of the time since the last event. So an event is noticed
 late by at most this share of the time it took to come, and a transfer whose prompt is still being computed costs few
@@ -90,12 +91,11 @@ class Dock:
         """The blob that the other side's `ship` or `expect` needs to reach this dock."""
         self._sender = Sender(spec.rank, spec.page_size, max_write_bytes)
         self._receiver = Receiver(spec.page_size, self.blob, grace_seconds)
-        self._peers: dict[str, Peer] = {}
-        self._connected: set[str] = set()
-        self._dead: OrderedDict[str, None] = OrderedDict()  # the names of processes that have ended
+        self._peers = Peers(transport, spec)
         self._writes: dict[int, tuple[str, int, str]] = {}  # request, epoch, peer
         self._calls: deque[Callable[[float], list[ProtocolOutput]]] = deque()
         self._num_malformed = 0
+        self._num_failed_polls = 0
         self._counts = DockCounts(0, 0, 0, 0)
         self._is_closing = False
         self._error: BaseException | None = None
@@ -116,7 +116,7 @@ class Dock:
             ValueError: a blob is of another transport, or of no dock.
         """
         targets = {}
-        for peer in self._unpack(peers):
+        for peer in self._peers.unpack(peers):
             ranges = plan_writes(self.spec, peer.spec)
             if ranges:
                 page_bytes = sum(part.length for part in ranges)
@@ -124,12 +124,16 @@ class Dock:
                 targets[peer.name] = peer, TargetRank(peer.spec.num_pages, page_bytes, num_sources)
 
         def call(now: float) -> list[ProtocolOutput]:
-            self._peers.update({name: peer for name, (peer, _) in targets.items()})
+            self._peers.meet((peer for peer, _ in targets.values()), self._busy)
             wanted = {name: target for name, (_, target) in targets.items()}
             shipped = self._sender.ship(request, epoch, wanted, deadline_seconds, now)
             return shipped + self._lose_dead(targets, now)
 
         self._call(call)
+
+    def offer(self, request: str, epoch: int) -> None:
+        """Notify the target that there are pages for the whole prompt here: it may grant pages now."""
+        self._call(lambda _: self._sender.offer(request, epoch))
 
     def chunk(self, request: str, pages: Sequence[int], num_tokens: int) -> None:
         """Send what is new of the first `num_tokens` tokens of `request`, which lie in `pages` from the first on.
@@ -159,6 +163,9 @@ class Dock:
     def expect(self, request: str, epoch: int, peers: Sequence[bytes], deadline_seconds: float) -> None:
         """Expect `request` from the replica whose ranks' blobs are `peers`. Call `grant` when there is room for it.
 
+        Grant after `Offered` alone: a request that waits for pages at its source while it holds pages here can wait
+        for ever, for requests that do the opposite.
+
         After the grant, each source may be silent for `deadline_seconds`: that must cover the computation of a chunk,
         unless the source sends a `wait`.
 
@@ -167,7 +174,7 @@ class Dock:
             ValueError: a blob is of another transport, or of no dock.
         """
         sources: dict[str, tuple[Peer, int]] = {}
-        unpacked = self._unpack(peers)
+        unpacked = self._peers.unpack(peers)
         for peer in unpacked:
             ranges = plan_writes(peer.spec, self.spec)
             if ranges:
@@ -177,7 +184,7 @@ class Dock:
             raise IncompatiblePools(f"ranks {wanted} write to this one; blobs of {len(unpacked)} were given")
 
         def call(now: float) -> list[ProtocolOutput]:
-            self._peers.update({name: peer for name, (peer, _) in sources.items()})
+            self._peers.meet((peer for peer, _ in sources.values()), self._busy)
             ranks = {name: (peer.spec.rank, page_bytes) for name, (peer, page_bytes) in sources.items()}
             expected = self._receiver.expect(request, epoch, ranks, deadline_seconds, now)
             return expected + self._lose_dead(sources, now)
@@ -213,12 +220,15 @@ class Dock:
         name = Peer.unpack(blob).name
 
         def call(now: float) -> list[ProtocolOutput]:
-            self._dead[name] = None
-            while len(self._dead) > _MAX_DEAD:
-                self._dead.popitem(last=False)
+            self._peers.note_death(name)
             return self._lose_dead([name], now)
 
         self._call(call)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the dock has not failed. May be called from any thread."""
+        return self._error is None
 
     def counts(self) -> DockCounts:
         """Return the counts as of the thread's latest turn. May be called from any thread.
@@ -264,7 +274,7 @@ class Dock:
             self._transport.close()
 
     def _turn(self) -> None:
-        events = self._transport.poll(self._poll_seconds())
+        events = self._poll()
         if events or self._calls:
             self._last_event_at = self._clock()
         while self._calls:
@@ -279,6 +289,21 @@ class Dock:
         if now >= self._next_deadline():
             self._perform(self._sender.tick(now) + self._receiver.tick(now))
             self._count()
+
+    def _poll(self) -> Sequence[TransportEvent]:
+        """Poll the transport. A poll may fail for a passing reason; raises what many polls in a row raise."""
+        try:
+            events = self._transport.poll(self._poll_seconds())
+        except Exception:
+            self._num_failed_polls += 1
+            if self._num_failed_polls == _MAX_FAILED_POLLS:
+                raise
+            if self._num_failed_polls == 1:
+                logger.exception("%s could not be polled; it is tried again", self.name)
+            time.sleep(_FAILED_POLL_SECONDS)
+            return ()
+        self._num_failed_polls = 0
+        return events
 
     def _next_deadline(self) -> float:
         return min(self._sender.next_deadline, self._receiver.next_deadline)
@@ -303,82 +328,71 @@ class Dock:
         match event:
             case Received(peer, data):
                 return self._receive(peer, data, now)
-            case WriteDone(number):
+            case WriteDone(number) if number in self._writes:
                 return self._sender.write_done(*self._writes.pop(number), now)
-            case WriteFailed(number, detail):
+            case WriteFailed(number, detail) if number in self._writes:
                 return self._sender.write_failed(*self._writes.pop(number), detail, now)
             case PeerLost(peer, detail):
                 return self._lose(peer, self._transport.lost_is_fence, detail, now)
+            case _:
+                return []  # the end of a write that was reported as failed when it began
 
     def _receive(self, peer: str, data: bytes, now: float) -> list[ProtocolOutput]:
         try:
             message = decode(data)
             if isinstance(message, Abort) and peer not in self._peers:
-                self._introduce(peer, message.blob)
-        except (MalformedMessage, ValueError) as error:
+                self._peers.introduce(peer, message.blob, self._busy)
+            if isinstance(message, Grant | Abort) or (isinstance(message, Wait) and not message.is_from_source):
+                return self._sender.receive(peer, message, now)
+            return self._receiver.receive(peer, message, now)
+        except Exception as error:  # of any kind: no message of another process may end this dock
             self._num_malformed += 1
-            logger.warning("dropped a message of %s: %s", peer, error)
+            is_expected = isinstance(error, MalformedMessage | ValueError)
+            logger.warning("dropped a message of %s: %s", peer, error, exc_info=not is_expected)
             return []
-        if isinstance(message, Grant | Abort) or (isinstance(message, Wait) and not message.is_from_source):
-            return self._sender.receive(peer, message, now)
-        return self._receiver.receive(peer, message, now)
-
-    def _introduce(self, name: str, blob: bytes) -> None:
-        """Note how to answer a peer that knows this dock, though no call has named it."""
-        peer = Peer.unpack(blob)
-        if peer.name != name or peer.transport != self._transport.kind:
-            raise ValueError(f"{name} sent the blob of {peer.name}, which uses {peer.transport}")
-        check_compatible(self.spec, peer.spec)
-        self._peers[name] = peer
 
     def _lose(self, peer: str, is_dead: bool, detail: str, now: float) -> list[ProtocolOutput]:
-        self._transport.disconnect(peer)
-        self._connected.discard(peer)
+        self._peers.disconnect(peer, is_idle=peer not in self._busy())
         lost = self._sender.peer_lost(peer, is_dead, detail, now)
         return lost + self._receiver.peer_lost(peer, is_dead, detail, now)
 
     def _lose_dead(self, names: Iterable[str], now: float) -> list[ProtocolOutput]:
         """Lose those of the peers that are known to be dead. A transfer may begin after its peer's death is known."""
-        outputs = []
-        for name in names:
-            if name in self._dead:
-                self._peers.pop(name, None)
-                outputs += self._lose(name, True, f"{name} is dead", now)
-        return outputs
+        lost = (self._lose(name, True, f"{name} is dead", now) for name in self._peers.bury(names))
+        return [output for outputs in lost for output in outputs]
+
+    def _busy(self) -> set[str]:
+        """Return the names of the peers of all transfers under way."""
+        return self._sender.peers() | self._receiver.peers()
 
     def _perform(self, outputs: Sequence[ProtocolOutput]) -> None:
         for output in outputs:
             match output:
                 case Send(peer, message):
-                    self._connect(peer)
-                    self._transport.send(peer, encode(message))
-                case Write(peer, source_pages, target_pages, message):
-                    self._connect(peer)
-                    number = self._transport.write(peer, source_pages, target_pages, encode(message))
-                    self._writes[number] = message.request, message.epoch, peer
+                    try:
+                        self._peers.connect(peer)
+                        self._transport.send(peer, encode(message))
+                    except Exception:  # as if the message had been lost, which every transfer survives
+                        logger.exception("a message to %s was not sent", peer)
+                case Write():
+                    self._write(output)
                 case _:
                     self._on_event(output)
 
-    def _connect(self, name: str) -> None:
-        """Connect to a peer, unless that has happened. A peer known to be dead stays unconnected: the transport drops
-        messages to it, and fails writes."""
-        peer = self._peers.get(name)
-        if peer and name not in self._connected:
-            ranges = plan_writes(self.spec, peer.spec)
-            self._transport.connect(peer, self.spec.layout.page_bytes, self.spec.num_pages, ranges)
-            self._connected.add(name)
+    def _write(self, write: Write) -> None:
+        peer, message = write.peer, write.message
+        try:
+            self._peers.connect(peer)
+            number = self._transport.write(peer, write.source_pages, write.target_pages, encode(message))
+        except Exception as error:
+            logger.exception("a write to %s did not begin", peer)
+            self._peers.disconnect(peer, is_idle=False)  # whatever has begun of it
+            detail, now = f"{type(error).__name__}: {error}", self._clock()
+            self._perform(self._sender.write_failed(message.request, message.epoch, peer, detail, now))
+        else:
+            self._writes[number] = message.request, message.epoch, peer
 
     # -- arguments -------------------------------------------------------------------------------------------------
-
-    def _unpack(self, blobs: Sequence[bytes]) -> list[Peer]:
-        if not blobs:
-            raise ValueError("no blobs: at least one rank is needed")
-        peers = [_unpack(blob) for blob in blobs]
-        for peer in peers:
-            if peer.transport != self._transport.kind:
-                raise ValueError(f"{peer.name} uses {peer.transport}, this dock {self._transport.kind}")
-            check_compatible(self.spec, peer.spec)
-        return peers
 
     def _checked(self, pages: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         pages = tuple(pages)
@@ -387,6 +401,3 @@ class Dock:
         if not all(0 <= page < self.spec.num_pages for page in pages):
             raise ValueError(f"pages must be within 0 and {self.spec.num_pages - 1}, not {pages}")
         return pages
-
-
-_unpack = lru_cache(maxsize=256)(Peer.unpack)  # a replica meets the same few peers again and again

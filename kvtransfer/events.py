@@ -68,6 +68,14 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
+class Offered:
+    """To the target: every source rank has pages for the prompt. May come before `expect`, and more than once."""
+
+    request: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
     """To the target: the first `num_tokens` tokens are in place, without gaps, from every source rank."""
 
@@ -109,4 +117,4 @@ class Failed:
     detail: str = field(compare=False)
 
 
-Event: TypeAlias = Granted | Released | Committed | Arrived | WriterStopped | Failed
+Event: TypeAlias = Granted | Released | Offered | Committed | Arrived | WriterStopped | Failed

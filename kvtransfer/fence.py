@@ -1,9 +1,10 @@
-"""Remembers which epochs of a request have ended, so that no late message can start one of them again."""
+"""Remembers what has ended: epochs of requests, so that no late message can start one of them again, and processes."""
 
 from collections import OrderedDict
 
 _MAX_REQUESTS = 16_384
 """Requests remembered. Messages are late by seconds at most; this many requests are minutes of traffic."""
+_MAX_NAMES = 1024
 
 
 class Fence:
@@ -20,3 +21,25 @@ class Fence:
 
     def has_ended(self, request: str, epoch: int) -> bool:
         return epoch <= self._epochs.get(request, -1)
+
+
+class RecentNames:
+    """The names added last, at most 1,024 of them."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[str, None] = OrderedDict()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def add(self, name: str) -> None:
+        self._names[name] = None
+        self._names.move_to_end(name)
+        if len(self._names) > _MAX_NAMES:
+            self._names.popitem(last=False)
+
+    def discard(self, name: str) -> None:
+        self._names.pop(name, None)

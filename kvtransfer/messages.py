@@ -18,10 +18,21 @@ _MAX_SECONDS = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Source to target: this request's pages will be sent; grant pages for them."""
+    """Source to target: this request's pages will be sent, once this rank has pages for it."""
 
     request: str
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Source to target: this rank has pages for the whole prompt, and will compute it; grant pages for it.
+
+    It may come before the target expects the request, hence the number of source ranks."""
+
+    request: str
+    epoch: int
+    num_sources: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +96,10 @@ class Pages:
     state: bytes | None = None
 
 
-TransferMessage: TypeAlias = Hello | Grant | Wait | Abort | Stopped | Pages
-_KINDS: dict[str, type[TransferMessage]] = {kind.__name__: kind for kind in (Hello, Grant, Wait, Abort, Stopped, Pages)}
+TransferMessage: TypeAlias = Hello | Offer | Grant | Wait | Abort | Stopped | Pages
+_KINDS: dict[str, type[TransferMessage]] = {
+    kind.__name__: kind for kind in (Hello, Offer, Grant, Wait, Abort, Stopped, Pages)
+}
 _HINTS = {kind: [(field.name, get_type_hints(kind)[field.name]) for field in fields(kind)] for kind in _KINDS.values()}
 
 

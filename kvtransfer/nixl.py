@@ -35,6 +35,8 @@ from crossdock.kvtransfer.transport import (
     WriteFailed,
 )
 
+_MAX_ADDRESS = 1 << 63
+_MAX_INDEX = (1 << 31) - 1  # of a descriptor
 _WRITING_SECONDS = 0.0002
 """Pause between polls while a write is open. A page and its acknowledgement take 0.6 ms; at 0.5 ms, 1.2 ms
 (docs/nixl.md)."""
@@ -130,18 +132,31 @@ class NixlTransport:
             return
         route = _NixlRoute(len(ranges), num_pages, peer.spec.num_pages)
         try:
-            metadata, address, device, kind = msgpack.unpackb(peer.address, use_list=False)
-            self._agent.add_remote_agent(metadata)
-            self._routes[peer.name] = route
-            if ranges:
-                here = [(self._memory.address + part.source, part.length) for part in ranges]
-                there = [(address + part.target, part.length) for part in ranges]
-                local = _strided(here, _device(self._memory), page_bytes, num_pages)
-                remote = _strided(there, device, peer.spec.layout.page_bytes, peer.spec.num_pages)
-                route.local = self._agent.prep_xfer_dlist("", local, _kind(self._memory))
-                route.remote = self._agent.prep_xfer_dlist(peer.name, remote, kind)
-        except self._setup_errors as error:
+            self._prepare(route, peer, page_bytes, ranges)
+        except Exception as error:  # of any kind: another process made the address
+            self._forget(peer.name, route)
             self._events.append(PeerLost(peer.name, f"{peer.name}: {_text(error)}"))
+        else:
+            self._routes[peer.name] = route
+
+    def _prepare(self, route: _NixlRoute, peer: Peer, page_bytes: int, ranges: Sequence[ByteRange]) -> None:
+        metadata, address, device, kind = msgpack.unpackb(peer.address, use_list=False)
+        if not 0 < address < _MAX_ADDRESS - peer.spec.nbytes or peer.spec.num_pages * len(ranges) > _MAX_INDEX:
+            # NIXL ends the process with a segmentation fault on addresses beyond 64 bits.
+            raise ValueError(f"a pool of {peer.spec.nbytes} bytes at {address}")
+        name = self._agent.add_remote_agent(metadata)
+        name = name.decode() if isinstance(name, bytes) else name
+        if name != peer.name:
+            if name not in self._routes:
+                self._agent.remove_remote_agent(name)
+            raise ValueError(f"its metadata is that of {name}")
+        if ranges:
+            here = [(self._memory.address + part.source, part.length) for part in ranges]
+            there = [(address + part.target, part.length) for part in ranges]
+            local = _strided(here, _device(self._memory), page_bytes, route.num_pages)
+            remote = _strided(there, device, peer.spec.layout.page_bytes, peer.spec.num_pages)
+            route.local = self._agent.prep_xfer_dlist("", local, _kind(self._memory))
+            route.remote = self._agent.prep_xfer_dlist(peer.name, remote, kind)
 
     def write(self, peer: str, source_pages: Sequence[int], target_pages: Sequence[int], message: bytes) -> int:
         self._num_writes += 1
@@ -194,22 +209,15 @@ class NixlTransport:
     def wake(self) -> None:
         self._woken.set()
 
-    def disconnect(self, peer: str) -> None:
+    def disconnect(self, peer: str, *, is_idle: bool = False) -> None:
         for number, (other, handle) in list(self._open.items()):
             if other == peer:
                 del self._open[number]
                 self._release(handle)
                 self._events.append(WriteFailed(number, "disconnected"))
         route = self._routes.pop(peer, None)
-        if route is None:
-            return
-        for descriptors in (route.local, route.remote):
-            if descriptors is not None:
-                self._release(descriptors)
-        try:
-            self._agent.remove_remote_agent(peer)
-        except self._errors as error:
-            logging.getLogger(__name__).warning("NIXL did not forget %s: %s", peer, _text(error))
+        if route is not None:
+            self._forget(peer, route)
 
     def close(self) -> None:
         for peer in list(self._routes):
@@ -235,6 +243,15 @@ class NixlTransport:
             self._release(entry[1])
         self._events.append(WriteFailed(number, f"{peer}: {_text(error)}"))
         self._events.append(PeerLost(peer, f"{peer}: {_text(error)}"))
+
+    def _forget(self, peer: str, route: _NixlRoute) -> None:
+        for descriptors in (route.local, route.remote):
+            if descriptors is not None:
+                self._release(descriptors)
+        try:
+            self._agent.remove_remote_agent(peer)
+        except self._errors as error:  # as a rule because NIXL has never accepted the metadata
+            logging.getLogger(__name__).info("NIXL did not forget %s: %s", peer, _text(error))
 
     def _release(self, handle: Any) -> None:
         try:

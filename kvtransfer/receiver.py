@@ -2,19 +2,28 @@
 
 Sans-IO, like the sender. The commit frontier is the number of tokens that every source rank has delivered in an
 unbroken sequence; it only grows. A transfer that ends early keeps its pages until each source has reported that it
-stopped, or is dead and a grace period is over: a write on its way cannot be called back.
+stopped, or is dead and a grace period is over: a write on its way cannot be called back. A message may be lost with its
+connection, so a source is asked to stop again and again until it has answered.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from crossdock.kvtransfer.events import Arrived, Committed, Failed, Figures, Reason, WriterStopped
+from crossdock.kvtransfer.events import Arrived, Committed, Failed, Figures, Offered, Reason, WriterStopped
 from crossdock.kvtransfer.fence import Fence
-from crossdock.kvtransfer.messages import Abort, Grant, Hello, Pages, Stopped, TransferMessage, Wait
+from crossdock.kvtransfer.messages import Abort, Grant, Hello, Offer, Pages, Stopped, TransferMessage, Wait
 from crossdock.kvtransfer.sender import ProtocolOutput, Send
 
 _MAX_EARLY = 64
 """Messages that may wait for an earlier one. A source has one write open at a time: if more wait, a message is lost."""
+_FIRST_REPEAT_S = 0.5
+"""Seconds until an unanswered Abort is repeated. The pause doubles with every repetition."""
+_MAX_REPEAT_S = 30.0
+
+
+_MAX_OFFERED = 4096
+"""Transfers whose offers are remembered, also before they are expected. A forgotten offer is repeated after a Wait."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +40,13 @@ class _SourceRank:
     is_heard: bool = False
     is_complete: bool = False
     stops_at: float | None = None  # from then on it writes no more
+    repeat_at: float = float("inf")  # when to repeat an Abort that it has not answered
+    repeat_pause: float = _FIRST_REPEAT_S
+
+    @property
+    def may_write(self) -> bool:
+        """Whether neither its last pages nor its stop, nor the news of its death, have come."""
+        return self.stops_at is None and not self.is_complete
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +75,7 @@ class Receiver:
         self.grace_seconds = grace_seconds
         self.num_unknown = 0  # messages about nothing that is expected: of ended epochs, mostly
         self._expected: dict[tuple[str, int], _Expectation] = {}
+        self._offers: OrderedDict[tuple[str, int], set[str]] = OrderedDict()  # the sources that have offered, by key
         self._fence = Fence()
         self._out: list[ProtocolOutput] = []
 
@@ -69,6 +86,10 @@ class Receiver:
     def next_deadline(self) -> float:
         """When `tick` may next have an output; infinity if never."""
         return min((at for expected in self._expected.values() for at in _deadlines(expected)), default=float("inf"))
+
+    def peers(self) -> set[str]:
+        """Return the sources of everything that is expected."""
+        return {peer for expected in self._expected.values() for peer in expected.sources}
 
     # -- the owner's calls -----------------------------------------------------------------------------------------
 
@@ -93,14 +114,15 @@ class Receiver:
         self._expected[request, epoch] = _Expectation(
             request, epoch, deadline_seconds, now, {name: _SourceRank(*source) for name, source in sources.items()}
         )
+        if (request, epoch) not in self._offers:  # else they have begun, and their offers have come
+            self._wait(self._expected[request, epoch], deadline_seconds, now)
         return self._flush()
 
     def wait(self, request: str, epoch: int, seconds: float, now: float) -> list[ProtocolOutput]:
         """Notify the sources that the grant will take about `seconds`."""
         expected = self._expected.get((request, epoch))
         if expected and expected.grant is None and not expected.is_stopping:
-            expected.wait_until = now + seconds
-            self._send_all(expected, Wait(request, epoch, seconds, is_from_source=False))
+            self._wait(expected, seconds, now)
         return self._flush()
 
     def grant(
@@ -132,14 +154,18 @@ class Receiver:
     # -- what happens ----------------------------------------------------------------------------------------------
 
     def receive(self, peer: str, message: TransferMessage, now: float) -> list[ProtocolOutput]:
-        """Take in a Hello, Wait, Stopped or Pages from a source."""
+        """Take in a Hello, Offer, Wait, Stopped or Pages from a source."""
         key = message.request, message.epoch
         expected = self._expected.get(key)
         source = expected.sources.get(peer) if expected else None
+        if isinstance(message, Offer) and (source is not None or expected is None) and not self._fence.has_ended(*key):
+            self._take_offer(peer, message)
         if expected is None or source is None:
-            if isinstance(message, Hello) and self._fence.has_ended(*key):
+            if isinstance(message, Hello | Offer) and self._fence.has_ended(*key):
                 self._out.append(Send(peer, Abort(*key, self.blob)))
-            elif not isinstance(message, Hello):  # an early Hello is no error: the source may start before the target
+            elif not isinstance(
+                message, Hello | Offer
+            ):  # an early one is no error: the source may start before the target
                 self.num_unknown += 1
             return self._flush()
         if not source.is_heard:
@@ -154,7 +180,8 @@ class Receiver:
             case Wait():
                 source.silent_until += message.seconds
             case Stopped():
-                source.stops_at = now + (0.0 if message.is_clean else self.grace_seconds)
+                stops_at = now + (0.0 if message.is_clean else self.grace_seconds)
+                source.stops_at = max(stops_at, source.stops_at or 0.0)  # a repeated answer cuts no grace period short
                 self._fail(expected, Reason.PEER_STOPPED, f"{peer} stopped", now)
             case Pages() if not expected.is_stopping:
                 self._arrive(expected, peer, source, message, now)
@@ -179,8 +206,20 @@ class Receiver:
             if late and not expected.is_stopping:
                 detail = f"{', '.join(late)}: no pages for {expected.deadline_seconds:.3g} s"
                 self._fail(expected, Reason.DEADLINE, detail, now)
+            for peer, source in expected.sources.items():
+                if expected.is_stopping and source.may_write and now >= source.repeat_at:
+                    self._abort(expected, peer, source, now)
             self._end_if_stopped(expected, now)
         return self._flush()
+
+    def _take_offer(self, peer: str, offer: Offer) -> None:
+        key = offer.request, offer.epoch
+        offers = self._offers.setdefault(key, set())
+        offers.add(peer)
+        if len(offers) == offer.num_sources:
+            self._out.append(Offered(*key))
+        while len(self._offers) > _MAX_OFFERED:
+            self._offers.popitem(last=False)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -232,8 +271,7 @@ class Receiver:
             self._out.append(Committed(*key, num_tokens))
         if all(source.is_complete for source in expected.sources.values()):
             assert expected.state is not None
-            del self._expected[key]
-            self._fence.end(*key)
+            self._forget(key)
             expected.figures.total_seconds = now - expected.began
             self._out.append(Arrived(*key, num_tokens, expected.state, expected.figures))
 
@@ -248,9 +286,15 @@ class Receiver:
         if not expected.is_stopping:
             expected.is_stopping = True
             for peer, source in expected.sources.items():
-                if source.stops_at is None and not source.is_complete:
-                    self._out.append(Send(peer, Abort(expected.request, expected.epoch, self.blob)))
+                if source.may_write:
+                    self._abort(expected, peer, source, now)
         self._end_if_stopped(expected, now)
+
+    def _abort(self, expected: _Expectation, peer: str, source: _SourceRank, now: float) -> None:
+        """Ask a source to stop, and repeat that later: this message or its answer may be lost."""
+        self._out.append(Send(peer, Abort(expected.request, expected.epoch, self.blob)))
+        source.repeat_at = now + source.repeat_pause
+        source.repeat_pause = min(2 * source.repeat_pause, _MAX_REPEAT_S)
 
     def _end_if_stopped(self, expected: _Expectation, now: float) -> None:
         """End a stopping transfer once no source can write: each has delivered everything or has stopped, or no pages
@@ -261,9 +305,17 @@ class Receiver:
             for source in expected.sources.values()
         )
         if expected.is_stopping and is_over and key in self._expected:
-            del self._expected[key]
-            self._fence.end(*key)
+            self._forget(key)
             self._out.append(WriterStopped(*key))
+
+    def _wait(self, expected: _Expectation, seconds: float, now: float) -> None:
+        expected.wait_until = now + seconds
+        self._send_all(expected, Wait(expected.request, expected.epoch, seconds, is_from_source=False))
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        del self._expected[key]
+        self._offers.pop(key, None)
+        self._fence.end(*key)
 
     def _send_all(self, expected: _Expectation, message: TransferMessage) -> None:
         self._out.extend(Send(peer, message) for peer in expected.sources)
@@ -274,14 +326,15 @@ class Receiver:
 
 
 def _is_late(source: _SourceRank, now: float) -> bool:
-    return source.stops_at is None and not source.is_complete and now >= source.silent_until
+    return source.may_write and now >= source.silent_until
 
 
 def _deadlines(expected: _Expectation) -> Iterable[float]:
     """Yield the times at which `tick` may have something to do."""
-    for source in expected.sources.values():
-        if expected.is_stopping:
-            if source.stops_at is not None:
-                yield source.stops_at
-        elif not source.is_complete:
-            yield source.silent_until
+    writers = [source for source in expected.sources.values() if source.may_write]
+    if not expected.is_stopping:
+        yield from (source.silent_until for source in expected.sources.values() if not source.is_complete)
+    elif writers:
+        yield from (source.repeat_at for source in writers)
+    else:
+        yield max(source.stops_at for source in expected.sources.values() if source.stops_at is not None)

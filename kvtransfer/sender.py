@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from crossdock.kvtransfer.events import Event, Failed, Figures, Granted, Reason, Released
 from crossdock.kvtransfer.fence import Fence
-from crossdock.kvtransfer.messages import Abort, Grant, Hello, Pages, Stopped, TransferMessage, Wait
+from crossdock.kvtransfer.messages import Abort, Grant, Hello, Offer, Pages, Stopped, TransferMessage, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,7 @@ class _Shipment:
     num_tokens: int = 0
     state: bytes | None = None  # set by finish
     finished: float | None = None
+    is_offered: bool = False
     is_stopping: bool = False
     busy_since: float | None = None  # since when at least one write has been open, without a break
     figures: Figures = field(default_factory=Figures)
@@ -104,6 +105,10 @@ class Sender:
         times = (at for shipment in self._shipments.values() for _, at, _ in _deadlines(shipment))
         return min(times, default=float("inf"))
 
+    def peers(self) -> set[str]:
+        """Return the targets of all shipments."""
+        return {peer for shipment in self._shipments.values() for peer in shipment.deliveries}
+
     # -- the owner's calls -----------------------------------------------------------------------------------------
 
     def ship(
@@ -113,7 +118,7 @@ class Sender:
         if (request, epoch) in self._shipments:
             return []
         if self._fence.has_ended(request, epoch):
-            self._out.extend(Send(peer, Stopped(request, epoch, is_clean=True)) for peer in targets)
+            self._out.extend(Send(peer, self._ended(request, epoch)) for peer in targets)
             self._out.append(Failed(request, epoch, True, Reason.SUPERSEDED, "this epoch has ended"))
             self._out.append(Released(request, epoch, False, Figures()))
             return self._flush()
@@ -122,6 +127,15 @@ class Sender:
         deliveries = {peer: _Delivery(target, now + deadline_seconds) for peer, target in targets.items()}
         self._shipments[request, epoch] = _Shipment(request, epoch, deadline_seconds, now, deliveries)
         self._out.extend(Send(peer, Hello(request, epoch)) for peer in deliveries)
+        return self._flush()
+
+    def offer(self, request: str, epoch: int) -> list[ProtocolOutput]:
+        """Notify the targets that this rank has pages for the request: they may grant pages now."""
+        shipment = self._shipments.get((request, epoch))
+        if shipment and not shipment.is_stopping:
+            shipment.is_offered = True
+            for peer, delivery in shipment.deliveries.items():
+                self._offer(shipment, peer, delivery)
         return self._flush()
 
     def chunk(self, request: str, pages: Sequence[int], num_tokens: int, now: float) -> list[ProtocolOutput]:
@@ -166,15 +180,15 @@ class Sender:
     # -- what happens ----------------------------------------------------------------------------------------------
 
     def receive(self, peer: str, message: TransferMessage, now: float) -> list[ProtocolOutput]:
-        """Take in a Grant, Wait or Abort from a target."""
+        """Take in a Grant, Wait or Abort from a target. A Wait is answered with the offer, which may have been lost."""
         shipment = self._shipments.get((message.request, message.epoch))
         delivery = shipment.deliveries.get(peer) if shipment else None
         if shipment is None or delivery is None:
             self.num_unknown += 1
             if isinstance(message, Abort) and shipment is None:
                 # The target waits for this answer. It is a promise, which the fence keeps: ship() may still be called.
+                self._out.append(Send(peer, self._ended(message.request, message.epoch)))
                 self._fence.end(message.request, message.epoch)
-                self._out.append(Send(peer, Stopped(message.request, message.epoch, is_clean=True)))
             return self._flush()
         if not delivery.is_heard:
             delivery.is_heard = True
@@ -185,7 +199,9 @@ class Sender:
                 self._grant(shipment, peer, delivery, message, now)
             case Wait():
                 delivery.silent_until = now + message.seconds + shipment.deadline_seconds
-            case Abort() if not shipment.is_stopping:
+                self._offer(shipment, peer, delivery)
+            case Abort():
+                delivery.is_notified = False  # whatever was sent, the target has not received that this rank stopped
                 self._fail(shipment, Reason.PEER_STOPPED, f"{peer} aborted", now)
             case _:
                 pass
@@ -232,6 +248,11 @@ class Sender:
         return self._flush()
 
     # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _offer(self, shipment: _Shipment, peer: str, delivery: _Delivery) -> None:
+        if shipment.is_offered and not shipment.is_stopping and delivery.grant is None:
+            offer = Offer(shipment.request, shipment.epoch, delivery.target.num_sources)
+            self._out.append(Send(peer, offer))
 
     def _grant(self, shipment: _Shipment, peer: str, delivery: _Delivery, grant: Grant, now: float) -> None:
         if len(set(grant.pages)) != len(grant.pages) or any(page >= delivery.target.num_pages for page in grant.pages):
@@ -329,6 +350,11 @@ class Sender:
             self._fence.end(*key)
             shipment.figures.total_seconds = now - shipment.began
             self._out.append(Released(*key, not shipment.is_stopping, shipment.figures))
+
+    def _ended(self, request: str, epoch: int) -> Stopped:
+        """Return the answer to the target of a shipment that is not under way. If the shipment has ended, nothing here
+        remembers whether a write of it was broken, and so may still be on the way."""
+        return Stopped(request, epoch, is_clean=not self._fence.has_ended(request, epoch))
 
     def _under_way(self, request: str) -> list[_Shipment]:
         return [found for found in self._shipments.values() if found.request == request and not found.is_stopping]

@@ -9,21 +9,22 @@ read. A write is done when its acknowledgement comes: then, and only then, its p
 import contextlib
 import errno
 import hmac
+import logging
 import math
 import secrets
 import selectors
 import socket
 import struct
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import msgpack
 
 from crossdock.kvtransfer import messages
+from crossdock.kvtransfer.fence import RecentNames
 from crossdock.kvtransfer.plan import ByteRange
+from crossdock.kvtransfer.tcp_connection import ConnectionClosed, Parser, TcpConnection, family_of, tune
 from crossdock.kvtransfer.transport import (
     Memory,
     Peer,
@@ -35,6 +36,8 @@ from crossdock.kvtransfer.transport import (
     host_view,
 )
 
+logger = logging.getLogger(__name__)
+
 _GREETING = struct.Struct("<8s32sH")  # magic, cookie, length of the name that follows
 _MAGIC = b"crossdk1"
 _FRAME = struct.Struct("<QII")  # number of the write, ranges, bytes of the message
@@ -44,64 +47,7 @@ _MAX_RANGES = 1 << 18
 _MAX_NAME = 256
 _MAX_STRANGERS = 64  # connections that have not sent the secret yet
 _GREETING_SECONDS = 5.0
-_BATCH_BYTES = 1 << 20  # per system call; 4 MiB saved no CPU time (benchmarks/kvtransfer.py, 2 cores, loopback)
-_BATCH_BUFFERS = 64
-_TURN_BYTES = 8 << 20  # per connection and poll, so that other connections get their turn
-
-Parser: TypeAlias = Iterator[list[memoryview]]
-
-
-class _Closed(Exception):
-    """The other side closed the connection, or broke the rules of this one."""
-
-
-@dataclass(slots=True, eq=False)
-class _Connection:
-    """A socket: bytes from a queue go out, bytes that come in fill the buffers that a parser asks for in turn."""
-
-    socket: socket.socket
-    peer: str  # "" until the greeting
-    is_outgoing: bool
-    parser: Parser
-    wanted: deque[memoryview] = field(default_factory=deque)
-    queue: deque[memoryview] = field(default_factory=deque)
-    is_connecting: bool = False
-    since: float = 0.0
-
-    def flush(self) -> None:
-        """Send from the queue as much as the socket takes."""
-        for _ in range(_TURN_BYTES // _BATCH_BYTES):
-            if not self.queue:
-                return
-            try:
-                num_bytes = self.socket.sendmsg(_batch(self.queue))
-            except BlockingIOError:
-                return
-            _advance(self.queue, num_bytes)
-
-    def fill(self) -> None:
-        """Read the bytes that are there and let the parser act on them.
-
-        Raises:
-            _Closed: the stream has ended, or the parser refuses it.
-        """
-        num_left = _TURN_BYTES
-        self._parse()
-        while num_left > 0:
-            try:
-                num_bytes = self.socket.recvmsg_into(_batch(self.wanted))[0]
-            except BlockingIOError:
-                return
-            if num_bytes == 0:
-                raise _Closed("closed by the other side")
-            _advance(self.wanted, num_bytes)
-            self._parse()
-            num_left -= num_bytes
-        # Bytes that are left keep the socket readable: the next poll comes back to it.
-
-    def _parse(self) -> None:
-        while not self.wanted:
-            self.wanted.extend(view for view in next(self.parser) if view.nbytes)
+_ACCEPT_PAUSE_SECONDS = 0.5  # after a connection could not be accepted: without a pause each poll would try at once
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +57,7 @@ class _TcpRoute:
     peer: Peer
     page_bytes: int
     ranges: Sequence[ByteRange]
-    connection: _Connection | None = None
+    connection: TcpConnection | None = None
     open_writes: set[int] = field(default_factory=set)
 
 
@@ -126,15 +72,17 @@ class TcpTransport:
     def __init__(self, host: str = "127.0.0.1", port: int = 0, advertise: str | None = None) -> None:
         if host in ("", "0.0.0.0", "::") and not advertise:
             raise ValueError(f"host {host!r} means any: advertise must be the name under which others reach this host")
-        self._listener = socket.create_server((host, port), family=_family(host), backlog=128)
+        self._listener = socket.create_server((host, port), family=family_of(host), backlog=128)
         self._listener.setblocking(False)
         self._advertise = advertise or host
         self._cookie = secrets.token_bytes(32)
         self._name = ""
         self._memory = memoryview(b"")
         self._routes: dict[str, _TcpRoute] = {}
-        self._incoming: set[_Connection] = set()
-        self._refused: set[str] = set()  # lost peers: a late connection of theirs must not bring a stale write
+        self._incoming: set[TcpConnection] = set()
+        self._refused = RecentNames()  # lost peers: a late connection of theirs must not bring a stale write
+        self._accepts_at = 0.0  # the listener waits until then
+        self._has_warned = False  # that connections cannot be accepted, since one was
         self._events: list[TransportEvent] = []
         self._num_writes = 0
         self.num_strangers = 0  # connections closed because the secret was wrong or did not come
@@ -179,17 +127,27 @@ class TcpTransport:
         if any(not connection.peer for connection in self._incoming):
             timeout = min(_GREETING_SECONDS, math.inf if timeout is None else timeout)
             self._close_silent_strangers()
+        if not self.is_accepting:
+            left = self._accepts_at - time.monotonic()
+            timeout = min(max(left, 0.0), math.inf if timeout is None else timeout)
+            if left <= 0:
+                self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         for key, ready in self._selector.select(timeout):
             handle: Callable[[int], None] = key.data
             handle(ready)
         events, self._events = self._events, []
         return events
 
+    @property
+    def is_accepting(self) -> bool:
+        """Whether new connections are accepted. They are not for a while after one could not be."""
+        return self._listener in self._selector.get_map()
+
     def wake(self) -> None:
         with contextlib.suppress(OSError):  # full of earlier wakes, so the poll will end; or closed meanwhile
             self._waker.send(b"\0")
 
-    def disconnect(self, peer: str) -> None:
+    def disconnect(self, peer: str, *, is_idle: bool = False) -> None:
         route = self._routes.pop(peer, None)
         if route:
             self._fail_writes(route, "disconnected")
@@ -197,7 +155,10 @@ class TcpTransport:
                 self._close(route.connection)
         for connection in [c for c in self._incoming if c.peer == peer]:
             self._close(connection)
-        self._refused.add(peer)
+        if is_idle:
+            self._refused.discard(peer)
+        else:
+            self._refused.add(peer)
 
     def close(self) -> None:
         for connection in [*self._incoming, *(r.connection for r in self._routes.values() if r.connection)]:
@@ -212,41 +173,63 @@ class TcpTransport:
     def _enqueue(self, route: _TcpRoute, parts: Sequence[bytes | memoryview]) -> None:
         try:
             connection = route.connection or self._dial(route)
-        except (OSError, ValueError, TypeError) as error:
-            self._lose(route.peer.name, f"{route.peer.name}: {error}")
+        except Exception as error:  # of any kind: another process made the address
+            self._lose(route.peer.name, f"{route.peer.name}: {type(error).__name__}: {error}")
             return
         connection.queue.extend(memoryview(part) for part in parts)
         self._watch(connection)
 
-    def _dial(self, route: _TcpRoute) -> _Connection:
+    def _dial(self, route: _TcpRoute) -> TcpConnection:
         host, port, cookie = msgpack.unpackb(route.peer.address)
-        sock = socket.socket(_family(host), socket.SOCK_STREAM)
-        _tune(sock)
-        connection = _Connection(sock, route.peer.name, True, self._acknowledgements(route), is_connecting=True)
-        code = sock.connect_ex((host, port))
-        if code not in (0, errno.EINPROGRESS):
-            sock.close()
-            raise OSError(code, errno.errorcode.get(code, "cannot connect"))
         name = self._name.encode()
-        connection.queue.append(memoryview(_GREETING.pack(_MAGIC, cookie, len(name)) + name))
-        self._selector.register(sock, selectors.EVENT_WRITE, lambda ready: self._serve(connection, ready))
+        greeting = _GREETING.pack(_MAGIC, cookie, len(name)) + name
+        sock = socket.socket(family_of(host), socket.SOCK_STREAM)
+        connection = TcpConnection(sock, route.peer.name, True, self._acknowledgements(route), is_connecting=True)
+        connection.queue.append(memoryview(greeting))
+        try:
+            tune(sock)
+            code = sock.connect_ex((host, port))
+            if code not in (0, errno.EINPROGRESS):
+                raise OSError(code, errno.errorcode.get(code, "cannot connect"))
+            self._selector.register(sock, selectors.EVENT_WRITE, lambda ready: self._serve(connection, ready))
+        except BaseException:
+            sock.close()
+            raise
         route.connection = connection
         return connection
 
     def _accept(self, _ready: int) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):
+        try:
             sock, _ = self._listener.accept()
-            if sum(not connection.peer for connection in self._incoming) >= _MAX_STRANGERS:
-                self.num_strangers += 1
-                sock.close()
-                return
-            _tune(sock)
-            connection = _Connection(sock, "", False, iter(()), since=time.monotonic())
-            connection.parser = self._frames(connection)
-            self._incoming.add(connection)
+        except (BlockingIOError, ConnectionError):
+            return  # it has gone meanwhile
+        except OSError as error:  # no file descriptor, or no memory, is left: neither is a reason to end the dock
+            self._pause_accepting(error)
+            return
+        self._has_warned = False
+        if sum(not connection.peer for connection in self._incoming) >= _MAX_STRANGERS:
+            self.num_strangers += 1
+            sock.close()
+            return
+        connection = TcpConnection(sock, "", False, iter(()), since=time.monotonic())
+        connection.parser = self._frames(connection)
+        try:
+            tune(sock)
             self._selector.register(sock, selectors.EVENT_READ, lambda ready: self._serve(connection, ready))
+        except OSError:
+            self.num_strangers += 1
+            sock.close()
+            return
+        self._incoming.add(connection)
 
-    def _serve(self, connection: _Connection, ready: int) -> None:
+    def _pause_accepting(self, error: OSError) -> None:
+        self._selector.unregister(self._listener)
+        self._accepts_at = time.monotonic() + _ACCEPT_PAUSE_SECONDS
+        if not self._has_warned:
+            self._has_warned = True
+            logger.error("%s accepts no connections for now, and tries again: %s", self._name, error)
+
+    def _serve(self, connection: TcpConnection, ready: int) -> None:
         if connection.socket.fileno() < 0:
             return  # closed by an earlier event of this very poll
         try:
@@ -260,14 +243,16 @@ class TcpTransport:
             if ready & selectors.EVENT_READ:
                 connection.fill()
             self._watch(connection)
-        except (OSError, _Closed) as error:
+        except Exception as error:
+            if not isinstance(error, OSError | ConnectionClosed):
+                logger.exception("a connection of %s is closed", connection.peer or "a stranger")
             if connection.peer:
                 self._lose(connection.peer, f"{connection.peer}: {error}")
             else:
                 self.num_strangers += 1
                 self._close(connection)
 
-    def _watch(self, connection: _Connection) -> None:
+    def _watch(self, connection: TcpConnection) -> None:
         writing = selectors.EVENT_WRITE if connection.queue or connection.is_connecting else 0
         reading = 0 if connection.is_connecting else selectors.EVENT_READ
         key = self._selector.get_key(connection.socket)
@@ -286,7 +271,7 @@ class TcpTransport:
         self._events.extend(WriteFailed(number, detail) for number in sorted(route.open_writes))
         route.open_writes.clear()
 
-    def _close(self, connection: _Connection) -> None:
+    def _close(self, connection: TcpConnection) -> None:
         self._selector.unregister(connection.socket)
         connection.socket.close()
         connection.queue.clear()
@@ -313,35 +298,37 @@ class TcpTransport:
             yield [memoryview(ack)]
             (number,) = _ACK.unpack(ack)
             if number not in route.open_writes:
-                raise _Closed("acknowledged a write that is not open")
+                raise ConnectionClosed("acknowledged a write that is not open")
             route.open_writes.remove(number)
             self._events.append(WriteDone(number))
 
-    def _frames(self, connection: _Connection) -> Parser:
+    def _frames(self, connection: TcpConnection) -> Parser:
         """Parse the greeting and the frames of a process that connected to this one."""
         greeting = bytearray(_GREETING.size)
         yield [memoryview(greeting)]
         magic, cookie, name_length = _GREETING.unpack(greeting)
         if magic != _MAGIC or not hmac.compare_digest(cookie, self._cookie) or not 0 < name_length <= _MAX_NAME:
-            raise _Closed("no valid greeting")
+            raise ConnectionClosed("no valid greeting")
         name = bytearray(name_length)
         yield [memoryview(name)]
         peer = name.decode(errors="replace")
         if peer in self._refused:
-            raise _Closed(f"{peer} was lost")
+            raise ConnectionClosed(f"{peer} was lost")
         connection.peer = peer
         header = bytearray(_FRAME.size)
         while True:
             yield [memoryview(header)]
             number, num_ranges, message_length = _FRAME.unpack(header)
             if num_ranges > _MAX_RANGES or message_length > messages.MAX_BYTES:
-                raise _Closed(f"a frame of {num_ranges} ranges and a message of {message_length} bytes")
+                raise ConnectionClosed(f"a frame of {num_ranges} ranges and a message of {message_length} bytes")
             table, message = bytearray(num_ranges * _RANGE.size), bytearray(message_length)
             yield [memoryview(table), memoryview(message)]
             views = []
             for offset, length in _RANGE.iter_unpack(table):
                 if offset + length > self._memory.nbytes:
-                    raise _Closed(f"a write to {offset}, {length} bytes, beyond the pool's {self._memory.nbytes}")
+                    raise ConnectionClosed(
+                        f"a write to {offset}, {length} bytes, beyond the pool's {self._memory.nbytes}"
+                    )
                 views.append(self._memory[offset : offset + length])
             if views:
                 yield views
@@ -366,36 +353,3 @@ def _merged(route: _TcpRoute, source_pages: Sequence[int], target_pages: Sequenc
                     continue
             merged.append((source, target, part.length))
     return merged
-
-
-def _batch(views: deque[memoryview]) -> list[memoryview]:
-    """Return the first views, as many as one system call should take."""
-    batch, num_bytes = [], 0
-    for view in views:
-        batch.append(view)
-        num_bytes += view.nbytes
-        if num_bytes >= _BATCH_BYTES or len(batch) == _BATCH_BUFFERS:
-            break
-    return batch
-
-
-def _advance(views: deque[memoryview], num_bytes: int) -> None:
-    """Remove the first `num_bytes` bytes."""
-    while num_bytes:
-        if num_bytes < views[0].nbytes:
-            views[0] = views[0][num_bytes:]
-            return
-        num_bytes -= views.popleft().nbytes
-
-
-def _tune(sock: socket.socket) -> None:
-    sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A host that vanished sends no FIN: keepalive finds it. A write to it meets the transfer's own deadline.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)):
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

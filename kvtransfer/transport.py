@@ -151,8 +151,9 @@ class Transport(Protocol):
     def wake(self) -> None:
         """End a waiting poll. May be called from any thread."""
 
-    def disconnect(self, peer: str) -> None:
-        """Forget `peer`. Open writes to it fail."""
+    def disconnect(self, peer: str, *, is_idle: bool = False) -> None:
+        """Forget `peer`. Open writes to it fail. `is_idle`: no transfer with it is under way, so nothing that it sends
+        later can be part of one."""
 
     def close(self) -> None: ...
 

@@ -115,7 +115,8 @@ class ReplicaTable:
     heard_at: Floats = field(init=False)  # [slot]: time of the last message; infinity in an empty slot
     news_at: Floats = field(init=False)  # [slot]: time of the last new live profile
     _all_heard_since: float = inf  # a time since which every replica has been heard
-    _group_of: dict[str, int] = field(default_factory=dict)  # by compatibility
+    _group_of: dict[str, int] = field(default_factory=dict)  # by compatibility, of the replicas there are
+    _num_groups: int = 0  # that there ever were
     _by_role: dict[str, Slots] = field(default_factory=dict)
     _candidates: dict[tuple[bool, bool], Candidates] = field(default_factory=dict)  # by (may ship, must ship)
     _dirty: set[int] = field(default_factory=set)  # slots whose rows must be made again before the next choice
@@ -136,8 +137,11 @@ class ReplicaTable:
         slot = self.by_slot.index(None)
         self.by_name[name] = self.by_slot[slot] = ReplicaState(name, slot, profile)
         self.name_hashes[slot] = zlib.crc32(name.encode())
-        pairable = profile.compatibility if profile.peer else f"alone {name}"
-        self.groups[slot] = self._group_of.setdefault(pairable, len(self._group_of))
+        group = _group(name, profile)
+        if group not in self._group_of:
+            self._num_groups += 1
+            self._group_of[group] = self._num_groups
+        self.groups[slot] = self._group_of[group]
         self.heard_at[slot] = self.news_at[slot] = now
         self._all_heard_since = min(self._all_heard_since, now)
         self._dirty.add(slot)
@@ -150,6 +154,9 @@ class ReplicaTable:
         if replica is None:
             return None
         self.by_slot[replica.slot] = None
+        group = _group(name, replica.profile)
+        if not any(_group(other.name, other.profile) == group for other in self.by_name.values()):
+            del self._group_of[group]
         self.heard_at[replica.slot] = inf
         self._dirty.discard(replica.slot)
         self._stale.discard(replica.slot)
@@ -270,6 +277,11 @@ class ReplicaTable:
     def _forget_roles(self) -> None:
         self._by_role.clear()
         self._candidates.clear()
+
+
+def _group(name: str, profile: SchedulingProfile) -> str:
+    """Return the name of the group of replicas that a replica exchanges pages with: it alone, if it has no dock."""
+    return profile.compatibility if profile.peer else f"alone {name}"
 
 
 def _work(live: LiveProfile | None) -> float:

@@ -52,6 +52,7 @@ class Resize:
     pool: str
     replicas: int
     reason: str
+    replicas_before: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +83,18 @@ class _Member:
 
     pool: str
     profile: SchedulingProfile
-    first: tuple[float, LiveProfile]
-    last: tuple[float, LiveProfile]
+    first: tuple[float, LiveProfile] | None = None
+    last: tuple[float, LiveProfile] | None = None
+    is_known: bool = False  # how much it does per second has been seen
 
     @property
     def role(self) -> Role:
-        return self.last[1].role or self.profile.role
+        return (self.last and self.last[1].role) or self.profile.role
 
     @property
     def demand(self) -> float:
+        if self.first is None or self.last is None:
+            return 0.0
         seconds = self.last[0] - self.first[0]
         done = self.last[1].done_seconds - self.first[1].done_seconds
         return demand(self.profile, self.last[1], done / seconds if seconds > 0 else 0.0)
@@ -98,30 +102,54 @@ class _Member:
 
 @dataclass(slots=True)
 class Scaling:
-    """Decides sizes and roles from live profiles. All times are seconds on one clock of the caller's."""
+    """Decides sizes and roles from live profiles. All times are seconds on one clock of the caller's.
+
+    Where one replica is not known yet, or not any more, no pool shrinks and no role changes: the demand on that replica
+    would be missing.
+    """
 
     config: ScalingConfig
     pools: Mapping[str, Bounds]
-    targets: dict[str, int] = field(default_factory=dict)  # replicas, by pool, as last decided
+    targets: dict[str, int] = field(default_factory=dict)
+    """Replicas, by pool: as they are when this begins, and then as last decided. A pool that is missing has as many as
+    have joined."""
     _members: dict[str, _Member] = field(default_factory=dict)
     _high_since: dict[str, float] = field(default_factory=dict)  # by pool
     _low_since: dict[str, float] = field(default_factory=dict)  # by pool
     _short_since: dict[str, float] = field(default_factory=dict)  # by role
 
-    def hear(self, name: str, pool: str, profile: SchedulingProfile, live: LiveProfile, now: float) -> None:
+    def join(self, name: str, pool: str, profile: SchedulingProfile) -> None:
+        """Add a replica that is up. Nothing is known of what it does until it is heard."""
+        self._members[name] = _Member(pool, profile)
+
+    def hear(self, name: str, live: LiveProfile, now: float) -> None:
         """Take in a replica's live profile."""
         member = self._members.get(name)
-        if member is None or member.last[1].incarnation != live.incarnation:
-            self._members[name] = _Member(pool, profile, (now, live), (now, live))
-        else:
-            member.last = now, live
+        if member is None:
+            return
+        if member.last is None or member.last[1].incarnation != live.incarnation:
+            member.first = now, live
+            member.is_known = False
+        member.last = now, live
 
-    def forget(self, name: str) -> None:
+    def lose(self, name: str) -> None:
+        """Note that a replica cannot be heard any more, though it may be up."""
+        member = self._members.get(name)
+        if member is not None:
+            self.join(name, member.pool, member.profile)
+
+    def leave(self, name: str) -> None:
         """Remove a replica that has left."""
         self._members.pop(name, None)
 
+    def undo(self, resize: Resize) -> None:
+        """Note that a decision could not be carried out. It may be made again."""
+        self.targets[resize.pool] = resize.replicas_before
+
     def decide(self, now: float) -> list[Resize | Flip]:
         """Return the changes to make now. The caller is assumed to make them: no change is returned twice."""
+        for member in self._members.values():
+            member.is_known |= member.first is not None and member.first is not member.last
         wanted, enough = self._wanted()
         actions: list[Resize | Flip] = []
         for pool, bounds in self.pools.items():
@@ -156,7 +184,7 @@ class Scaling:
         high = min(max(wanted.get(bounds.role, 0) + away, bounds.least), bounds.most)
         low = min(max(enough.get(bounds.role, 0) + away, bounds.least), bounds.most)
         high_since = _since(self._high_since, pool, high > target, now)
-        low_since = _since(self._low_since, pool, low < target, now)
+        low_since = _since(self._low_since, pool, low < target and self._is_complete, now)
         if high_since is not None and now - high_since >= self.config.up_delay_s:
             target, reason = high, f"demand for {wanted[bounds.role]}"
         elif low_since is not None and now - low_since >= self.config.down_delay_s:
@@ -165,8 +193,13 @@ class Scaling:
             return
         self._high_since.pop(pool, None)
         self._low_since.pop(pool, None)
-        self.targets[pool] = target
-        yield Resize(pool, target, reason)
+        before, self.targets[pool] = self.targets[pool], target
+        yield Resize(pool, target, reason, before)
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether it is known of every replica what it does."""
+        return all(member.is_known for member in self._members.values())
 
     def _num_away(self, pool: str, role: Role) -> int:
         """Return how many replicas of this pool are assigned another role now."""
@@ -187,7 +220,7 @@ class Scaling:
             for pool, bounds in self.pools.items()
         )
         is_short = wanted.get(short, 0) > have and not may_grow
-        has_spare = len(spares) > max(enough.get(spare, 0), 1)
+        has_spare = len(spares) > max(enough.get(spare, 0), 1) and self._is_complete
         since = _since(self._short_since, short, is_short and has_spare, now)
         if since is None or now - since < self.config.up_delay_s:
             return

@@ -4,6 +4,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.cluster.api.keys import ApiKey
 
+OPEN_TO_OTHERS = (
+    "No API key is set: every client that reaches %s port %d can use this server. "
+    "Set --api-key, http.api_keys_file, or --host 127.0.0.1."
+)
+
 
 class HttpConfig(BaseModel):
     """How the API is reached, and by whom."""
@@ -38,3 +43,9 @@ class HttpConfig(BaseModel):
     trust_request_chat_template: bool = Field(
         False, description="Accept chat templates in requests. A template is a program: trust every client first."
     )
+
+    @property
+    def is_open_to_others(self) -> bool:
+        """Whether other machines may use the API without a key."""
+        is_local = self.host in ("localhost", "::1") or self.host.startswith("127.")
+        return not is_local and not self.api_keys and self.api_keys_file is None

@@ -3,11 +3,12 @@
 import hashlib
 import hmac
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -33,7 +34,10 @@ class ApiKey(BaseModel):
     )
     requests_per_minute: int | None = Field(None, ge=1, description="How many it may begin; null: any number.")
     tokens_per_minute: int | None = Field(
-        None, ge=1, description="Tokens of prompts, charged at once, and of outputs, charged as they come; null: any."
+        None,
+        ge=1,
+        description="Tokens of prompts, charged at once, and of outputs, charged as they come; null: any. "
+        "A request that has begun goes on, and the next ones are refused until its outputs are paid.",
     )
     max_concurrent_requests: int | None = Field(None, ge=1, description="How many may run at once; null: any number.")
 
@@ -71,7 +75,8 @@ class ApiKey(BaseModel):
 class KeyRing:
     """The keys in force: those of the configuration and those of a file.
 
-    The file is read again whenever it changes, so that keys can be added and revoked without a restart.
+    The file is read again when another takes its place, so that keys can be added and revoked without a restart. One
+    that was written in place counts only with an end mark: a part of a file of keys is a file of keys, too.
     """
 
     def __init__(
@@ -95,11 +100,14 @@ class KeyRing:
         self._classes = classes
         self._clock = clock
         self._keys = self._own
-        self._stamp: object = None
+        self._stamp: object = None  # of the file as it was last looked into
+        self._seen: object = None  # at the last check
+        self._file: IO[bytes] | None = None  # whose keys are in force; open, so that no other file gets its number
         self._checked_at = clock()
         if path is not None:
-            self._stamp = _stamp(path)
-            self._keys = (*self._own, *read_keys(path, classes))
+            self._stamp = self._seen = _stamp(path)
+            self._file = _open(path)
+            self._keys = (*self._own, *_parse(self._file.read(), path, classes))
 
     @property
     def is_open(self) -> bool:
@@ -116,25 +124,52 @@ class KeyRing:
         if self._path is None or now - self._checked_at < _CHECK_S:
             return
         self._checked_at = now
-        stamp = _stamp(self._path)
-        if stamp == self._stamp:
+        stamp, before = _stamp(self._path), self._seen
+        self._seen = stamp
+        if stamp == self._stamp or stamp != before:  # at its first sight it may still be being written
             return
         self._stamp = stamp
         try:
-            keys = read_keys(self._path, self._classes)
-        except ValueError as error:  # perhaps half written: the keys read before stay valid until the file is mended
+            self._replace(self._path)
+        except ValueError as error:
             logger.error("the API keys in force stay as they were: %s", error)
-            return
-        logger.info("%d API keys were read from %s", len(keys), self._path)
-        self._keys = (*self._own, *keys)
+
+    def _replace(self, path: Path) -> None:
+        """Put the file's keys in force. ValueError: it cannot be used, or may be a part of what is being written."""
+        file = _open(path)
+        try:
+            content = file.read()
+            keys = _parse(content, path, self._classes)
+            assert self._file is not None
+            if os.path.sameopenfile(file.fileno(), self._file.fileno()) and not _has_end_mark(content):
+                raise ValueError(
+                    f"http.api_keys_file: {path} was written in place, so its end may be missing; move a new file over "
+                    "it, or end it with the line '...'"
+                )
+        except BaseException:
+            file.close()
+            raise
+        self._file.close()
+        self._file, self._keys = file, (*self._own, *keys)
+        logger.info("%d API keys were read from %s", len(keys), path)
 
 
 def read_keys(path: Path, classes: Collection[str] = ()) -> tuple[ApiKey, ...]:
     """Return the keys of a file. Raises ValueError with the reason, which never shows a key."""
+    with _open(path) as file:
+        return _parse(file.read(), path, classes)
+
+
+def _open(path: Path) -> IO[bytes]:
     try:
-        data = yaml.safe_load(path.read_text())
+        return path.open("rb")
     except OSError as error:
         raise ValueError(f"http.api_keys_file: {path} cannot be read: {error.strerror}") from None
+
+
+def _parse(content: bytes, path: Path, classes: Collection[str]) -> tuple[ApiKey, ...]:
+    try:
+        data = yaml.safe_load(content.decode())
     except (yaml.YAMLError, UnicodeDecodeError):
         raise ValueError(f"http.api_keys_file: {path} is neither YAML nor a key on each line") from None
     if isinstance(data, str):
@@ -161,6 +196,11 @@ def check_keys(keys: Sequence[ApiKey], classes: Collection[str], where: str) -> 
                     f"{where}.{place}.{field}: {unknown[0]!r} is none of engine.slo_classes, which are "
                     f"{', '.join(classes)}"
                 )
+
+
+def _has_end_mark(content: bytes) -> bool:
+    """Return whether the last line is YAML's end of a document."""
+    return content.rstrip().endswith(b"\n...")
 
 
 def _stamp(path: Path) -> object:

@@ -12,6 +12,7 @@ from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.keys import ApiKey
 
 _MINUTE = 60.0
+_FIRST_SWEEP = 64  # accounts; the ledger looks for idle ones when their number has doubled since it last did
 
 
 @dataclass(slots=True)
@@ -70,6 +71,17 @@ class Account:
     def end(self) -> None:
         self.num_running -= 1
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs and nothing is used up: a new account would be the same."""
+        now = self.clock()
+        for bucket in (self.requests, self.tokens):
+            if bucket is not None:
+                bucket.fill(now)
+                if bucket.level < bucket.capacity:
+                    return False
+        return self.num_running == 0
+
     def prompt(self, num_tokens: int) -> None:
         """Charge the tokens of prompts that begin. Raises ApiError 429 if fewer tokens are left."""
         if self.tokens is None:
@@ -126,11 +138,18 @@ class Ledger:
         self._num_ingresses = num_ingresses
         self._clock = clock
         self._accounts: dict[str, Account] = {}
+        self._sweep_at = _FIRST_SWEEP
+
+    def __len__(self) -> int:
+        return len(self._accounts)
 
     def account(self, key: ApiKey) -> Account:
         """Return the key's account: a new one after a change of its limits, which does not count running requests."""
         known = self._accounts.get(key.tenant)
         if known is None or known.key != key:
+            if len(self._accounts) >= self._sweep_at:
+                self._accounts = {name: account for name, account in self._accounts.items() if not account.is_idle}
+                self._sweep_at = max(2 * len(self._accounts), _FIRST_SWEEP)
             known = self._accounts[key.tenant] = Account(key, self._num_ingresses, self._clock)
         return known
 

@@ -1,4 +1,4 @@
-"""Kubernetes objects of a deployment: KubeRay's RayService, and the objects that protect and monitor it."""
+"""Kubernetes objects of a deployment: KubeRay's RayService, and those that `protection.py` adds to it."""
 
 from importlib.metadata import version
 from pathlib import PurePosixPath
@@ -6,17 +6,25 @@ from typing import Any
 
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.deploy.nodes import NodeConfig
+from crossdock.cluster.deploy.protection import (
+    DASHBOARD,
+    METRICS,
+    PART_OF,
+    disruption_budget,
+    document,
+    network_policies,
+    pod_monitor,
+    scrape,
+)
 from crossdock.cluster.deploy.serve import serve_config
 from crossdock.cluster.deploy.yaml import Literal, to_yaml
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT
 
-PART_OF = "app.kubernetes.io/part-of"  # on every pod of a deployment; KubeRay sets other labels of that prefix
-GROUP = "ray.io/group"  # label that KubeRay sets: the worker group of a pod
 API_KEYS = "crossdock-api-keys"  # Secret with one entry, the file of keys
 REDIS_PASSWORD = "crossdock-redis"  # Secret with `password`
 HUB = "crossdock-hub"  # optional Secret with HF_TOKEN, for models that require one
 OBJECT_STORE = str(80 << 20)  # bytes; small, because tokens travel in messages and KV pages in separate memory
-METRICS = 8080  # port of Ray's own metrics of a node
+_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"  # where programs look for the token of their pod
 
 
 def kuberay(config: ClusterConfig) -> list[dict[str, Any]]:
@@ -28,11 +36,11 @@ def kuberay(config: ClusterConfig) -> list[dict[str, Any]]:
     _require_nodes(config)
     name = config.deploy.name
     return [
-        _document("ray.io/v1", "RayService", name, _ray_service(config)),
-        *(_disruption_budget(name, node) for node in config.deploy.nodes),
-        _document("networking.k8s.io/v1", "NetworkPolicy", name, _network_policy(config)),
-        _document("monitoring.coreos.com/v1", "PodMonitor", f"{name}-ray", _pod_monitor(name)),
-        _document("monitoring.coreos.com/v1alpha1", "ScrapeConfig", name, _scrape(config)),
+        document("ray.io/v1", "RayService", name, _ray_service(config)),
+        *(disruption_budget(name, node) for node in config.deploy.nodes),
+        *network_policies(config),
+        document("monitoring.coreos.com/v1", "PodMonitor", f"{name}-ray", pod_monitor(name)),
+        document("monitoring.coreos.com/v1alpha1", "ScrapeConfig", name, scrape(config)),
     ]
 
 
@@ -41,10 +49,6 @@ def _require_nodes(config: ClusterConfig) -> None:
     for pool in config.pools:
         if pool.name not in named:
             raise ValueError(f"deploy.nodes: pool {pool.name!r} has none; describe its machines")
-
-
-def _document(api_version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
-    return {"apiVersion": api_version, "kind": kind, "metadata": {"name": name}, "spec": spec}
 
 
 # -- the cluster -------------------------------------------------------------------------------------------------------
@@ -58,9 +62,10 @@ def _ray_service(config: ClusterConfig) -> dict[str, Any]:
         "headGroupSpec": _head(config),
         "workerGroupSpecs": [_workers(config, node) for node in deploy.nodes],
     }
-    if any(node.min < node.max for node in deploy.nodes):
+    if deploy.is_autoscaled:
         cluster["enableInTreeAutoscaling"] = True
-        cluster["autoscalerOptions"] = {"version": "v2", "idleTimeoutSeconds": 300}
+        token = {"name": "account", "mountPath": _ACCOUNT, "readOnly": True}
+        cluster["autoscalerOptions"] = {"version": "v2", "idleTimeoutSeconds": 300, "volumeMounts": [token]}
     if deploy.redis is not None:
         password = {"valueFrom": {"secretKeyRef": {"name": REDIS_PASSWORD, "key": "password"}}}
         cluster["gcsFaultToleranceOptions"] = {
@@ -79,19 +84,31 @@ def _ray_service(config: ClusterConfig) -> dict[str, Any]:
 
 def _head(config: ClusterConfig) -> dict[str, Any]:
     head = config.deploy.head
-    ports = {"gcs": 6379, "dashboard": 8265, "client": 10001, "serve": config.http.port, "metrics": METRICS}
+    ports = {"gcs": 6379, "dashboard": DASHBOARD, "client": 10001, "serve": config.http.port, "metrics": METRICS}
     spec = _pod(config, "ray-head", _resources(head.cpus, head.memory, 0), ports)
+    if config.deploy.is_autoscaled:
+        spec["volumes"].append(_account())
     return {
         "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0", "object-store-memory": OBJECT_STORE},
         "template": {"metadata": {"labels": {PART_OF: config.deploy.name}}, "spec": spec},
     }
 
 
+def _account() -> dict[str, Any]:
+    """Return a volume with what Kubernetes mounts into pods by itself: here into the autoscaler's container alone."""
+    name = {"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}
+    sources = [
+        {"serviceAccountToken": {"path": "token", "expirationSeconds": 3607}},
+        {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
+        {"downwardAPI": {"items": [name]}},
+    ]
+    return {"name": "account", "projected": {"sources": sources}}
+
+
 def _workers(config: ClusterConfig, node: NodeConfig) -> dict[str, Any]:
     pool = next(pool for pool in config.pools if pool.name == node.pool)
     ports = {"serve": config.http.port, "metrics": METRICS}
     spec = _pod(config, "ray-worker", _resources(node.cpus, node.memory, node.gpus), ports)
-    spec["automountServiceAccountToken"] = False
     if node.node_selector:
         spec["nodeSelector"] = dict(node.node_selector)
     if node.gpus:
@@ -127,6 +144,7 @@ def _pod(config: ClusterConfig, container: str, resources: dict[str, Any], ports
         mounts.append({"name": "models", "mountPath": "/models"})
         environment["HF_HOME"] = "/models"
     return {
+        "automountServiceAccountToken": False,  # Ray runs the code of who reaches it
         "restartPolicy": "Never",  # the autoscaler mistakes a restarted pod for another node
         "terminationGracePeriodSeconds": _grace_seconds(config),
         "securityContext": {
@@ -159,64 +177,3 @@ def _resources(cpus: int, memory: str, gpus: int) -> dict[str, Any]:
 def _grace_seconds(config: ClusterConfig) -> int:
     """Return a time in which all running requests can end."""
     return int(config.http.drain_timeout_s) + 60
-
-
-# -- protection and monitoring -----------------------------------------------------------------------------------------
-
-
-def _disruption_budget(name: str, node: NodeConfig) -> dict[str, Any]:
-    selector = {"matchLabels": {PART_OF: name, GROUP: node.pool}}
-    return _document(
-        "policy/v1", "PodDisruptionBudget", f"{name}-{node.pool}", {"maxUnavailable": 1, "selector": selector}
-    )
-
-
-def _network_policy(config: ClusterConfig) -> dict[str, Any]:
-    """Return the rules for connections to the pods.
-
-    Among themselves the pods need every port: Ray's ports, and those of KV transfers. The rest of the cluster reaches
-    the API alone. The operator reaches the head's dashboard, through which it deploys the application.
-    """
-    ours = {"podSelector": {"matchLabels": {PART_OF: config.deploy.name}}}
-    operator = {
-        "namespaceSelector": {},
-        "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}},
-    }
-    monitoring = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
-    return {
-        "podSelector": ours["podSelector"],
-        "policyTypes": ["Ingress"],
-        "ingress": [
-            {"from": [ours]},
-            {"from": [{"namespaceSelector": {}}], "ports": [_tcp(config.http.port)]},
-            {"from": [monitoring], "ports": [_tcp(METRICS)]},
-            {"from": [operator], "ports": [_tcp(8265)]},
-        ],
-    }
-
-
-def _tcp(port: int) -> dict[str, Any]:
-    return {"protocol": "TCP", "port": port}
-
-
-def _pod_monitor(name: str) -> dict[str, Any]:
-    """Return the monitor of Ray's own metrics, on every node."""
-    return {
-        "selector": {"matchLabels": {PART_OF: name}},
-        "podMetricsEndpoints": [{"port": "metrics", "interval": "15s"}],
-    }
-
-
-def _scrape(config: ClusterConfig) -> dict[str, Any]:
-    """Return the scrape of the service.
-
-    Each answer covers all replicas and ingresses, whichever pod gives it. A ServiceMonitor would scrape every pod
-    behind the service and count everything once per pod.
-    """
-    name = config.deploy.name
-    return {
-        "jobName": "crossdock",
-        "scrapeInterval": "15s",
-        "metricsPath": "/metrics",
-        "staticConfigs": [{"targets": [f"{name}-serve-svc:{config.http.port}"], "labels": {"service": name}}],
-    }

@@ -65,7 +65,15 @@ class DeployConfig(BaseModel):
         default_factory=lambda: {"type": "aws", "region": "us-east-1"},
         description="ray up: the cloud, in Ray's format.",
     )
+    operator_namespace: str = Field(
+        "kuberay-operator", pattern=_NAME, description="KubeRay: where its operator runs; only that reaches the head."
+    )
     ssh_user: str = Field("ubuntu", description="ray up: user of the SSH connections.")
+
+    @property
+    def is_autoscaled(self) -> bool:
+        """Whether nodes join and leave."""
+        return any(node.min < node.max for node in self.nodes)
 
     @model_validator(mode="after")
     def _check_each_pool_is_named_once(self) -> "DeployConfig":

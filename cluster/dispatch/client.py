@@ -57,12 +57,13 @@ def follow_members(
 
     def update(deployment: str, members: membership.Members) -> None:
         for name in known[deployment] - set(members):
+            known[deployment].remove(name)
             leave(name)
         for name, advertised in members.items():
             if name not in known[deployment]:
-                client = ReplicaClient(engines[deployment], name, reader)
-                join(name, client, SchedulingProfile(**advertised))
-        known[deployment] = set(members)
+                profile = SchedulingProfile(**advertised)
+                known[deployment].add(name)
+                join(name, ReplicaClient(engines[deployment], name, reader), profile)
 
     def on_members(deployment: str, members: membership.Members) -> None:
         loop.call_soon_threadsafe(update, deployment, members)

@@ -17,11 +17,13 @@ from typing import Any
 import ray
 import uvicorn
 from ray import serve
+from ray._private import ray_constants
 from ray.serve.config import HTTPOptions, ProxyLocation, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.api.listener import listen
 from crossdock.cluster.api.tiers import Tiers
 from crossdock.cluster.api.tokenizer import ModelTokenizer
@@ -29,7 +31,7 @@ from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.dispatch.client import follow_members
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.pinning import PinningRouter
-from crossdock.cluster.serve.ray_environment import ENVIRONMENT
+from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
 from crossdock.cluster.serve.scaler import Scaler
 from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.replica.config import ReplicaSpec
@@ -41,6 +43,7 @@ APP_NAME = "crossdock"
 _FIRST_REPLICA_S = 10.0  # an ingress waits so long for a replica; while models load it answers 503 after that
 _SCRAPE_S = 5.0  # a scrape waits so long for the other ingresses: Prometheus gives up after 10 s
 _NEVER_QUEUE = 1_000_000  # requests; the engine decides about admission, and Serve's own limit must not interfere
+_LOOPBACK = "127.0.0.1"
 _TINY_BUNDLE = 0.001  # CPUs; Ray accepts no bundle without resources
 
 
@@ -68,6 +71,8 @@ class Ingress:
                     await asyncio.sleep(0.02)
         gc.collect()
         gc.freeze()  # the collector need not look at libraries and the tokenizer again: that took 0.1 to 1 s each time
+        if config.http.is_open_to_others:
+            logger.warning(OPEN_TO_OTHERS, config.http.host, config.http.port)
         if config.http.direct:
             self._server = await listen(self._api, config.http.host, config.http.port)
 
@@ -155,17 +160,20 @@ def _placement_group(pool: PoolConfig) -> dict[str, Any]:
 
 
 def start_ray(config: ClusterConfig) -> None:
-    """Start a Ray on this machine, unless RAY_ADDRESS names a cluster to join."""
-    for name, value in ENVIRONMENT.items():
+    """Start a Ray on this machine, whose ports no other machine reaches, unless RAY_ADDRESS names a cluster to join."""
+    joins = bool(os.environ.get("RAY_ADDRESS"))
+    for name, value in (ENVIRONMENT if joins else ENVIRONMENT | ON_ONE_MACHINE).items():
         os.environ.setdefault(name, value)
     if ray.is_initialized():
         return
-    if os.environ.get("RAY_ADDRESS"):
+    if joins:
         ray.init()
         return
+    ray_constants.ENABLE_RAY_CLUSTER = False  # Ray's processes read the variable; this one did so before it was set
     cpus = max(os.cpu_count() or 1, 1 + sum(pool.num_cpus * pool.num_ranks * pool.most for pool in config.pools))
     ray.init(
         address="local",
+        _node_ip_address=_LOOPBACK,
         num_cpus=int(cpus),
         include_dashboard=False,
         object_store_memory=80 << 20,  # tokens travel in messages, not in the object store
@@ -176,7 +184,7 @@ def start_ray(config: ClusterConfig) -> None:
 
 def _on_one_node(config: ClusterConfig) -> ClusterConfig:
     """Return the configuration for one node: no Serve proxies; transfers on the loopback interface by default."""
-    transfer = config.transfer.model_copy(update={"host": config.transfer.host or "127.0.0.1"})
+    transfer = config.transfer.model_copy(update={"host": config.transfer.host or _LOOPBACK})
     http = config.http.model_copy(update={"direct": True})
     return config.model_copy(update={"http": http, "transfer": transfer})
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from crossdock.cluster.api.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import to_yaml
 from crossdock.cluster.serve.flags import configuration, takes_flags
@@ -29,6 +30,9 @@ def serve(**flags: Any) -> None:
 
     from crossdock.cluster.serve.app import STARTING, serve_forever
 
+    if config.http.is_open_to_others:
+        warning = OPEN_TO_OTHERS % (config.http.host, config.http.port)
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[yellow]warning:[/yellow] {escape(warning)}")
     console.print(f"[dim]Starting replicas: {_describe_pools(config)} …[/dim]")
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=console, transient=True)  # drawn on a terminal only

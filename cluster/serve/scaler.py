@@ -60,29 +60,31 @@ class Scaler:
 
     def _join(self, pool: str, name: str, client: ReplicaClient, profile: SchedulingProfile) -> None:
         self._clients[name] = client
-        self._following[name] = asyncio.create_task(self._follow(pool, name, client, profile))
+        self._scaling.join(name, pool, profile)
+        self._following[name] = asyncio.create_task(self._follow(name, client))
 
     def _leave(self, name: str) -> None:
         """Close the stream of a replica's messages: an open stream would hold up the replica's drain."""
-        self._scaling.forget(name)
+        self._scaling.leave(name)
         self._following.pop(name).cancel()
         del self._clients[name]
 
-    async def _follow(self, pool: str, name: str, client: ReplicaClient, profile: SchedulingProfile) -> None:
+    async def _follow(self, name: str, client: ReplicaClient) -> None:
         try:
             while True:
                 try:
                     async for message in client.messages():
                         if message.live is not None:
-                            self._scaling.hear(name, pool, profile, message.live, time.monotonic())
+                            self._scaling.hear(name, message.live, time.monotonic())
                 except Exception as error:  # of any kind: Serve reports when the replica is gone for good
                     logger.info("replica %s cannot be reached: %s", name, error)
-                self._scaling.forget(name)
+                self._scaling.lose(name)
                 await asyncio.sleep(_RETRY_S)
         finally:
             await client.close()
 
     async def _run(self) -> None:
+        self._scaling.targets.update(await self._sizes())
         while True:
             await asyncio.sleep(self._interval_s)
             for action in self._scaling.decide(time.monotonic()):
@@ -90,6 +92,15 @@ class Scaler:
                     await self._apply(action)
                 except Exception as error:  # e.g. the replica has just died, which the next decision takes into account
                     logger.error("%s could not be applied: %s", action, error)
+                    if isinstance(action, Resize):
+                        self._scaling.undo(action)
+
+    async def _sizes(self) -> dict[str, int]:
+        """Return how many replicas each pool should have now, as Serve was last told: this may be a restarted scaler,
+        and some replicas may be about to start."""
+        details = await self._controller.get_serve_instance_details.remote()
+        deployments = details["applications"][self._app]["deployments"]
+        return {pool: deployments[pool]["target_num_replicas"] for pool in self._scaling.pools if pool in deployments}
 
     async def _apply(self, action: Resize | Flip) -> None:
         logger.warning("%s", action)

@@ -38,6 +38,12 @@ class Observer(Protocol):
     def stepped(self, replica: "SimulatedReplica", batch: Batch, deltas: Sequence[TokenDelta], now: float) -> None:
         """A step has ended."""
 
+    def scheduled(self, replica: "SimulatedReplica", batch: Batch, now: float) -> None:
+        """A step begins that computes chunks of prompts."""
+
+    def returned(self, replica: "SimulatedReplica", request: Request, now: float) -> None:
+        """A request has ended here to make way for a more urgent one."""
+
     def granted(self, replica: "SimulatedReplica", request: Request, now: float) -> None:
         """There are pages for a prompt that another replica computes."""
 
@@ -129,12 +135,15 @@ class SimulatedReplica:
                 self._inbox.popleft()(now)
             self._grant(now)
             batch = self.scheduler.schedule(now) if self.scheduler.has_work else None
+            self._take_returned(now)
             if not batch:
                 self._after(now)
             if batch or not self._inbox:
                 break
         self._is_between = False
         if batch:
+            if batch.num_decodes < len(batch.scheduled):
+                self.observer.scheduled(self, batch, now)
             self._begin(batch, now)
 
     def _begin(self, batch: Batch, now: float) -> None:
@@ -194,6 +203,11 @@ class SimulatedReplica:
     def _grant(self, now: float) -> None:
         for request in self.scheduler.grant(now):
             self.observer.granted(self, request, now)
+        self._take_returned(now)
+
+    def _take_returned(self, now: float) -> None:
+        for request in self.scheduler.take_returned():
+            self.observer.returned(self, request, now)
 
     def _after(self, now: float) -> None:
         self._grant(now)

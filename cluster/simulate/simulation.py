@@ -232,6 +232,23 @@ class Simulation:
                 is_complete = computed.num_output_tokens > len(computed.output_token_ids)
                 request.transfer.computed(computed.num_computed_tokens, is_complete, now)
 
+    def scheduled(self, replica: SimulatedReplica, batch: Batch, now: float) -> None:
+        for part in batch.scheduled[batch.num_decodes :]:
+            request = self.requests.get(part.request.id) if part.request.leg is Leg.SEND else None
+            if request is not None and request.transfer is not None and request.transfer.attempt == part.request.epoch:
+                request.transfer.offer(now)
+
+    def returned(self, replica: SimulatedReplica, returned: Request, now: float) -> None:
+        if returned.leg is Leg.SEND:
+            replica.scheduler.pages.release(returned.owner)
+        request = self.requests.get(returned.id)
+        if request is None:
+            return
+        if request.transfer is not None and request.transfer.attempt == returned.epoch:
+            request.transfer.cancel(now)
+        end = TokenDelta(returned.id, [], epoch=returned.epoch, finish_reason=returned.finish_reason)
+        self._do(request, request.life.tokens(replica.name, end, now), now)
+
     def granted(self, replica: SimulatedReplica, granted: Request, now: float) -> None:
         request = self.requests.get(granted.id)
         if request is not None and request.transfer is not None and request.transfer.receiver is replica:

@@ -43,6 +43,7 @@ class SimulatedTransfer:
     on_arrived: Callable[["SimulatedTransfer", float], None]  # all pages are at the receiver
     is_over: bool = False
     is_cancelled: bool = False  # the request was aborted, or its first token was its last
+    _is_offered: bool = False  # the receiver has been notified that the sender has pages for the prompt
     _granted: int | None = None  # the first page that the receiver does not have
     _computed: int = 0  # tokens
     _is_complete: bool = False
@@ -53,6 +54,12 @@ class SimulatedTransfer:
     @property
     def owner(self) -> str:
         return Request.owner_name(self.request_id, self.attempt)
+
+    def offer(self, now: float) -> None:
+        """The sender has pages for the prompt. Does nothing where that is known."""
+        if not self._is_offered and not self.is_over:
+            self._is_offered = True
+            self.clock.at(now + self.latency_s, partial(self.receiver.post, self._offered))
 
     def grant(self, request: Request, now: float) -> None:
         """The receiver has pages for the request."""
@@ -86,6 +93,11 @@ class SimulatedTransfer:
         request = self.receiver.scheduler.get(self.request_id)
         if request is not None and request.leg is Leg.RECEIVE and request.epoch == self.attempt:
             self.receiver.scheduler.take_over(self.request_id, now)
+
+    def _offered(self, now: float) -> None:
+        request = self.receiver.scheduler.get(self.request_id)
+        if request is not None and request.epoch == self.attempt:
+            self.receiver.scheduler.offer(self.request_id)
 
     def _end_quarantine(self, now: float) -> None:
         """No replica writes to the receiver's pages any more."""

@@ -46,6 +46,14 @@ class Card {
       facts.push(`prediction error ${Math.round(state.step_error * 100)} %`);
     }
     this.facts.textContent = facts.join(" · ");
+    this.pages.hidden = !pages; // a key that sees its own requests alone gets none
+    if (pages) this.showPages(pages);
+    this.timeline.show(this.steps, state.now - window, state.now);
+    const newest = this.steps.slice(-15).reverse();
+    this.list.replaceChildren(...newest.map((step) => element("li", { value: step.number }, describeStep(step))));
+  }
+
+  showPages(pages) {
     const total = PAGE_STATES.reduce((sum, name) => sum + pages[name], 0);
     this.pages.replaceChildren(...PAGE_STATES.map((name) => {
       const part = element("span", { className: name });
@@ -55,9 +63,6 @@ class Card {
     const shares = PAGE_STATES.map((name) => `${whole(pages[name])} ${name}`).join(", ");
     this.pages.title = `KV pages: ${shares}`;
     this.pages.setAttribute("aria-label", this.pages.title);
-    this.timeline.show(this.steps, state.now - window, state.now);
-    const newest = this.steps.slice(-15).reverse();
-    this.list.replaceChildren(...newest.map((step) => element("li", { value: step.number }, describeStep(step))));
   }
 }
 
@@ -77,7 +82,7 @@ function totals(states, window) {
     ["Running", whole(count("running"))],
     ["Waiting", whole(count("waiting"))],
     ["Prompt tokens per second", whole(tokens / window)],
-    ["Output tokens per second", whole(decodes / window)],
+    ["Output tokens per second", steps.some((step) => step.num_decodes === null) ? "–" : whole(decodes / window)],
     ["Steps with chunks and streams, p95", time(beside)],
     ["Longest step", time(steps.length ? Math.max(...steps.map((step) => step.seconds)) : null)],
   ];

@@ -7,9 +7,10 @@ const LOWER = 0.32; // share of the height for decodes
 
 export function describeStep(step) {
   if (!step) return "";
-  const parts = [`Step ${whole(step.number)} took ${time(step.seconds)}`];
+  const isWhole = step.num_decodes !== null; // else this key sees its own chunks alone
+  const parts = [`${isWhole ? `Step ${whole(step.number)}` : "A step"} took ${time(step.seconds)}`];
   if (step.predicted_s) parts[0] += ` (predicted ${time(step.predicted_s)})`;
-  parts.push(step.num_decodes === 1 ? "1 stream got a token" : `${whole(step.num_decodes)} streams got a token`);
+  if (isWhole) parts.push(step.num_decodes === 1 ? "1 stream got a token" : `${whole(step.num_decodes)} streams got a token`);
   if (step.num_skipped) parts.push(`${step.num_skipped} skipped`);
   for (const chunk of step.chunks) {
     const end = chunk.start + chunk.num_tokens;

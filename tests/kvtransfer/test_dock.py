@@ -11,10 +11,11 @@ import msgpack
 import pytest
 
 from crossdock.kvtransfer.dock import MAX_STATE_BYTES, Dock
-from crossdock.kvtransfer.events import Arrived, Event, Released, WriterStopped
+from crossdock.kvtransfer.events import Arrived, Event, Failed, Reason, Released, WriterStopped
 from crossdock.kvtransfer.layout import IncompatiblePools, LayerShape, PoolLayout, PoolSpec, shard_model
+from crossdock.kvtransfer.peers import Peers
 from crossdock.kvtransfer.tcp import TcpTransport
-from crossdock.kvtransfer.transport import Memory, Peer
+from crossdock.kvtransfer.transport import Memory, Peer, TransportEvent
 
 LAYERS = (LayerShape(2, 8, 8),)
 SPEC = PoolSpec.whole(PoolLayout(LAYERS, 4, 2), "m", "float16", 16)
@@ -26,6 +27,13 @@ class Transport(TcpTransport):
     def __init__(self) -> None:
         super().__init__()
         self.closed = threading.Event()
+        self.num_failures = 0  # polls that will fail
+
+    def poll(self, seconds: float) -> list[TransportEvent]:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError("the device is busy")
+        return super().poll(seconds)
 
     def close(self) -> None:
         super().close()
@@ -188,6 +196,79 @@ def test_dock_whose_callback_fails_ends_and_its_next_call_raises(caplog: pytest.
     assert isinstance(error.value.__cause__, KeyError)
     assert "has failed" in caplog.text
     local.dock.close()
+
+
+def test_dock_whose_polls_fail_for_a_while_goes_on(pair: tuple[Local, Local], caplog: pytest.LogCaptureFixture) -> None:
+    source, target = pair
+    source.transport.num_failures = 2
+    send(source, target)
+    target.next(Arrived)
+    assert source.transport.num_failures == 0
+    assert caplog.text.count("could not be polled") == 1
+    assert source.dock.is_alive
+
+
+def test_dock_whose_transport_is_beyond_repair_ends(caplog: pytest.LogCaptureFixture) -> None:
+    local = Local()
+    local.transport.num_failures = 1_000_000
+    local.transport.wake()
+    assert local.transport.closed.wait(60)
+    assert not local.dock.is_alive
+    assert "has failed" in caplog.text
+    local.dock.close()
+
+
+def test_message_too_large_to_send_fails_its_transfer_alone() -> None:
+    tiny = PoolSpec.whole(PoolLayout((LayerShape(1, 1, 1),), 1, 1), "m", "float16", 300_000)
+    source, target = Local(tiny), Local(tiny)
+    target.dock.expect("r", 1, [source.dock.blob], 0.2)
+    target.dock.grant("r", 1, 0, range(300_000))
+    assert target.next(Failed) == Failed("r", 1, False, Reason.DEADLINE, "")
+    target.next(WriterStopped)
+    target.dock.expect("small", 1, [source.dock.blob], 60)
+    source.dock.ship("small", 1, [target.dock.blob], 60)
+    target.dock.grant("small", 1, 0, [3])
+    source.dock.finish("small", [1], 1, b"")
+    target.next(Arrived)
+    for local in (source, target):
+        local.dock.close()
+
+
+def test_departed_peers_are_forgotten_beyond_a_number(pair: tuple[Local, Local]) -> None:
+    """Most replicas that leave say nothing."""
+    transport, here = pair[0].transport, Peer.unpack(pair[0].dock.blob)
+    peers = Peers(pair[1].transport, SPEC)
+    stays = replace(here, name="stays")
+    for number in range(1000):
+        peer = replace(here, name=f"replica-{number}")
+        peers.meet([peer], lambda: {"stays"})
+        peers.connect(peer.name)
+        if number == 0:
+            peers.meet([stays], set)
+    assert len(peers) == 512
+    assert "stays" in peers
+    assert "replica-999" in peers
+    assert "replica-0" not in peers
+    assert len(pair[1].transport._routes) == 511
+    assert transport is not pair[1].transport
+
+
+def test_dock_that_forgot_a_peer_exchanges_pages_with_it_again(pair: tuple[Local, Local]) -> None:
+    source, target = pair
+    send(source, target)
+    target.next(Arrived)
+    for number in range(600):
+        stranger = replace(Peer.unpack(target.dock.blob), name=f"gone-{number}").pack()
+        for local in pair:
+            local.dock.ship(f"r{number}", 1, [stranger], 0.01)
+            local.dock.cancel_ship(f"r{number}", 1)
+            local.next(Released)
+    assert target.dock.name not in source.dock._peers
+    source.dock.ship("again", 1, [target.dock.blob], 60)
+    target.dock.expect("again", 1, [source.dock.blob], 60)
+    target.dock.grant("again", 1, 0, [3])
+    source.dock.finish("again", [1], 1, b"")
+    assert target.next(Arrived).request == "again"
 
 
 def test_drain_waits_until_no_transfer_is_under_way(pair: tuple[Local, Local]) -> None:

@@ -63,6 +63,70 @@ def test_ucx_transport_that_cannot_be_used_raises_with_its_name(tls: str, expect
     assert child.stdout.splitlines()[-1].startswith(expected)
 
 
+_FOREIGN = """
+import sys
+sys.modules["torch"] = None
+import msgpack
+from crossdock.kvtransfer.layout import LayerShape, PoolLayout, PoolSpec
+from crossdock.kvtransfer.nixl import NixlTransport
+from crossdock.kvtransfer.plan import ByteRange
+from crossdock.kvtransfer.transport import Memory, Peer, PeerLost, Received, WriteFailed
+SPEC = PoolSpec.whole(PoolLayout((LayerShape(2, 8, 8),), 4, 2), "m", "float16", 16)
+size = SPEC.layout.page_bytes
+pools = [bytearray(SPEC.nbytes) for _ in range(3)]
+transports = [NixlTransport(ucx_tls="tcp", ucx_net_devices="lo") for _ in pools]
+here, there, other = transports
+own, good, others = [t.open(name, Memory.of(pool)) for name, t, pool in zip("hto", transports, pools)]
+metadata, address, device, kind = msgpack.unpackb(good)
+
+
+def events(name, data):
+    here.connect(Peer(name, "nixl", data, SPEC), size, SPEC.num_pages, [ByteRange(0, 0, size)])
+    here.send(name, b"hello")
+    here.write(name, [1], [2], b"written")
+    found = []
+    for _ in range(50):
+        found += here.poll(0.001) + there.poll(0.001)
+    return found
+
+
+for wrong in (
+    b"",
+    b"\\x93",
+    msgpack.packb([b"noise", address, device, kind]),
+    msgpack.packb([7, address, device, kind]),
+    msgpack.packb([msgpack.unpackb(others)[0], address, device, kind]),
+    msgpack.packb([msgpack.unpackb(own)[0], address, device, kind]),
+    msgpack.packb([metadata, address + (1 << 40), device, kind]),
+    msgpack.packb([metadata, (1 << 64) - 1, device, kind]),
+    msgpack.packb([metadata, -5, device, kind]),
+    msgpack.packb([metadata, "x", device, kind]),
+    msgpack.packb([metadata, address, 7, kind]),
+    msgpack.packb([metadata, address, -1, kind]),
+    msgpack.packb([metadata, address, device, "nonsense"]),
+    msgpack.packb([metadata, address, device, "VRAM"]),
+):
+    kinds = {type(event) for event in events("t", wrong)}
+    assert kinds == {PeerLost, WriteFailed}, (wrong, kinds)
+    here.disconnect("t")
+    assert not here._routes
+found = events("t", good)
+assert [event.message for event in found if isinstance(event, Received)] == [b"hello", b"written"], found
+broken = metadata[: len(metadata) // 2]
+assert PeerLost in {type(event) for event in events("u", msgpack.packb([broken, address, device, kind]))}
+for transport in transports:
+    transport.close()
+print("survived")
+"""
+
+
+def test_foreign_metadata_loses_that_peer_and_harms_no_other() -> None:
+    if importlib.util.find_spec("nixl") is None:
+        pytest.skip("the nixl extra is not installed")
+    child = subprocess.run([sys.executable, "-c", _FOREIGN], capture_output=True, text=True, timeout=120, check=False)
+    assert child.stdout.endswith("survived\n"), child.stdout + child.stderr
+
+
 class _Agent:
     """An agent without NIXL and without a GPU."""
 

@@ -1,10 +1,22 @@
 """The outputs of each side in the cases that matter, one by one; test_session.py combines them in any order."""
 
+from itertools import pairwise
+
 import pytest
 
-from crossdock.kvtransfer.events import Arrived, Committed, Failed, Figures, Granted, Reason, Released, WriterStopped
+from crossdock.kvtransfer.events import (
+    Arrived,
+    Committed,
+    Failed,
+    Figures,
+    Granted,
+    Offered,
+    Reason,
+    Released,
+    WriterStopped,
+)
 from crossdock.kvtransfer.fence import Fence
-from crossdock.kvtransfer.messages import Abort, Grant, Hello, Pages, Stopped, Wait
+from crossdock.kvtransfer.messages import Abort, Grant, Hello, Offer, Pages, Stopped, Wait
 from crossdock.kvtransfer.receiver import Receiver
 from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank, Write
 
@@ -150,6 +162,22 @@ def test_abort_before_ship_is_answered_and_keeps_the_epoch_from_beginning() -> N
     assert kinds(sender.ship("r", 2, {"t0": TargetRank(100, 10, 1)}, 5.0, 1.0)) == [Hello]
 
 
+def test_repeated_abort_is_answered_while_a_write_to_another_target_is_open() -> None:
+    sender = shipping(num_targets=2)
+    sender.chunk("r", [1], 4, 1.0)
+    assert kinds(sender.cancel(*KEY, 1.0)) == []
+    assert kinds(sender.write_done(*KEY, "t0", 2.0)) == [Stopped]
+    assert sender.receive("t0", Abort(*KEY, b""), 3.0) == [Send("t0", Stopped(*KEY, True))]
+    assert sender.receive("t1", Abort(*KEY, b""), 3.0) == [], "its write is open"
+
+
+def test_abort_of_an_ended_shipment_is_answered_as_if_a_write_had_been_broken() -> None:
+    sender = shipping()
+    sender.chunk("r", [1], 4, 1.0)
+    assert Send("t0", Stopped(*KEY, False)) in sender.write_failed(*KEY, "t0", "reset", 2.0)
+    assert sender.receive("t0", Abort(*KEY, b""), 2.1) == [Send("t0", Stopped(*KEY, False))]
+
+
 def test_messages_about_unknown_shipments_are_dropped_and_counted() -> None:
     sender = shipping(granted=False)
     assert sender.receive("t0", Grant("r", 2, 0, (1,)), 0.0) == []
@@ -183,7 +211,7 @@ def expecting(num_sources: int = 1, granted: bool = True, first_page: int = 0) -
     """Return a receiver that expects ranks s0, s1, ...: deadline 5 s, grace 1 s, ten pages granted at time 0."""
     receiver = Receiver(PAGE, b"us", 1.0)
     sources = {f"s{rank}": (rank, 10) for rank in range(num_sources)}
-    assert receiver.expect(*KEY, sources, 5.0, 0.0) == []
+    assert receiver.expect(*KEY, sources, 5.0, 0.0) == [Send(name, Wait(*KEY, 5.0, False)) for name in sources]
     if granted:
         pages = tuple(range(20, 30))
         outputs = receiver.grant(*KEY, first_page, pages, 0.0)
@@ -245,7 +273,7 @@ def test_pages_before_the_grant_fail_the_transfer() -> None:
 
 def test_source_that_begins_late_is_sent_what_it_missed() -> None:
     receiver = expecting(granted=False)
-    assert receiver.receive("s0", Hello(*KEY), 1.0) == []
+    assert receiver.receive("s0", Hello(*KEY), 1.0) == [Send("s0", Wait(*KEY, 4.0, False))]
     assert receiver.wait(*KEY, 3.0, 1.0) == [Send("s0", Wait(*KEY, 3.0, False))]
     assert receiver.receive("s0", Hello(*KEY), 2.0) == [Send("s0", Wait(*KEY, 2.0, False))]
     receiver.grant(*KEY, 0, [5], 2.0)
@@ -255,6 +283,28 @@ def test_source_that_begins_late_is_sent_what_it_missed() -> None:
     receiver.receive("s0", Stopped(*KEY, True), 5.0)
     assert receiver.receive("s0", Hello(*KEY), 6.0) == [Send("s0", Abort(*KEY, b"us"))], "also when all is over"
     assert receiver.num_unknown == 0
+
+
+def test_offer_of_every_source_is_reported_also_before_it_is_expected() -> None:
+    early = Receiver(PAGE, b"us", 1.0)
+    assert early.receive("s0", Offer(*KEY, 2), 0.0) == []
+    assert early.receive("s1", Offer(*KEY, 2), 0.0) == [Offered(*KEY)]
+    assert early.expect(*KEY, {"s0": (0, 10), "s1": (1, 10)}, 5.0, 0.0) == []
+    late = expecting(2, granted=False)
+    assert late.receive("s1", Offer(*KEY, 2), 0.0) == []
+    assert late.receive("s2", Offer(*KEY, 2), 0.0) == [], "no source of this transfer"
+    assert late.receive("s0", Offer(*KEY, 2), 0.0) == [Offered(*KEY)]
+    late.cancel(*KEY, 1.0)
+    assert late.receive("s0", Offer(*KEY, 2), 2.0) == [Send("s0", Abort(*KEY, b"us"))]
+
+
+def test_lost_offer_is_repeated_after_the_next_wait() -> None:
+    sender = shipping(granted=False)
+    (offer,) = sender.offer(*KEY)
+    assert offer == Send("t0", Offer(*KEY, 1))
+    assert sender.receive("t0", Wait(*KEY, 1.0, False), 1.0) == [offer]
+    sender.receive("t0", Grant(*KEY, 0, (5, 6)), 2.0)
+    assert sender.receive("t0", Wait(*KEY, 1.0, False), 3.0) == []
 
 
 def test_deadline_begins_with_the_grant_and_every_message_renews_it() -> None:
@@ -278,6 +328,29 @@ def test_cancelled_transfer_frees_pages_when_every_writer_has_stopped() -> None:
     assert receiver.cancel(*KEY, 4.0) == [WriterStopped(*KEY)], "a late cancel is answered too"
 
 
+def test_unanswered_abort_is_repeated_in_growing_intervals_until_the_source_answers() -> None:
+    receiver = expecting(num_sources=2)
+    receiver.cancel(*KEY, 1.0)
+    receiver.receive("s0", Stopped(*KEY, True), 1.1)
+    times = []
+    while len(times) < 10:
+        times.append(receiver.next_deadline)
+        assert receiver.tick(times[-1] - 0.01) == []
+        assert receiver.tick(times[-1]) == [Send("s1", Abort(*KEY, b"us"))], "and nothing to the one that has answered"
+    pauses = [after - before for before, after in pairwise([1.0, *times])]
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
+    assert receiver.receive("s1", Stopped(*KEY, True), times[-1] + 1) == [WriterStopped(*KEY)]
+    assert receiver.next_deadline == float("inf")
+
+
+def test_second_answer_does_not_end_a_grace_period_early() -> None:
+    receiver = expecting()
+    receiver.receive("s0", Stopped(*KEY, False), 2.0)
+    assert receiver.receive("s0", Stopped(*KEY, True), 2.1) == []
+    assert receiver.tick(2.9) == []
+    assert receiver.tick(3.0) == [WriterStopped(*KEY)]
+
+
 def test_cancel_without_a_grant_frees_pages_at_once() -> None:
     assert kinds(expecting(granted=False).cancel(*KEY, 1.0)) == [Abort, WriterStopped]
 
@@ -297,7 +370,7 @@ def test_writer_that_may_have_a_write_on_its_way_has_a_grace_period(how: str) ->
 def test_lost_connection_does_not_free_pages_until_death_is_known() -> None:
     receiver = expecting()
     assert kinds(receiver.peer_lost("s0", False, "reset", 2.0)) == [Failed, Abort]
-    assert receiver.tick(1000.0) == []
+    assert kinds(receiver.tick(1000.0)) == [Abort]
     assert receiver.peer_lost("s0", True, "dead", 2000.0) == []
     assert receiver.tick(2001.0) == [WriterStopped(*KEY)]
 

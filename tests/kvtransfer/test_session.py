@@ -1,5 +1,5 @@
-"""The protocol keeps its promises after any history of calls, delays, cancels, deaths and broken connections. `World`
-checks them."""
+"""The protocol keeps its promises after any history of calls, delays, lost messages, cancels, deaths and broken
+connections. `World` checks them."""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ class Transfers(RuleBasedStateMachine):
     def begin(self, request: str, replica: int, number: int, tokens: int, has: int, started: str) -> None:
         self.world.begin(request, replica, number, tokens, has, started)
 
-    @rule(kind=st.integers(0, 11), index=st.integers(0, 99))
+    @rule(kind=st.integers(0, 13), index=st.integers(0, 99))
     def go_wrong(self, kind: int, index: int) -> None:
         match kind:
             case 0 | 1:
@@ -41,11 +41,13 @@ class Transfers(RuleBasedStateMachine):
                 self.world.break_connection(index % 2, index // 2 % 2)
             case 9 | 10:
                 self.world.ship(index)
+            case 11 | 12:
+                self.world.lose(index)
             case _:
                 self.world.expect(index)
 
     @precondition(lambda self: self.world.attempts)
-    @rule(steps=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 99)), min_size=20, max_size=100))
+    @rule(steps=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 99)), min_size=20, max_size=100))
     def go_on(self, steps: list[tuple[int, int]]) -> None:
         """Do things that go well, in any order: most of what happens, or nothing would ever arrive."""
         for kind, index in steps:
@@ -58,6 +60,8 @@ class Transfers(RuleBasedStateMachine):
                     self.world.complete(index)
                 case 4:
                     self.world.grant(index)
+                case 5:
+                    self.world.offer(index, index // 7 % 2)
                 case _:
                     self.world.compute(index, index // 7 % 2, index % 13)
 

@@ -1,6 +1,9 @@
 """The TCP transport with peers that break its rules: strangers, broken frames, peers that vanish."""
 
 import contextlib
+import logging
+import os
+import resource
 import socket
 import struct
 import time
@@ -202,6 +205,98 @@ def test_late_connection_of_a_lost_peer_is_refused_until_connect(sides: tuple[Si
     with left.dial() as again:
         again.sendall(left.greeting(b"right") + struct.pack("<QII", 0, 0, 1) + b"c")
         poll(left, until=Received)
+
+
+@contextlib.contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    """Leave this process no file descriptor to open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.dup(0)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 64, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+def test_process_without_descriptors_goes_on_and_accepts_when_it_has_some(
+    sides: tuple[Side, Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    left, right = sides
+    left.connect(right)
+    right.connect(left)
+    left.transport.send("right", b"before")
+    poll(left, right, until=Received)
+    with left.dial() as waiting, caplog.at_level(logging.ERROR):
+        with no_descriptors_left():
+            end = time.monotonic() + 1.5  # three pauses
+            while time.monotonic() < end:
+                left.transport.send("right", b"meanwhile")
+                poll(left, right, until=Received)
+            assert len(caplog.records) == 1
+            assert "accepts no connections for now" in caplog.text
+        waiting.sendall(left.greeting(b"waiting") + struct.pack("<QII", 0, 0, 2) + b"hi")
+        poll(left, until=Received)
+    assert left.events[-1] == Received("waiting", b"hi")
+    assert left.transport.is_accepting
+
+
+def test_process_without_descriptors_waits_between_two_attempts_to_accept(sides: tuple[Side, Side]) -> None:
+    left, _ = sides
+    with left.dial(), no_descriptors_left():
+        assert left.transport.is_accepting
+        left.transport.poll(1.0)
+        assert not left.transport.is_accepting, "the connection that waits would end every poll at once"
+
+
+def test_process_without_descriptors_fails_a_write_to_a_new_peer(sides: tuple[Side, Side]) -> None:
+    left, right = sides
+    left.connect(right)
+    with no_descriptors_left():
+        left.transport.write("right", [0], [0], b"")
+        poll(left, right, until=PeerLost)
+    assert [type(event) for event in left.events] == [WriteFailed, PeerLost]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        b"",
+        b"\xc1",
+        b"\x93",
+        msgpack.packb(["127.0.0.1", 1 << 20, bytes(32)]),
+        msgpack.packb(["127.0.0.1", -1, bytes(32)]),
+        msgpack.packb(["127.0.0.1", "x", bytes(32)]),
+        msgpack.packb(["127.0.0.1", 1, "no bytes"]),
+        msgpack.packb([None, 1, bytes(32)]),
+        msgpack.packb(["\ud800".encode("utf-8", "surrogatepass"), 1, bytes(32)]),
+        msgpack.packb(["x" * 300, 1, bytes(32)]),
+    ],
+)
+def test_address_of_another_process_that_makes_no_sense_loses_that_peer(
+    sides: tuple[Side, Side], address: bytes
+) -> None:
+    left, _ = sides
+    left.transport.connect(Peer("foreign", "tcp", address, SPEC), PAGE_BYTES, SPEC.num_pages, WHOLE)
+    left.transport.send("foreign", b"hello")
+    poll(left, until=PeerLost)
+    assert [type(event) for event in left.events] == [PeerLost]
+
+
+def test_departed_peers_leave_nothing_but_a_bounded_list_of_names(sides: tuple[Side, Side]) -> None:
+    left, _ = sides
+    for number in range(1500):
+        peer = Peer(f"peer-{number}", "tcp", left.peer.address, SPEC)
+        left.transport.connect(peer, PAGE_BYTES, SPEC.num_pages, WHOLE)
+        left.transport.disconnect(peer.name)
+    sizes = {name: len(value) for name, value in vars(left.transport).items() if hasattr(value, "__len__")}
+    assert {name for name, size in sizes.items() if size} == {"_advertise", "_cookie", "_memory", "_name", "_refused"}
+    assert sizes["_refused"] == 1024
 
 
 def test_many_wakes_end_a_poll_at_once(sides: tuple[Side, Side]) -> None:

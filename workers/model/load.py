@@ -1,5 +1,6 @@
 """Load a Hugging Face directory as a `PagedModel`, or refuse it."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from crossdock.kernels.backend import Attention, choose_attention
 from crossdock.kernels.options import KVCacheDtype
@@ -20,6 +22,8 @@ from crossdock.workers.model.model import PagedModel, text_config
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.probe import UnsupportedModelError, probe, refuse_by_config
 from crossdock.workers.model.weights import load_part
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -45,7 +49,7 @@ def load_model(
     path = resolve_model(spec.path)
     attention = choose_attention(spec.attention_backend, torch.device(device), spec.kv_cache_dtype)
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     refuse_by_config(config)
     dtype = _default_dtype(config, device) if spec.dtype == "auto" else getattr(torch, spec.dtype)
     if kv_bytes is not None:
@@ -73,7 +77,16 @@ def _load_module(
     try:
         if links is not None and links.position.size > 1:
             return load_part(config, path, links.position, links, **options)
-        return AutoModelForCausalLM.from_pretrained(path, config=config, low_cpu_mem_usage=True, **options), None
+        # Other formats are pickles: to load them is to run code that the checkpoint brings.
+        options |= {"low_cpu_mem_usage": True, "use_safetensors": True, "trust_remote_code": False}
+        return AutoModelForCausalLM.from_pretrained(path, config=config, **options), None
+    except OSError as error:
+        if any(path.glob("*.safetensors")):
+            raise
+        raise ValueError(
+            f"model directory {path} has no weights in *.safetensors, the only format that is loaded; "
+            f"transformers' save_pretrained writes them"
+        ) from error
     except ValueError as error:
         if ATTENTION_NAME not in str(error) and "attn_implementation" not in str(error):
             raise
@@ -105,10 +118,11 @@ def wrap_module(
     if max_model_len and longest and max_model_len > longest:
         raise ValueError(f"max_model_len ({max_model_len}) is more than the model's own {longest} positions")
     max_model_len = max_model_len or longest or 2048
-    _fix_rope_to(module, max_model_len)
+    variant = _fix_rope_to(module, max_model_len)
     part = part or ModelPart(RankPosition(), num_layers=decoder.num_hidden_layers)
     attention = attention or choose_attention("auto", next(module.parameters()).device, kv_cache_dtype)
     model = PagedModel(module, config, (), max_model_len, _eos_token_ids(config, generation), part, attention)
+    model.variant = variant
     probe(model, kv_cache_dtype)
     return model
 
@@ -127,11 +141,12 @@ def _default_dtype(config: PretrainedConfig, device: str) -> torch.dtype:
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
-def _fix_rope_to(module: nn.Module, max_model_len: int) -> None:
-    """Fix rotary embeddings to those that `max_model_len` needs.
+def _fix_rope_to(module: nn.Module, max_model_len: int) -> str:
+    """Fix rotary embeddings to those that `max_model_len` needs. Returns which these are, where there was a choice.
 
     Embeddings that change with the longest position *of the batch* would let one request change another's tokens.
     """
+    variant = ""
     rotary: Any
     for rotary in module.modules():
         kind = getattr(rotary, "rope_type", None)
@@ -140,8 +155,32 @@ def _fix_rope_to(module: nn.Module, max_model_len: int) -> None:
         if kind == "dynamic":  # differs from its start only past max_position_embeddings, which we do not serve
             rotary.rope_type = "default"
         elif kind == "longrope":
-            parameters = rotary.config.rope_parameters
-            if max_model_len > parameters["original_max_position_embeddings"]:
-                long_frequencies, _ = rotary.rope_init_fn(rotary.config, None, seq_len=max_model_len)
-                rotary.register_buffer("inv_freq", long_frequencies, persistent=False)
-            rotary.rope_type = "default"
+            variant = _fix_longrope(rotary, max_model_len)
+    return variant
+
+
+def _fix_longrope(rotary: Any, max_model_len: int) -> str:
+    """Choose the short factors or the long ones for every request.
+
+    transformers takes the short ones as long as a sequence is no longer than the model's original length. Keys in pages
+    cannot change when a stream grows past that. vLLM chooses by `max_model_len` as well.
+    """
+    parameters = rotary.config.rope_parameters
+    original = parameters["original_max_position_embeddings"]
+    is_long = max_model_len > original
+    if is_long:
+        logger.warning(
+            "max_model_len (%d) is more than the %d positions of the model's original training: also shorter requests "
+            "use the long factors of longrope, which costs them some quality; max_model_len %d avoids that",
+            max_model_len,
+            original,
+            original,
+        )
+        device = rotary.inv_freq.device
+        frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](rotary.config, device, seq_len=max_model_len)
+        rotary.register_buffer("inv_freq", frequencies, persistent=False)
+    chosen = "long" if is_long else "short"
+    if "long_mscale" in parameters:  # of PhiMoE, whose forward chooses between the two by the batch
+        parameters["short_mscale"] = parameters["long_mscale"] = parameters[f"{chosen}_mscale"]
+    rotary.rope_type = "default"
+    return f"{chosen} rope"

@@ -70,7 +70,7 @@ def check_division(path: Path, tensor_size: int, num_stages: int) -> None:
     Raises:
         CannotCut: with the reason.
     """
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     for rank in range(tensor_size * num_stages):
         measure_part(config, RankPosition(rank, tensor_size, num_stages), torch.float32)
 

@@ -17,6 +17,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
     From then on the scheduler predicts. Returns the profile that the replica advertises.
     """
     config, model, pages = engine.config, engine.model, engine.pages
+    engine.grammars.warm_up()
     prompt = [position % model.vocab_size for position in range(min(64, model.max_model_len - 4))]
     engine.add(Submission("warm-up", prompt, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)))
     while engine.has_work:

@@ -32,6 +32,9 @@ class EngineConfig(SchedulerConfig):
     attention_backend: AttentionBackend = Field(
         "auto", description="Implementation of attention; auto: our C++ on CPUs and Triton on GPUs."
     )
+    fault_token_ids: tuple[int, ...] = Field(
+        (), description="For tests alone: a prompt with these tokens side by side kills every replica it is sent to."
+    )
 
     @property
     def budget(self) -> MemoryBudget:

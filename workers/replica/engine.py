@@ -9,6 +9,8 @@ import torch
 
 from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.workers.model.checkpoint import resolve_model
+from crossdock.workers.model.grammar.compiler import GrammarCompiler
+from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.model.graphs import decode_graphs
 from crossdock.workers.model.kv_memory import count_pages_that_fit
 from crossdock.workers.model.load import load_model
@@ -47,9 +49,11 @@ class Engine:
     clock: Callable[[], float] = time.monotonic  # seconds
     cost_fit: StepCostFit | None = None  # set by `calibrate`
     gang: Gang | None = None  # the other ranks, where `model` is one rank's part
+    on_scheduled: Callable[[Batch], None] = lambda batch: None  # called with each step before it is executed
     pages: PagePool = field(init=False)
     scheduler: Scheduler = field(init=False)
     pipeline: Pipeline = field(init=False)
+    grammars: GrammarCompiler = field(init=False)
     _sampler: StepSampler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,7 +63,8 @@ class Engine:
         self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching)
         depth = model.part.position.num_stages
         self.scheduler = Scheduler(config, self.pages, model.max_model_len, model.eos_token_ids, depth=depth)
-        self._sampler = StepSampler(model.vocab_size, tuple(model.eos_token_ids), self.tokenizer_dir)
+        self.grammars = GrammarCompiler(self.tokenizer_dir, model.vocab_size, model.eos_token_ids)
+        self._sampler = StepSampler(tuple(model.eos_token_ids))
         broadcast = self.gang.run_step if self.gang is not None else None
         graphs = None
         if not config.enforce_eager:
@@ -101,8 +106,10 @@ class Engine:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def add(self, submission: Submission, arrived: float | None = None) -> None:
+    def add(self, submission: Submission, arrived: float | None = None, grammar: GrammarState | None = None) -> None:
         """Queue a request that arrived at `arrived` on the engine's clock; None: now.
+
+        `grammar` is the state of the request's grammar after its output tokens; None: `add` waits for the compile.
 
         Raises:
             InvalidField: the request can never be served.
@@ -113,10 +120,24 @@ class Engine:
                 raise InvalidField(
                     f"prompt has token id {token}; this model's are 0 to {self.model.vocab_size - 1}", "prompt"
                 )
-        grammar = self._sampler.compile(submission.sampling.grammar)
+        if grammar is None and submission.sampling.grammar is not None:
+            grammar = self.grammars.compile(submission.sampling.grammar, submission.output_token_ids)
         request = Request.from_submission(submission, self.clock() if arrived is None else arrived)
         self.scheduler.add(request)
         self._sampler.add(request, grammar)
+
+    async def compiled(self, submission: Submission) -> GrammarState | None:
+        """Return the state of the request's grammar after its output tokens; None for a request without one.
+
+        May be called at any time, on an event loop. Nothing of the engine waits for the compile.
+
+        Raises:
+            InvalidField: the grammar cannot be served. Overloaded: too many other grammars come first.
+        """
+        grammar = submission.sampling.grammar
+        if grammar is None:
+            return None
+        return await self.grammars.compiled(grammar, submission.output_token_ids, submission.may_refuse)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request in any state, unless it is in flight. Returns None if it has ended already."""
@@ -133,6 +154,13 @@ class Engine:
         """End a held request here: all its pages are at another replica."""
         self._sampler.remove(request_id)
         self.scheduler.finish_sent(request_id)
+
+    def take_returned(self) -> list[Request]:
+        """Return the requests that made way for more urgent ones since the last call; they have ended here."""
+        returned = self.scheduler.take_returned()
+        for request in returned:
+            self._sampler.remove(request.id)
+        return returned
 
     def is_in_flight(self, request_id: str) -> bool:
         """Return whether a step that has begun computes a part of the request.
@@ -164,6 +192,7 @@ class Engine:
             return self._execute(self.scheduler.schedule(ended), now)
 
     def _execute(self, batch: Batch, now: float) -> bool:
+        self.on_scheduled(batch)
         if batch:
             self.pipeline.begin(batch, now)
         return bool(batch)

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from crossdock.kvtransfer.events import Event, Figures
+from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.replica.channel import Channel
 from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.replica.handover import Handover
@@ -58,7 +59,8 @@ class EngineThread:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        """Whether this can serve: neither the engine's thread nor the dock's has failed."""
+        return self._thread.is_alive() and (self.handover is None or self.handover.dock.is_alive)
 
     @property
     def num_posted(self) -> int:
@@ -111,25 +113,29 @@ class EngineThread:
         if channel is None:
             raise RuntimeError(f"no channel {ingress!r} is open")
         done: asyncio.Future[int] = self._loop.create_future()
-        self._channel_of[submission.id] = channel, submission.epoch
+        self._channel_of[submission.id] = reader = channel, submission.epoch
         arrived = self.engine.clock()  # here, not between two steps: the step that runs now is time the request waits
 
         def add() -> None:
             try:
-                self._add(submission, arrived)
+                self._add(submission, arrived, grammar)
             except Exception as error:
                 self._loop.call_soon_threadsafe(_settle, done, error)
             else:
                 self._loop.call_soon_threadsafe(_settle, done, self._publisher.sequence)
 
-        self._post(add)
         try:
+            grammar = await self.engine.compiled(submission)
+            if self._channel_of.get(submission.id) is not reader:
+                raise RuntimeError(f"{submission.id} was aborted while its grammar was compiled")
+            self._post(add)
             return await done
         except asyncio.CancelledError:
             await self.abort([submission.id])
             raise
         except Exception:
-            self._channel_of.pop(submission.id, None)
+            if self._channel_of.get(submission.id) is reader:
+                del self._channel_of[submission.id]
             raise
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -176,13 +182,20 @@ class EngineThread:
         """Return the replica's state and its steps after those already `seen`, by incarnation: JSON for a dashboard.
 
         May be called while the engine steps: a number may be one step older than its neighbour.
+
+        `tenant`: who reads, and sees its own requests alone; None: one who may see all.
         """
         engine = self.engine
-        requests = Tally(request.status.value for request in engine.scheduler.requests())
+        own = None if tenant is None else self.timelines.ids(tenant)
+        requests = Tally(
+            request.status.value for request in engine.scheduler.requests() if own is None or request.id in own
+        )
         fit = engine.cost_fit
         return {
             "now": time.time(),
-            "pages": asdict(engine.pages.counts()),
+            "pages": asdict(engine.pages.counts())
+            if tenant is None
+            else None,  # they show how long others' prompts are
             "requests": {status.value: requests[status.value] for status in Status if status is not Status.FINISHED},
             "cost": None if fit is None else fit.cost.model_dump(),
             "overrun": None if fit is None else fit.overrun,
@@ -235,7 +248,7 @@ class EngineThread:
             step = self._attempt(self.engine.step) if self.engine.has_work else None
             self._is_blocked = step is not None and not step.batch
             if self.handover is not None:
-                self.handover.step(step)
+                self._end(self.handover.step(step))
 
     @property
     def _can_step(self) -> bool:
@@ -272,7 +285,12 @@ class EngineThread:
         while not self.engine.pipeline.is_empty and not self._is_gang_lost:
             step = self._attempt(self.engine.finish_step)
             if step is not None and self.handover is not None:
-                self.handover.step(step)
+                self._end(self.handover.step(step))
+
+    def _end(self, deltas: Sequence[TokenDelta]) -> None:
+        """Report requests that ended between two steps."""
+        if deltas:
+            self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
 
     def _stepped(self, step: Step) -> None:
         progress = self.timelines.stepped(step.batch, step.deltas, step.started, step.seconds, step.predicted)
@@ -314,8 +332,7 @@ class EngineThread:
             self._finish_steps_of([event.request])
             if self._is_gang_lost:
                 return
-            deltas = self.handover.handle(event)
-            self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
+            self._end(self.handover.handle(event))
 
         self._post(handle)
 
@@ -325,9 +342,9 @@ class EngineThread:
             self._publisher.transferred(figures.num_bytes, figures.write_seconds)
         self.timelines.transferred(request_id, is_sent, figures, outcome, self.engine.clock())
 
-    def _add(self, submission: Submission, arrived: float) -> None:
+    def _add(self, submission: Submission, arrived: float, grammar: GrammarState | None) -> None:
         try:
-            self.engine.add(submission, arrived)
+            self.engine.add(submission, arrived, grammar)
         except Overloaded:
             self.metrics.refused(submission.slo_class)
             raise

@@ -9,7 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from crossdock.kvtransfer.events import Arrived, Committed, Event, Failed, Figures, Granted, Released, WriterStopped
+from crossdock.kvtransfer.events import (
+    Arrived,
+    Committed,
+    Event,
+    Failed,
+    Figures,
+    Granted,
+    Offered,
+    Released,
+    WriterStopped,
+)
 from crossdock.workers.replica.rank_messages import CancelCall, CancelExpectCall, CancelShipCall
 
 _MOST_REMEMBERED = 1024  # transfers that are over
@@ -32,6 +42,7 @@ class EventMerger:
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = frozenset(ranks)
         self._open: dict[_Key, _Transfer] = {}
+        self._offered: OrderedDict[_Key, set[int]] = OrderedDict()  # the ranks; may begin before the transfer
         self._over: OrderedDict[_Key, None] = OrderedDict()  # some events may come once more after the end
 
     def begin(self, is_sending: bool, request: str, epoch: int) -> None:
@@ -48,6 +59,8 @@ class EventMerger:
         key = is_sending, event.request, event.epoch
         if key in self._over:
             return (), None
+        if isinstance(event, Offered):
+            return self._merge_offer(rank, event, key), None
         transfer = self._open.setdefault(key, _Transfer())
         match event:
             case Committed(num_tokens=num_tokens):
@@ -88,8 +101,16 @@ class EventMerger:
         transfer.frontier = frontier
         return (replace(event, num_tokens=frontier),)
 
+    def _merge_offer(self, rank: int, event: Offered, key: _Key) -> Sequence[Event]:
+        ranks = self._offered.setdefault(key, set())
+        ranks.add(rank)
+        if len(self._offered) > _MOST_REMEMBERED:
+            self._offered.popitem(last=False)
+        return (event,) if ranks == self._ranks else ()
+
     def _end(self, key: _Key) -> None:
         del self._open[key]
+        self._offered.pop(key, None)
         self._over[key] = None
         if len(self._over) > _MOST_REMEMBERED:
             self._over.popitem(last=False)

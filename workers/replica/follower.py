@@ -14,7 +14,7 @@ from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.pool_layout import held_layers, pool_spec
-from crossdock.workers.replica.rank_loader import load_rank, position_of, use_interface_of
+from crossdock.workers.replica.rank_loader import load_rank, position_of
 from crossdock.workers.replica.rank_messages import (
     AllocatePool,
     DockOpened,
@@ -37,15 +37,25 @@ from crossdock.workers.replica.replica_dock import apply_call, open_dock
 logger = logging.getLogger(__name__)
 
 
-def follow(spec: ReplicaSpec, rank: int, address: GangAddress) -> None:
+def follow(
+    spec: ReplicaSpec,
+    rank: int,
+    address: GangAddress,
+    host: str | None = None,
+    transfer_host: str | None = None,
+) -> None:
     """Run a follower: load its part and do what the driver asks, until the driver ends it.
 
     When the driver is gone without a message, the process ends on the spot, whatever it was doing.
 
+    Args:
+        host: the address of this node at which the other ranks reach this one; None: the one that leads to the driver.
+        transfer_host: the address of this node at which other replicas reach its pages; None: the same.
+
     Raises:
         Exception: whatever went wrong here, after it was reported to the driver.
     """
-    link = RankSocket.connect(address)
+    link = RankSocket.connect(address, host)
 
     def send(message: FollowerMessage) -> None:
         link.send(encode(message))
@@ -53,11 +63,11 @@ def follow(spec: ReplicaSpec, rank: int, address: GangAddress) -> None:
     send(JoinGang(rank))
     inbox = _listen(link)
     try:
-        use_interface_of(link.own_address)
         store = dist.TCPStore(address.host, address.store_port, is_master=False)  # type: ignore[attr-defined]
-        model, budget = load_rank(spec, position_of(spec, rank), store, lambda phase: send(PhaseEnded(phase)))
+        position, own = position_of(spec, rank), link.own_address
+        model, budget = load_rank(spec, position, store, own, lambda phase: send(PhaseEnded(phase)))
         send(RankReady(held_layers(model), *budget))
-        _work(spec, rank, model, inbox, link)
+        _work(spec, rank, model, inbox, link, transfer_host or own)
     except Exception as error:
         with contextlib.suppress(OSError):
             send(RankFailure(f"{type(error).__name__}: {error}", traceback.format_exc()))
@@ -65,7 +75,12 @@ def follow(spec: ReplicaSpec, rank: int, address: GangAddress) -> None:
 
 
 def _work(
-    spec: ReplicaSpec, rank: int, model: PagedModel, inbox: queue.SimpleQueue[DriverMessage], link: RankSocket
+    spec: ReplicaSpec,
+    rank: int,
+    model: PagedModel,
+    inbox: queue.SimpleQueue[DriverMessage],
+    link: RankSocket,
+    transfer_host: str,
 ) -> None:
     """Do what the driver asks, in order, until it asks to end."""
     num_pages = 0
@@ -78,6 +93,7 @@ def _work(
                 model.allocate_pool(num_pages, spec.engine.page_size)
             case OpenDock(by_rank, name, role, transfer):
                 layout = pool_spec(by_rank, rank, model, name, spec.engine.page_size, num_pages)
+                transfer = transfer.model_copy(update={"host": transfer_host})  # the driver's may be another node's
                 dock = open_dock(model, layout, role, transfer, lambda event: link.send(encode(event)))
                 link.send(encode(DockOpened(dock.blob)))
             case EndRank():

@@ -12,7 +12,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -21,7 +20,7 @@ from crossdock.workers.model.kv_memory import PageBudget
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import ReplicaSpec, TransferConfig
 from crossdock.workers.replica.pool_layout import HeldLayers, held_layers
-from crossdock.workers.replica.rank_loader import RankFailed, driver_of, load_rank, position_of, use_interface_of
+from crossdock.workers.replica.rank_loader import RankFailed, driver_of, load_rank, position_of
 from crossdock.workers.replica.rank_messages import (
     AllocatePool,
     DockOpened,
@@ -38,11 +37,13 @@ from crossdock.workers.replica.rank_messages import (
     decode_follower_message,
     encode,
 )
+from crossdock.workers.replica.rank_network import GangStore, listen_on
 from crossdock.workers.replica.rank_socket import GangAddress, RankSocket
 
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0  # for a rank that ends to report why
+_MAX_STRANGERS = 16  # connections that have not proved the cookie yet
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +60,10 @@ def common_page_budget(budgets: Iterable[PageBudget]) -> PageBudget:
 
 
 class Gang:
-    """The followers of a driver. `on_lost` is called once, on any thread, with the reason why the gang has ended."""
+    """The followers of a driver. `on_lost` is called once, on any thread, with the reason why the gang has ended.
+
+    `host`: the driver's address for its followers. Its ports there are open until all followers have joined.
+    """
 
     def __init__(self, spec: ReplicaSpec, host: str, on_lost: Callable[[str], None]) -> None:
         self.spec = spec
@@ -72,19 +76,24 @@ class Gang:
         self._is_closing = False
         self._held: HeldLayers = ()
         self._own_budget = PageBudget(0, 0)
-        self._listener = socket.create_server((host, 0))
-        self._store: Any = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        self._strangers: dict[socket.socket, None] = {}  # oldest first
+        self._listener = listen_on(host)
+        self._store = GangStore(host)
         self.address = GangAddress(host, self._listener.getsockname()[1], self._store.port, secrets.token_bytes(32))
         threading.Thread(target=self._accept, name="gang listener", daemon=True).start()
 
     def load(self) -> PagedModel:
         """Load the driver's own part while the followers load theirs. RankFailed: a follower could not."""
-        use_interface_of(self.address.host)
         model, self._own_budget = load_rank(
-            self.spec, self.position, self._store, lambda phase: logger.info("%s: %s", self.position, phase)
+            self.spec,
+            self.position,
+            self._store.store,
+            self.address.host,
+            lambda phase: logger.info("%s: %s", self.position, phase),
         )
         self._held = held_layers(model)
         self._wait(lambda follower: follower.ready is not None, "did not load its part")
+        self._store.seal()
         return model
 
     @property
@@ -131,7 +140,7 @@ class Gang:
         """End the followers, after the messages they were sent."""
         self._is_closing = True
         self.broadcast(EndRank())
-        self._listener.close()
+        self._stop_listening()
         for follower in self._followers.values():
             follower.socket.close()
         if dist.is_initialized():
@@ -160,14 +169,28 @@ class Gang:
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # closed
-            while len(self._followers) < self.spec.num_ranks - 1:
+            while True:
                 connection, _ = self._listener.accept()
+                with self._changed:
+                    self._strangers[connection] = None
+                    if len(self._strangers) > _MAX_STRANGERS:  # a follower proves itself at once: the oldest is none
+                        oldest = next(iter(self._strangers))
+                        del self._strangers[oldest]
+                        _shut_down(oldest)
                 threading.Thread(target=self._serve, args=(connection,), name="rank", daemon=True).start()
+
+    def _stop_listening(self) -> None:
+        _shut_down(self._listener)  # wakes the thread that accepts
+        self._listener.close()
 
     def _serve(self, connection: socket.socket) -> None:
         """Read all messages of one follower, until it is gone. A connection of another process is closed."""
         try:
-            link = RankSocket(connection, self.address.cookie, is_driver=True)
+            try:
+                link = RankSocket(connection, self.address.cookie, is_driver=True)
+            finally:
+                with self._changed:
+                    self._strangers.pop(connection, None)
             rank = self._join(link)
         except (EOFError, OSError, MalformedRankMessage) as error:
             connection.close()
@@ -190,6 +213,8 @@ class Gang:
             if not isinstance(message, JoinGang) or message.rank not in free:
                 raise MalformedRankMessage(f"{message} does not name a rank that is awaited")
             self._followers[message.rank] = _Follower(link)
+            if len(free) == 1:  # it was the last
+                self._stop_listening()
         return message.rank
 
     def _take(self, rank: int, message: FollowerMessage) -> None:
@@ -219,3 +244,9 @@ class Gang:
             self._why = why
             self._changed.notify_all()
         self._on_lost(why)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """End a connection or a listener whose thread may be waiting in it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -35,7 +35,7 @@ def pool_spec(
     if model.scales:
         dtype += f", scales {_fingerprint_of_scales(by_rank)}"
     return PoolSpec(
-        model=name,
+        model=f"{name} {model.variant}".strip(),
         dtype=dtype,
         itemsize=model.kv_dtype.itemsize,
         page_size=page_size,

@@ -1,10 +1,5 @@
 """Loads one rank's part of a model, together with the other ranks of its gang."""
 
-import contextlib
-import fcntl
-import os
-import socket
-import struct
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +15,7 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.memory_fit import used
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import ReplicaSpec
+from crossdock.workers.replica.rank_network import gloo_on, use_interface_of
 
 
 class RankFailed(RuntimeError):
@@ -37,11 +33,12 @@ def driver_of(spec: ReplicaSpec) -> int:
 
 
 def load_rank(
-    spec: ReplicaSpec, position: RankPosition, store: Any, report: Callable[[str], None]
+    spec: ReplicaSpec, position: RankPosition, store: Any, host: str, report: Callable[[str], None]
 ) -> tuple[PagedModel, PageBudget]:
     """Join the gang's torch.distributed world, load this rank's part, and find how many pages fit beside it.
 
-    Collective: every rank must call it. `report` gets one line per phase of the start, for the log.
+    Collective: every rank must call it. `host`: the address at which this rank listens for the others. `report` gets
+    one line per phase of the start, for the log.
 
     Raises:
         DoesNotFit: there is not enough memory; the message says how much is missing, and what would fit.
@@ -50,8 +47,10 @@ def load_rank(
     torch.set_num_threads(spec.num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
     device = "cuda" if torch.cuda.is_available() else "cpu"
     timeout = timedelta(seconds=spec.start_timeout_s)
-    dist.init_process_group("gloo", store=store, rank=position.rank, world_size=position.size, timeout=timeout)
-    links = Collectives(position, spec.rank_timeout_s, "nccl" if device == "cuda" else "gloo")
+    use_interface_of(host)
+    gloo = gloo_on(host)
+    dist.init_process_group(gloo, store=store, rank=position.rank, world_size=position.size, timeout=timeout)
+    links = Collectives(position, spec.rank_timeout_s, "nccl" if device == "cuda" else gloo)
     phases.done("joined the others")
 
     def loaded() -> None:
@@ -65,23 +64,6 @@ def load_rank(
     if budget.known(device) is None:
         phases.done("memory measured")
     return model, room
-
-
-def use_interface_of(address: str) -> None:
-    """Have gloo use the network interface of `address`. By itself it looks the host's name up, which need not be an
-    address that the other ranks reach."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    os.environ["GLOO_SOCKET_IFNAME"] = name
-                    return
-
-
-_SIOCGIFADDR = 0x8915
 
 
 class _Phases:

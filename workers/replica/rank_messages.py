@@ -1,4 +1,4 @@
-"""The messages between the ranks of a replica: msgpack, checked field by field before a rank acts on one.
+"""The messages between the ranks of a replica: msgpack, each field's type and range checked before a rank acts on one.
 
 The driver sends steps and the calls of its dock to every follower. A follower reports its start and its dock's events.
 """
@@ -18,7 +18,7 @@ from crossdock.workers.replica.pool_layout import HeldLayers
 
 
 class MalformedRankMessage(ValueError):
-    """Bytes that are no message of this direction, or a field of the wrong type."""
+    """Bytes that are no message of this direction, or a field of the wrong type or out of range."""
 
 
 # -- driver to followers ---------------------------------------------------------------------------------------------
@@ -71,6 +71,14 @@ class ExpectCall:
     epoch: int
     peers: tuple[bytes, ...]
     deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class OfferCall:
+    """`Dock.offer`"""
+
+    request: str
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +143,9 @@ class PeerDeadCall:
 
 
 CancelCall: TypeAlias = CancelShipCall | CancelExpectCall
-DockCall: TypeAlias = ShipCall | ExpectCall | ChunkCall | FinishCall | GrantCall | CancelCall | WaitCall | PeerDeadCall
+DockCall: TypeAlias = (
+    ShipCall | ExpectCall | OfferCall | ChunkCall | FinishCall | GrantCall | CancelCall | WaitCall | PeerDeadCall
+)
 DriverMessage: TypeAlias = AllocatePool | RunStep | OpenDock | EndRank | DockCall
 
 # -- follower to driver ----------------------------------------------------------------------------------------------
@@ -188,6 +198,7 @@ def _kinds(union: Any) -> dict[str, type[Any]]:
     return {kind.__name__: kind for kind in get_args(union)}
 
 
+_MAX_INT = 1 << 63  # exclusive; page numbers and counts are int64
 _FROM_DRIVER, _FROM_FOLLOWER = _kinds(DriverMessage), _kinds(FollowerMessage)
 _FIELDS: dict[type, tuple[tuple[str, Any], ...]] = {
     kind: tuple((field.name, get_type_hints(kind)[field.name]) for field in fields(kind))
@@ -246,17 +257,22 @@ def _built(kind: type[Any], values: Sequence[Any]) -> Any:
 
 
 def _checked(hint: Any, value: Any, kind: type, name: str) -> Any:
-    """Return `value` as the type `hint`. `kind` and `name` are the field's, for the message of the error."""
-    if type(value) is hint:  # not isinstance: True is an int to Python
-        return value
+    """Return `value` as the type `hint`. `kind` and `name` are the field's, for the message of the error.
+
+    A number is a count, a place, an epoch or seconds: none is negative. The scales in `HeldLayers` are checked by type.
+    """
     if hint is float and type(value) is int:
-        return float(value)
+        value = float(value)
+    if type(value) is hint:  # not isinstance: True is an int to Python
+        if (hint is int and not 0 <= value < _MAX_INT) or (hint is float and not value >= 0):  # nan is not
+            raise MalformedRankMessage(f"{kind.__name__}.{name} is {value}")
+        return value
     if get_origin(hint) is UnionType and type(None) in get_args(hint):  # X | None
         return None if value is None else _checked(get_args(hint)[0], value, kind, name)
     if get_origin(hint) is tuple and type(value) is tuple:
+        if hint == HeldLayers:
+            return _checked_layers(value, kind, name)
         item = get_args(hint)[0]
-        if all(type(part) is item for part in value):
-            return value
         return tuple([_checked(item, part, kind, name) for part in value])
     if hint in _FIELDS and type(value) is tuple:
         return _built(hint, value)
@@ -266,3 +282,9 @@ def _checked(hint: Any, value: Any, kind: type, name: str) -> Any:
         except ValueError as error:
             raise MalformedRankMessage(f"{kind.__name__}.{name}: {error}") from error
     raise MalformedRankMessage(f"{kind.__name__}.{name} is a {type(value).__name__}")
+
+
+def _checked_layers(rows: Sequence[Any], kind: type, name: str) -> Any:
+    if all(type(row) is tuple and all(type(number) is int for number in row) for row in rows):
+        return rows
+    raise MalformedRankMessage(f"{kind.__name__}.{name} has a row that is not of numbers")

@@ -9,12 +9,13 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from dataclasses import dataclass
 
 _LENGTH = struct.Struct("!I")
 _MAX_BYTES = 1 << 28  # of one message; the page table of 512 sequences of 1M tokens, in pages of 16, has 128 MiB
 _NONCE_BYTES = 32
-_HANDSHAKE_S = 10.0
+_HANDSHAKE_S = 10.0  # for all of it
 _CONNECT_S = 60.0
 _SIDES = (b"driver", b"follower")
 
@@ -45,6 +46,7 @@ class RankSocket:
         """
         self._socket = connection
         self._sending = threading.Lock()
+        self._deadline: float | None = time.monotonic() + _HANDSHAKE_S  # of every read
         connection.settimeout(_HANDSHAKE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
@@ -52,12 +54,14 @@ class RankSocket:
         except BaseException:
             self.close()
             raise
+        self._deadline = None
         connection.settimeout(None)
 
     @classmethod
-    def connect(cls, address: GangAddress) -> "RankSocket":
-        """Connect a follower to its driver."""
-        connection = socket.create_connection((address.host, address.port), timeout=_CONNECT_S)
+    def connect(cls, address: GangAddress, host: str | None = None) -> "RankSocket":
+        """Connect a follower to its driver, from the follower's own address `host`; None: any."""
+        source = None if host is None else (host, 0)
+        connection = socket.create_connection((address.host, address.port), _CONNECT_S, source)
         return cls(connection, address.cookie, is_driver=False)
 
     def send(self, message: bytes) -> None:
@@ -96,6 +100,8 @@ class RankSocket:
         data = bytearray(length)
         view = memoryview(data)
         while view:
+            if self._deadline is not None:  # of the whole, not of each byte
+                self._socket.settimeout(max(self._deadline - time.monotonic(), 0.001))
             count = self._socket.recv_into(view)
             if not count:
                 raise EOFError

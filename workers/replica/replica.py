@@ -16,16 +16,19 @@ import ray
 from ray import serve
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from crossdock.workers.model.checkpoint import fingerprint, resolve_model
+from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.fingerprint import fingerprint
 from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine import Engine, load_engine
 from crossdock.workers.replica.engine_thread import EngineThread
+from crossdock.workers.replica.fault import end_if_marked
 from crossdock.workers.replica.follower import follow
 from crossdock.workers.replica.gang import Gang
 from crossdock.workers.replica.handover import connect
 from crossdock.workers.replica.rank_loader import RankFailed, driver_of, position_of
+from crossdock.workers.replica.rank_network import LOOPBACK
 from crossdock.workers.replica.rank_socket import GangAddress
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.request import InvalidField, Overloaded, Submission
@@ -39,7 +42,10 @@ class Rank:
     """A follower in a process of its own, which it ends with."""
 
     def run(self, spec: ReplicaSpec, rank: int, address: GangAddress) -> None:
-        follow(spec, rank, address)
+        """Follow, on the addresses of the node that this process is on."""
+        node = ray.util.get_node_ip_address()
+        host = LOOPBACK if address.host == LOOPBACK else node
+        follow(spec, rank, address, host, (spec.transfer and spec.transfer.host) or node)
 
 
 class Replica:
@@ -47,6 +53,9 @@ class Replica:
 
     async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Serve awaits it
         _log_where_serve_does()
+        self._fault_token_ids = spec.engine.fault_token_ids
+        if self._fault_token_ids:
+            logger.warning("fault_token_ids is set, for a test: a marked prompt ends this replica")
         self._ranks: list[Any] = []
         self._watching: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Future[str] | None = asyncio.get_running_loop().create_future()  # why it failed
@@ -72,6 +81,7 @@ class Replica:
         Serve would log each raised refusal with its traceback, and most refusals come when there is the least time for
         that.
         """
+        end_if_marked(submission.prompt_token_ids, self._fault_token_ids)
         try:
             return await self.engine_thread.submit(ingress, submission)
         except (Overloaded, InvalidField) as refusal:
@@ -112,7 +122,7 @@ class Replica:
             event_loop.call_soon_threadsafe(self._lost, why)
 
         path = await asyncio.to_thread(resolve_model, spec.model.path)
-        gang = Gang(spec, ray.util.get_node_ip_address(), on_lost)
+        gang = Gang(spec, _gang_host(), on_lost)
         loaded: asyncio.Future[tuple[Engine, SchedulingProfile]] = event_loop.create_future()
 
         def load() -> None:
@@ -177,6 +187,13 @@ class Replica:
     def _end_followers(self) -> None:
         for actor in self._ranks:
             ray.kill(actor)
+
+
+def _gang_host() -> str:
+    """Return the driver's address for its followers: the node's own, or loopback if all ranks are on this node."""
+    table = ray.util.placement_group_table(ray.util.get_current_placement_group())
+    is_on_one_node = len(set(table["bundles_to_node_id"].values())) == 1
+    return LOOPBACK if is_on_one_node else str(ray.util.get_node_ip_address())
 
 
 def _start(engine: Engine, name: str, spec: ReplicaSpec) -> EngineThread:

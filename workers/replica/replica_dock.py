@@ -24,6 +24,7 @@ from crossdock.workers.replica.rank_messages import (
     ExpectCall,
     FinishCall,
     GrantCall,
+    OfferCall,
     PeerDeadCall,
     ShipCall,
     WaitCall,
@@ -68,6 +69,9 @@ class ReplicaDock:
         self._begin(False, request, epoch)
         self._call(ExpectCall(request, epoch, _blobs(peer), deadline_s))
 
+    def offer(self, request: str, epoch: int) -> None:
+        self._call(OfferCall(request, epoch))
+
     def chunk(self, request: str, pages: Sequence[int], num_tokens: int) -> None:
         self._call(ChunkCall(request, tuple(pages), num_tokens))
 
@@ -93,6 +97,11 @@ class ReplicaDock:
     def counts(self) -> DockCounts:
         """Return the counts of this rank's dock; those of the other ranks are much the same."""
         return self._own.counts()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether this rank's dock has not failed. Another rank whose dock has failed ends at its next call."""
+        return self._own.is_alive
 
     def close(self) -> None:
         self._own.close()
@@ -122,6 +131,8 @@ def apply_call(dock: Dock, call: DockCall) -> None:
             dock.ship(request, epoch, peers, deadline_s)
         case ExpectCall(request, epoch, peers, deadline_s):
             dock.expect(request, epoch, peers, deadline_s)
+        case OfferCall(request, epoch):
+            dock.offer(request, epoch)
         case ChunkCall(request, pages, num_tokens):
             dock.chunk(request, pages, num_tokens)
         case FinishCall(request, pages, num_tokens, state):

@@ -3,56 +3,34 @@ grammar."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from crossdock.workers.model.grammar import GrammarCompiler, GrammarState
+from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.model.sampling.logprobs import logprobs_of
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import PendingTokens, sample
 from crossdock.workers.schedule.batch import Batch, SampledToken
-from crossdock.workers.schedule.request import Grammar, InvalidField, Request, Status, TokenLogprobs
+from crossdock.workers.schedule.request import Request, Status, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
 class StepSampler:
     """The sampling state of every request of one engine: its row, its grammar, its prompt's logprobs so far."""
 
-    vocab_size: int
     eos_token_ids: tuple[int, ...]
-    tokenizer_dir: Path | None = None  # needed for grammars only
-    _compiler: GrammarCompiler | None = None
     _rows: dict[str, SampleRow] = field(default_factory=dict)  # by request
     _grammars: dict[str, GrammarState] = field(default_factory=dict)
     _prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
 
-    def compile(self, grammar: Grammar | None) -> GrammarState | None:
-        """Return the initial state of `grammar`.
-
-        Raises:
-            ValueError: the grammar is malformed. InvalidField: there is no tokenizer for it.
-        """
-        if grammar is None:
-            return None
-        if self._compiler is None:
-            if self.tokenizer_dir is None:
-                raise InvalidField(
-                    "structured output needs the model's tokenizer, which this engine was started without", "grammar"
-                )
-            self._compiler = GrammarCompiler(self.tokenizer_dir, self.vocab_size, self.eos_token_ids)
-        return self._compiler.compile(grammar)
-
     def add(self, request: Request, grammar: GrammarState | None = None) -> None:
-        """Create the state of `request`; `grammar` is what `compile` returned for it."""
+        """Create the state of `request`; `grammar` has its output tokens already."""
         self._rows[request.id] = SampleRow(
             request.sampling, request.token_ids, request.num_prompt_tokens, self.eos_token_ids
         )
         if grammar is not None:
             self._grammars[request.id] = grammar
-            for token in request.output_token_ids:
-                grammar.accept(token)
 
     def accept(self, request_id: str, token_id: int) -> None:
         """Advance the grammar of a request by a token that another replica sampled."""

@@ -1,6 +1,8 @@
 """The last steps of a replica, for a person who watches it: how many decodes, and chunks of which prompt."""
 
+import hashlib
 import uuid
+import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,31 +57,41 @@ class RecentSteps:
     def after(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
         """Return, as JSON, the steps after the last one that the reader has seen; without one, all recorded steps.
 
+        A tenant sees the steps that computed chunks of its own, with these chunks alone. What counts the work of others
+        is left out: sizes and predictions of steps, and their numbers, in place of which stand microseconds.
+
         Args:
             seen: number of the last step seen, by incarnation.
-            tenant: whose requests are shown by name; None: all.
+            tenant: who reads; None: one who may see all requests.
         """
-        number = seen.get(self.incarnation, 0)
-        steps = [step for step in list(self._steps) if step.number > number]
+        name, steps, number_of = self.incarnation, list(self._steps), _number
+        if tenant is not None:
+            # Another name: numbers seen with a key that may see all are not compared with microseconds.
+            name = hashlib.blake2b(f"{name} {tenant}".encode(), digest_size=16).hexdigest()
+            steps = [step for step in steps if any(timeline.tenant == tenant for timeline, _ in step.chunks)]
+            number_of = _microseconds
+        last = seen.get(name, 0)
+        steps = [step for step in steps if number_of(step) > last]
         return {
-            "incarnation": self.incarnation,
-            "last_step": steps[-1].number if steps else number,
-            "steps": [self._shown(step, tenant) for step in steps],
+            "incarnation": name,
+            "last_step": number_of(steps[-1]) if steps else last,
+            "steps": [self._shown(step, number_of(step), tenant) for step in steps],
         }
 
-    def _shown(self, step: StepRecord, tenant: str | None) -> dict[str, Any]:
+    def _shown(self, step: StepRecord, number: int, tenant: str | None) -> dict[str, Any]:
+        sees_all = tenant is None
         return {
-            "number": step.number,
+            "number": number,
             "started": round(self._unix_at_zero + step.started, 4),
             "seconds": round(step.seconds, 6),
-            "predicted_s": round(step.predicted, 6),
-            "num_decodes": step.num_decodes,
-            "num_skipped": step.num_skipped,
-            "limit": step.limit,
+            "predicted_s": round(step.predicted, 6) if sees_all else None,
+            "num_decodes": step.num_decodes if sees_all else None,
+            "num_skipped": step.num_skipped if sees_all else None,
+            "limit": step.limit if sees_all else None,
             "chunks": [
                 {
-                    "prompt": timeline.number,  # identifies prompts for readers that may not see their names
-                    "request_id": timeline.request_id if tenant in (None, timeline.tenant) else None,
+                    "prompt": timeline.number if sees_all else zlib.crc32(timeline.id.encode()) % 10_000,
+                    "request_id": timeline.request_id,
                     "slo_class": timeline.slo.name,
                     "start": chunk.start,
                     "num_tokens": chunk.num_tokens,
@@ -87,5 +99,15 @@ class RecentSteps:
                     "reason": chunk.reason,
                 }
                 for timeline, chunk in step.chunks
+                if sees_all or timeline.tenant == tenant
             ],
         }
+
+
+def _number(step: StepRecord) -> int:
+    return step.number
+
+
+def _microseconds(step: StepRecord) -> int:
+    """Return when the step began. Steps take longer than a microsecond, so this numbers them in order."""
+    return int(step.started * 1e6)

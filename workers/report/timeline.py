@@ -182,8 +182,11 @@ class Timeline:
         """Return whether tokens after the first were as fast as promised, on average; None without any."""
         return None if self.tpot is None else self.tpot <= self.slo.tpot_s
 
-    def summary(self, now: float) -> dict[str, Any]:
-        """Return the timeline as JSON without single chunks. Times are seconds after arrival."""
+    def summary(self, now: float, *, sees_all: bool = True) -> dict[str, Any]:
+        """Return the timeline as JSON without single chunks. Times are seconds after arrival.
+
+        `sees_all`: whether the reader may see the requests of others; if not, what counts their work is None.
+        """
         counts, gaps = self.counts(), self.gap_summary()
         is_live = self.finish_reason is None
         end = now if is_live else self.ended
@@ -207,7 +210,7 @@ class Timeline:
             "predicted_first_token_s": _rounded(self.predicted_ttft),
             "first_token_s": _rounded(self.ttft),
             "num_decode_steps": gaps.number,
-            "num_shared_decode_steps": self.shared_gaps[0],
+            "num_shared_decode_steps": self.shared_gaps[0] if sees_all else None,
             "tpot_s": _rounded(self.tpot),
             "gap_p50_s": _rounded(gaps.p50) if gaps.number else None,
             "gap_max_s": _rounded(gaps.longest) if gaps.number else None,
@@ -219,22 +222,22 @@ class Timeline:
             "transfers": list(self.transfers),
         }
 
-    def whole(self, now: float) -> dict[str, Any]:
-        """Return the timeline as JSON with the newest `KEEP_CHUNKS` of its `num_chunks` chunks."""
-        chunks = [self._chunk(chunk) for chunk in list(self.chunks)]
-        return self.summary(now) | {"chunks": chunks}
+    def whole(self, now: float, *, sees_all: bool = True) -> dict[str, Any]:
+        """Return `summary` with the newest `KEEP_CHUNKS` of its `num_chunks` chunks."""
+        chunks = [self._chunk(chunk, sees_all) for chunk in list(self.chunks)]
+        return self.summary(now, sees_all=sees_all) | {"chunks": chunks}
 
-    def _chunk(self, chunk: Chunk) -> dict[str, Any]:
+    def _chunk(self, chunk: Chunk, sees_all: bool) -> dict[str, Any]:
         return {
             "started_s": _rounded(chunk.started - self.arrived),
             "waited_s": _rounded(chunk.waited_s),
             "start": chunk.start,
             "num_tokens": chunk.num_tokens,
             "step_s": _rounded(chunk.step_s),
-            "predicted_s": _rounded(chunk.predicted_s),
-            "num_decodes": chunk.num_decodes,
+            "predicted_s": _rounded(chunk.predicted_s) if sees_all else None,
+            "num_decodes": chunk.num_decodes if sees_all else None,
             "reason": chunk.reason,
-            "limit": chunk.limit,
+            "limit": chunk.limit if sees_all else None,  # it names the number of streams
         }
 
 
@@ -374,12 +377,17 @@ class Timelines:
             [*list(self._live.values()), *list(self._finished)]
         )  # one may just have moved from the first to the second
         found = [each for each in known if each.request_id == request_id and tenant in (None, each.tenant)]
-        return [timeline.whole(now) for timeline in sorted(found, key=lambda timeline: timeline.arrived)]
+        found.sort(key=lambda timeline: timeline.arrived)
+        return [timeline.whole(now, sees_all=tenant is None) for timeline in found]
+
+    def ids(self, tenant: str) -> set[str]:
+        """Return the ids of a tenant's unfinished requests."""
+        return {timeline.id for timeline in list(self._live.values()) if timeline.tenant == tenant}
 
     def live(self, tenant: str | None, now: float) -> list[dict[str, Any]]:
         """Return the timelines of unfinished requests as JSON, oldest first, without their chunks."""
         found = [timeline for timeline in list(self._live.values()) if tenant in (None, timeline.tenant)]
-        return [timeline.summary(now) for timeline in found]
+        return [timeline.summary(now, sees_all=tenant is None) for timeline in found]
 
 
 def _rounded(seconds: float | None) -> float | None:

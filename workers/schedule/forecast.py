@@ -1,11 +1,11 @@
 """Predict seconds: of a prompt's rest, of the share of time that prompts get beside streams, of the first token."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from crossdock.workers.schedule.chunking import LEAST_SHARE, share_of_prompts
 from crossdock.workers.schedule.cost import StepCost
-from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.request import Leg, Request
 from crossdock.workers.schedule.table import RequestTable
 
 
@@ -34,12 +34,33 @@ class Forecast:
     table: RequestTable
     cost: StepCost | None = None  # without a cost nothing is predicted: chunks are fixed and no request is refused
     overrun: float = 1.0  # factor by which some steps take longer than predicted, see `StepCostFit.overrun`
+    _queue: list[Request] = field(default_factory=list)  # the waiting requests at the last look
+    _seconds: list[float] = field(default_factory=list)  # of their prompts
+    _looked: tuple[StepCost | None, float] = (None, 0.0)  # the cost at that look, and the time of the step before it
 
     def ttft(self, request: Request) -> tuple[float, float]:
         """Return the seconds until a new request's first token, now and on an idle replica; (0, 0) without a cost."""
         alone = self.prefill_seconds(request)
-        backlog = [(other.priority, self.prefill_seconds(other)) for other in self.table.prefills()]
-        return predicted_ttft(alone, request.priority, backlog, self.prefill_share(request.priority)), alone
+        share = self.prefill_share(request.priority)
+        return predicted_ttft(alone, request.priority, self._backlog(), share), alone
+
+    def _backlog(self) -> list[tuple[int, float]]:
+        """Return (priority, seconds) of every unfinished prompt.
+
+        Between two steps prompts only arrive, at times by the thousand: seconds of those before are computed once.
+        """
+        waiting, now = self.table.waiting, (self.cost, self.table.now)
+        if now != self._looked or waiting[: len(self._queue)] != self._queue:
+            self._queue, self._seconds, self._looked = [], [], now
+        arrived = waiting[len(self._queue) :]
+        self._queue += arrived
+        self._seconds += [self.prefill_seconds(other) for other in arrived]
+        queued = zip(waiting, self._seconds, strict=True)
+        running = (other for other in self.table.running if not other.is_decoding)
+        return [
+            *((other.priority, seconds) for other, seconds in queued if other.leg is not Leg.RECEIVE),
+            *((other.priority, self.prefill_seconds(other)) for other in running),
+        ]
 
     def prefill_seconds(self, request: Request) -> float:
         """Return the seconds that the rest of a request's prompt takes on an idle replica; 0 without a cost."""

@@ -1,4 +1,11 @@
-"""Requests whose prompt is computed by one replica and whose tokens are made by another."""
+"""Requests whose prompt is computed by one replica and whose tokens are made by another.
+
+The two replicas never wait for each other's pages in a circle. A prefill replica admits a prompt without asking the
+decode replica, and offers it then. A decode replica grants pages to offered prompts alone. So every prompt with pages
+on both is being computed, and every prompt that waits for a grant waits for streams, which end without the other side.
+"""
+
+from math import inf
 
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import num_places
@@ -9,19 +16,39 @@ from crossdock.workers.schedule.table import RequestTable
 
 
 def grant(table: RequestTable, now: float) -> list[Request]:
-    """Reserve pages for requests that another replica prefills, in prompt order, while there are pages and places.
+    """Reserve pages for requests that another replica has offered, in prompt order, while there are pages and places.
 
-    Returns the requests that got pages. The first `num_computed_tokens` of each are cached here and need no transfer.
+    A request that lacks pages keeps back those of less urgent classes, and all requests once it starves. That holds
+    between offered requests and the ones that wait to be computed here. Returns the requests that got pages. The first
+    `num_computed_tokens` of each are cached here and need no transfer.
     """
-    granted = []
-    arriving = [request for request in table.waiting if request.leg is Leg.RECEIVE]
-    if not arriving:
-        return []
-    for request in order_prefills(arriving, now, table.prefilled.tokens, table.config.starvation_s):
-        if num_places(table, request.priority) <= 0 or not kv.admit(table, request, kv.match_prefix(table, request)):
-            break
-        granted.append(request)
+    table.now, table.most_urgent_ungranted = now, inf
+    granted: list[Request] = []
+    if not any(request.is_offered for request in table.waiting):
+        return granted
+    waiting = [request for request in table.waiting if request.is_offered or request.leg is not Leg.RECEIVE]
+    set_aside, startable = 0, inf
+    for request in order_prefills(waiting, now, table.prefilled.tokens, table.config.starvation_s):
+        if request.priority > startable or num_places(table, request.priority) <= 0:
+            continue
+        hits = kv.match_prefix(table, request)
+        if not request.is_offered:  # computed here: the next step starts it if there are pages
+            needed = -(-request.num_tokens // table.pages.page_size) - len(hits)
+            if table.pages.can_allocate(needed + set_aside, shared=hits):
+                set_aside += needed
+                continue
+        elif kv.admit(table, request, hits, set_aside):
+            granted.append(request)
+            continue
+        else:
+            table.most_urgent_ungranted = min(table.most_urgent_ungranted, request.priority)
+        startable = -1 if table.is_starving(request) else min(startable, request.priority)
     return granted
+
+
+def offer(request: Request) -> None:
+    """Note that the other replica has pages for the prompt of a request: pages may be granted for it here."""
+    request.is_offered = request.leg is Leg.RECEIVE
 
 
 def commit(table: RequestTable, request: Request, num_tokens: int) -> None:
@@ -46,7 +73,7 @@ def take_over(table: RequestTable, request: Request, now: float) -> None:
     until `pages.end_quarantine(owner)`.
     """
     assert request.leg is Leg.RECEIVE
-    request.leg = Leg.LOCAL
+    request.leg, request.is_offered = Leg.LOCAL, False
     if request.status is Status.HELD:
         table.recall(request, now)
 

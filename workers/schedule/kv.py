@@ -18,16 +18,17 @@ def match_prefix(table: RequestTable, request: Request) -> list[int]:
     return pages.match_prefix(_page_hashes(request, pages.page_size)[: (request.num_tokens - 1) // pages.page_size])
 
 
-def admit(table: RequestTable, request: Request, hits: Sequence[int]) -> bool:
+def admit(table: RequestTable, request: Request, hits: Sequence[int], set_aside: int = 0) -> bool:
     """Reserve pages for all tokens of a waiting request and start it; False if there are too few pages.
 
-    All pages are reserved before the first chunk, so that no prompt starts that cannot end. One page is left for each
-    request that runs or arrives, so that the next step preempts none. `hits`: the result of `match_prefix`.
+    All pages are reserved before the first chunk, so that no prompt starts that cannot end. Room is left for the
+    outputs of all requests, so that none is preempted soon. `hits`: the result of `match_prefix`. `set_aside`: pages
+    that requests before this one are about to take.
     """
     pages = table.pages
     num_new = -(-request.num_tokens // pages.page_size) - len(hits)
-    needed = num_new + _num_reserved(table)
-    if not pages.can_allocate(needed, shared=hits) and not _make_way(table, request, num_new, hits):
+    needed = num_new + set_aside + _num_growth_pages(table, request)
+    if not pages.can_allocate(needed, shared=hits) and not _make_way(table, request, needed, hits):
         return False
     pages.share(request.owner, hits)
     pages.allocate(request.owner, num_new)
@@ -42,7 +43,7 @@ def grow(table: RequestTable, request: Request) -> bool:
     """Give a stream a page for its newest token if that token begins one; False if the stream cannot decode now.
 
     Without a free page, requests are preempted: the least urgent class first, in it the last admitted. That may be the
-    stream itself.
+    stream itself. Where pages come back soon, the stream waits for one instead, unless it is more urgent than others.
     """
     if request.status is not Status.RUNNING:
         return False
@@ -54,7 +55,14 @@ def grow(table: RequestTable, request: Request) -> bool:
         if table.assumed_ended:
             table.needs_preemption = True
             return False
-        victim = _next_victim([other for other in table.running if not table.keeps_pages(other)])
+        victims = [other for other in table.running if not table.keeps_pages(other)]
+        if not table.num_returning_pages() and (transfers := _returnable(table, request.priority)):
+            table.give_back(_next_victim(transfers))
+        if table.num_returning_pages():
+            victims = [other for other in victims if other.priority > request.priority]
+            if not victims:
+                return False
+        victim = _next_victim(victims)
         table.preempt(victim)
         if victim is request:
             return False
@@ -69,13 +77,21 @@ def index_full_pages(table: RequestTable, request: Request, start: int) -> None:
         table.pages.index(request.owner, _page_hashes(request, size)[:num_full], first=start // size)
 
 
-def _num_reserved(table: RequestTable) -> int:
-    """Return the pages that must stay available: one for each request that runs or arrives."""
-    return len(table.running) + sum(1 for other in table.held if other.leg is Leg.RECEIVE)
+def _num_growth_pages(table: RequestTable, request: Request) -> int:
+    """Return the pages to leave for outputs: of the requests that run or arrive, and of `request` beside them.
+
+    A request that would be alone needs no room: it can have the whole pool.
+    """
+    others = [other for other in (*table.running, *table.held) if other.leg is not Leg.SEND]
+    return sum(map(table.num_growth_pages, (*others, request))) if others else 0
 
 
-def _make_way(table: RequestTable, request: Request, num_new: int, hits: Sequence[int]) -> bool:
-    """Preempt less urgent requests if that frees the `num_new` pages that `request` needs; else preempt none."""
+def _make_way(table: RequestTable, request: Request, needed: int, hits: Sequence[int]) -> bool:
+    """Preempt less urgent requests if that frees the pages that `request` lacks; else preempt none.
+
+    `needed`: pages beside `hits`, with the room for outputs. Where preemption is not enough, less urgent requests whose
+    pages are being transferred are returned to the router. Their pages come back later, so that the answer is False.
+    """
     less_urgent = [other for other in table.running if other.priority > request.priority]
     if table.assumed_ended and any(other.id in table.assumed_ended for other in less_urgent):
         table.needs_preemption = True
@@ -86,13 +102,45 @@ def _make_way(table: RequestTable, request: Request, num_new: int, hits: Sequenc
     ]
     pages = table.pages
     freed = pages.num_freed_by([victim.owner for victim in victims], besides=hits)
-    if not pages.can_allocate(num_new + _num_reserved(table) - len(victims) - freed, shared=hits):
+    freed += sum(map(table.num_growth_pages, victims))
+    if not pages.can_allocate(needed - freed, shared=hits):
+        _return_transfers(table, request, needed - freed, hits)
         return False
-    while not pages.can_allocate(num_new + _num_reserved(table), shared=hits):
+    while not pages.can_allocate(needed, shared=hits):
         victim = _next_victim(victims)
         victims.remove(victim)
+        needed -= table.num_growth_pages(victim)
         table.preempt(victim)
     return True
+
+
+def _return_transfers(table: RequestTable, request: Request, needed: int, hits: Sequence[int]) -> None:
+    """Return less urgent requests with transfers to the router if `needed` pages will be available then; else none."""
+    pages, chosen = table.pages, list[Request]()
+    transfers = _returnable(table, request.priority)
+    coming = table.num_returning_pages()
+    while not pages.can_allocate(needed - coming, shared=hits):
+        if not transfers:
+            return
+        victim = _next_victim(transfers)
+        transfers.remove(victim)
+        chosen.append(victim)
+        coming += pages.num_freed_by([victim.owner], besides=hits) + table.num_growth_pages(victim)
+    for victim in chosen:
+        table.give_back(victim)
+
+
+def _returnable(table: RequestTable, priority: int) -> list[Request]:
+    """Return the requests less urgent than `priority` whose pages are being transferred, or will be, in or out."""
+    return [
+        other
+        for other in (*table.running, *table.held)
+        if other.leg is not Leg.LOCAL
+        and other.priority > priority
+        and not other.num_in_flight_tokens
+        and other.id not in table.assumed_ended
+        and not table.is_starving(other)
+    ]
 
 
 def _next_victim(requests: Sequence[Request]) -> Request:

@@ -80,12 +80,16 @@ class PagePool:
         """Return the pages of an owner in the order of their tokens; none for an unknown owner."""
         return self._owned.get(owner, ())
 
+    @property
+    def num_quarantined(self) -> int:
+        """Return how many pages wait until their remote writer is known to have stopped."""
+        return sum(map(len, self._quarantine.values()))
+
     def counts(self) -> PageCounts:
         """Count the pages in each state."""
         free, cached = len(self._new) + len(self._free), len(self._cached)
-        quarantined = sum(map(len, self._quarantine.values()))
         owned = sum(1 for owners in self._num_owners if owners)
-        return PageCounts(free, owned, cached, quarantined, self.num_pages)
+        return PageCounts(free, owned, cached, self.num_quarantined, self.num_pages)
 
     def match_prefix(self, hashes: Sequence[PageHash]) -> list[int]:
         """Return the pages of the longest indexed prefix of `hashes`, owned or cached. Their owners do not change."""

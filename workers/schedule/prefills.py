@@ -73,7 +73,7 @@ class PrefillScheduler:
     def _fill(self, budget: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
         config = self.table.config
         chunks: list[Scheduled] = []
-        startable = len(config.slo_classes)  # no request of a greater priority may start: one before it lacks pages
+        startable = self.table.most_urgent_ungranted  # none of a greater priority may start: one before it lacks pages
         for request in prefills:
             if request.status is Status.WAITING:
                 if request.priority > startable:

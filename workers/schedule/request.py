@@ -169,8 +169,10 @@ class Request:
     predicted_ttft: float | None = None  # seconds, as predicted on arrival
     expected_cached_tokens: int = 0  # while waiting: tokens found at the last look into the prefix index
     status: Status = Status.WAITING
+    is_offered: bool = False  # of Leg.RECEIVE: the other replica has pages for the prompt and may compute at once
     finish_reason: FinishReason | None = None
     token_ids: list[int] = field(init=False)  # prompt and output
+    stop_token_ids: frozenset[int] = field(init=False)  # of `sampling`, which may list thousands
     num_computed_tokens: int = 0  # tokens whose keys and values are in pages
     num_in_flight_tokens: int = 0  # the tokens after these, in steps that have not ended
     num_cached_tokens: int = 0  # computed tokens found in the prefix index at first admission
@@ -179,6 +181,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.prompt_token_ids, *self.output_token_ids]
+        self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
 
     @classmethod
     def from_submission(cls, submission: Submission, now: float) -> "Request":

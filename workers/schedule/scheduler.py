@@ -210,7 +210,7 @@ class Scheduler:
         token_id, params = sampled.token_id, request.sampling
         request.token_ids.append(token_id)
         is_eos = token_id in self.eos_token_ids and not params.ignore_eos
-        is_stop = (is_eos or token_id in params.stop_token_ids) and request.num_output_tokens > params.min_tokens
+        is_stop = (is_eos or token_id in request.stop_token_ids) and request.num_output_tokens > params.min_tokens
         if sampled.error is not None:
             self._table.end(request, FinishReason.ERROR)
         elif is_stop or sampled.ends:
@@ -299,9 +299,21 @@ class Scheduler:
 
     # -- prompts and tokens on two replicas: handoff.py --------------------------------------------------------------
 
+    def offer(self, request_id: str) -> None:
+        """Note that another replica has pages for the prompt of a request, and will compute it."""
+        handoff.offer(self._table.request(request_id))
+
     def grant(self, now: float) -> list[Request]:
-        """Reserve pages for requests that another replica prefills, as far as possible, and return those requests."""
+        """Reserve pages for requests that another replica has offered, as far as possible; return those requests."""
         return handoff.grant(self._table, now)
+
+    def take_returned(self) -> list[Request]:
+        """Return the requests that were ended since the last call, to make way for more urgent ones.
+
+        The caller cancels their transfers and hands them back to the router. Only requests with a transfer are here.
+        """
+        returned, self._table.returned = self._table.returned, []
+        return returned
 
     def commit(self, request_id: str, num_tokens: int) -> None:
         """Note that the first `num_tokens` of a held request have arrived."""

@@ -3,11 +3,14 @@
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from math import inf
 
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.order import is_starving
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import FinishReason, Leg, Request, Status
+
+_OUTPUT_WEIGHT = 0.05  # of one more output in the mean of all: about 20 count
 
 
 @dataclass(slots=True)
@@ -35,10 +38,14 @@ class RequestTable:
     held: list[Request] = field(default_factory=list)  # their pages are being transferred, in or out
     prefilled: PrefillTotals = field(default_factory=PrefillTotals)
     num_preemptions: int = 0
+    returned: list[Request] = field(default_factory=list)  # since `Scheduler.take_returned`
+    most_urgent_ungranted: float = inf  # priority; offered requests of it lack pages, so none after them may start
+    mean_output: float = 0.0  # tokens of an output, averaged over recent ones
     now: float = 0.0  # time of the step that is being scheduled, in seconds
     assumed_ended: Collection[str] = ()  # requests of a step in flight that is assumed to have ended, see ahead.py
     needs_preemption: bool = False  # see Scheduler.needs_preemption
     _by_id: dict[str, Request] = field(default_factory=dict)
+    _read: list[str] = field(default_factory=list)  # owners that ended while their pages may have been read elsewhere
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -84,6 +91,24 @@ class RequestTable:
         """Return whether a request must not be preempted: its pages are being sent, or a step in flight uses them."""
         return request.leg is Leg.SEND or request.num_in_flight_tokens > 0 or request.id in self.assumed_ended
 
+    def num_growth_pages(self, request: Request) -> int:
+        """Return the pages that a request is expected to need beyond those it has, until it ends.
+
+        An output is expected to be as long as recent ones, and never to end within its next page.
+        """
+        if request.leg is Leg.SEND:
+            return 0
+        size, num_output = self.pages.page_size, request.num_output_tokens
+        most = min(request.sampling.max_tokens - num_output, self.max_model_len - request.num_tokens)
+        expected = min(most, max(int(self.mean_output) - num_output, size))
+        num_pages = -(-(request.num_tokens + expected) // size)
+        return max(num_pages - max(len(self.pages.pages_of(request.owner)), -(-request.num_tokens // size)), 0)
+
+    def num_returning_pages(self) -> int:
+        """Return the pages that come back without a further preemption, once other replicas are done with them."""
+        self._read = [owner for owner in self._read if self.pages.pages_of(owner)]
+        return self.pages.num_quarantined + self.pages.num_freed_by(self._read)
+
     # -- changing ----------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
@@ -110,7 +135,7 @@ class RequestTable:
     def resume(self, request: Request) -> None:
         """Let a held request, all of whose pages have arrived, continue here."""
         self.held.remove(request)
-        request.status, request.leg = Status.RUNNING, Leg.LOCAL
+        request.status, request.leg, request.is_offered = Status.RUNNING, Leg.LOCAL, False
         self.running.append(request)
 
     def preempt(self, request: Request) -> None:
@@ -124,6 +149,14 @@ class RequestTable:
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._requeue(request, 0, self.now)
+
+    def give_back(self, request: Request) -> None:
+        """End a request here for the sake of a more urgent one: the router places it again.
+
+        Its pages come back when the transfer is cancelled, see `Scheduler.take_returned`.
+        """
+        self.returned.append(request)
+        self.end(request, FinishReason.RETURNED)
 
     def recall(self, request: Request, now: float) -> None:
         """Return a held request, whose transfer in has failed, to the front of the queue.
@@ -149,8 +182,12 @@ class RequestTable:
                 self.held.remove(request)
         if request.status is Status.HELD and request.leg is Leg.RECEIVE:
             self._quarantine(request)
-        elif request.leg is not Leg.SEND and not request.num_in_flight_tokens:
+        elif request.leg is Leg.SEND:
+            self._read.append(request.owner)
+        elif not request.num_in_flight_tokens:
             self.pages.release(request.owner)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.mean_output += (request.num_output_tokens - self.mean_output) * _OUTPUT_WEIGHT
         request.status = Status.FINISHED
         request.finish_reason = reason
         del self._by_id[request.id]

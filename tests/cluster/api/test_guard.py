@@ -75,7 +75,9 @@ def test_key_file_is_read_again_without_restart(
             return http.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
 
         assert (status("old"), status("new")) == (200, 401)
-        path.write_text("new")
+        beside = tmp_path / "keys.new"
+        beside.write_text("new")
+        beside.replace(path)
         eventually(lambda: (status("old"), status("new")) == (401, 200))
     with pytest.raises(ValueError, match=r"http\.api_keys_file"):
         build_api(engine, tokenizer, HttpConfig(api_keys_file=str(tmp_path / "other")))  # type: ignore[arg-type]
@@ -133,6 +135,21 @@ def test_key_without_tokens_is_refused_before_its_prompt_is_encoded(
         refused(http.post("/v1/completions", json={"prompt": "a dog"}), 429, code="rate_limit_exceeded")
         refused(http.post("/v1/chat/completions", json={"messages": HI}), 429, code="rate_limit_exceeded")
     assert encoded == []
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_outputs_are_charged_for_every_choice(
+    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, is_stream: bool
+) -> None:
+    config = HttpConfig.model_validate({"api_keys": [{"key": "k", "tokens_per_minute": 60}]})
+    with serving(engine, tokenizer, config) as http:
+        body = {"prompt": [[5] * 10, [6] * 7], "max_tokens": 5, "n": 2, "stream": is_stream}
+        headers = {"authorization": "Bearer k"}
+        answer = http.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        left = http.get("/v1/models", headers=headers).headers["x-ratelimit-remaining-tokens"]
+        assert 60 - 17 - 20 <= int(left) < 60 - 17, "one more in every second since"
+        refused(http.post("/v1/completions", json={"prompt": [5] * 55}, headers=headers), 429)
 
 
 def test_ended_request_frees_its_place(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:

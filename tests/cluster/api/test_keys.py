@@ -2,6 +2,7 @@
 
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ def replace(path: Path, text: str) -> None:
     new = path.with_suffix(".new")
     new.write_text(text)
     os.replace(new, path)
+
+
+def settle(ring: KeyRing, clock: Clock) -> None:
+    """Let two checks pass: a file counts when it is seen unchanged for the second time."""
+    for _ in range(2):
+        clock.now += 2
+        accepts(ring, "any")
 
 
 def accepts(ring: KeyRing, key: str) -> bool:
@@ -90,10 +98,10 @@ def test_changed_key_file_rotates_keys(tmp_path: Path) -> None:
     ring = KeyRing((ApiKey(key="fixed"),), path, CLASSES, clock)
     assert [accepts(ring, key) for key in ("fixed", "old", "new")] == [True, True, False]
     replace(path, "old\nnew\n")
-    clock.now += 2
+    settle(ring, clock)
     assert [accepts(ring, key) for key in ("fixed", "old", "new")] == [True, True, True]
     replace(path, "new\n")
-    clock.now += 2
+    settle(ring, clock)
     assert [accepts(ring, key) for key in ("fixed", "old", "new")] == [True, False, True]
 
 
@@ -103,17 +111,64 @@ def test_broken_key_file_keeps_old_keys(tmp_path: Path, caplog: pytest.LogCaptur
     ring = KeyRing((), path, CLASSES, clock)
     for text in ("[hunter2, {key: ", "[{key: hunter2, classes: [gold]}]"):
         replace(path, text)
-        clock.now += 2
         with caplog.at_level(logging.ERROR, "ray.serve"):
+            settle(ring, clock)
             assert accepts(ring, "old")
     path.unlink()
-    clock.now += 2
+    settle(ring, clock)
     assert accepts(ring, "old")
     assert len(caplog.records) == 3
     assert "hunter2" not in caplog.text
     replace(path, "new\n")
-    clock.now += 2
+    settle(ring, clock)
     assert [accepts(ring, key) for key in ("old", "new")] == [False, True]
+
+
+@pytest.mark.parametrize("mark", ["", "...\n"])
+def test_key_file_cut_off_at_any_byte_gives_all_keys_or_the_old_ones(tmp_path: Path, mark: str) -> None:
+    """A part of YAML is YAML, and the part of a key is a key. With an end mark, the whole file counts."""
+    path, clock = tmp_path / "keys", Clock()
+    path.write_text("- old\n")
+    ring = KeyRing((), path, CLASSES, clock)
+    whole = f"- first\n- key: second\n  classes: [batch]\n- third\n{mark}"
+    keys = ["old", "first", "second", "third"]
+    found = []
+    for length in range(len(whole) + 1):
+        path.write_text(whole[:length])
+        os.utime(path, ns=(length, length))  # each cut has a time of its own, however fast the test is
+        settle(ring, clock)
+        found.append([key for key in keys if accepts(ring, key)])
+        assert len(ring._keys) == len(found[-1]), "no key is a part of another"
+    assert found[:-2] == [["old"]] * (len(whole) - 1)
+    assert found[-1] == (["first", "second", "third"] if mark else ["old"])
+
+
+def test_file_still_being_written_is_not_read(tmp_path: Path) -> None:
+    """Though it is a new one: it counts when a second check finds it unchanged."""
+    path, clock = tmp_path / "keys", Clock()
+    path.write_text("old")
+    ring = KeyRing((), path, CLASSES, clock)
+    path.unlink()
+    with path.open("w") as file:
+        for part in ("fir", "st\nsec"):
+            file.write(part)
+            file.flush()
+            clock.now += 2
+            assert [accepts(ring, key) for key in ("old", "fir", "first", "sec")] == [True, False, False, False]
+        file.write("ond\n")
+    settle(ring, clock)
+    assert [accepts(ring, key) for key in ("old", "first", "second", "sec")] == [False, True, True, False]
+
+
+def test_replaced_file_counts_though_its_predecessors_number_is_free_again(tmp_path: Path) -> None:
+    """File systems give the number of a deleted file to the next new one."""
+    path, clock = tmp_path / "keys", Clock()
+    path.write_text("old")
+    ring = KeyRing((), path, CLASSES, clock)
+    for text in ("first", "second", "third"):
+        replace(path, text)
+    settle(ring, clock)
+    assert [accepts(ring, key) for key in ("old", "third")] == [False, True]
 
 
 def test_key_file_is_checked_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +285,40 @@ def test_changed_limits_begin_a_new_account() -> None:
     refusal(ledger.account(key).begin)
     ledger.account(ApiKey(key="a", requests_per_minute=2)).begin()
     ledger.account(ApiKey(key="b", requests_per_minute=1)).begin()
+
+
+def test_accounts_of_keys_that_are_no_longer_used_are_forgotten() -> None:
+    clock = Clock()
+    ledger = Ledger(1, clock)
+    busy, in_debt = ApiKey(key="busy", requests_per_minute=9), ApiKey(key="in debt", tokens_per_minute=10)
+    ledger.account(busy).begin()
+    ledger.account(in_debt).output(10_000)
+    for number in range(10_000):
+        account = ledger.account(ApiKey(key=f"key {number}", requests_per_minute=60, tokens_per_minute=600))
+        account.begin()
+        account.prompt(10)
+        account.end()
+        clock.now += 2
+    assert len(ledger) < 200
+    refusal(ledger.account(in_debt).prompt, 1)
+    assert ledger.account(busy).num_running == 1
+
+
+@given(st.lists(st.tuples(st.floats(0, 60), st.integers(1, 600), st.integers(0, 5000)), max_size=40))
+def test_tokens_over_a_long_time_stay_within_the_limit_and_one_request(events: list[tuple[float, int, int]]) -> None:
+    """One request may overdraw the account. Until that is paid, no other begins."""
+    clock, limit = Clock(), 600
+    limited = account(clock, tokens_per_minute=limit)
+    used, last = 0, 0
+    for seconds, prompt, output in events:
+        clock.now += seconds
+        with suppress(ApiError):
+            limited.prompt(prompt)
+            for _ in range(output):  # one by one, as they come
+                limited.output(1)
+            last = prompt + output
+            used += last
+        assert used <= limit + limit / 60 * clock.now + last
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 900), st.integers(0, 300)), max_size=60))

@@ -56,9 +56,16 @@ class GcsFaultTolerance(Strict):
     redisPassword: Credential
 
 
+class Mount(Strict):
+    name: str
+    mountPath: str
+    readOnly: bool
+
+
 class AutoscalerOptions(Strict):
     version: Literal["v1", "v2"]
     idleTimeoutSeconds: Int32
+    volumeMounts: list[Mount]
 
 
 class AuthOptions(Strict):

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from crossdock.cluster.cli import app
 from crossdock.cluster.config_file import ConfigError, load
 from crossdock.cluster.deploy.command import Target, rendered
-from crossdock.cluster.deploy.kuberay import GROUP, PART_OF, kuberay
+from crossdock.cluster.deploy.kuberay import kuberay
+from crossdock.cluster.deploy.protection import GROUP, PART_OF
 from crossdock.cluster.deploy.rayup import ray_up
 from crossdock.cluster.deploy.serve import serve_config
 
@@ -100,12 +101,108 @@ def test_disruption_budgets_and_network_policy_select_the_pods() -> None:
     assert all(label == {PART_OF: "crossdock"} for label in labels)
     budgets = [doc["spec"]["selector"]["matchLabels"] for doc in documents if doc["kind"] == "PodDisruptionBudget"]
     assert budgets == [{PART_OF: "crossdock", GROUP: pool} for pool in ("prefill", "decode")]
-    policy = next(doc["spec"] for doc in documents if doc["kind"] == "NetworkPolicy")
+    policy = policies(documents)["crossdock"]
     assert policy["podSelector"]["matchLabels"] == {PART_OF: "crossdock"}
-    anyone = [rule["ports"] for rule in policy["ingress"] if rule["from"] == [{"namespaceSelector": {}}]]
-    assert anyone == [[{"protocol": "TCP", "port": 8000}]], "from elsewhere the API alone is reached"
-    unbounded = [rule["from"] for rule in policy["ingress"] if "ports" not in rule]
-    assert unbounded == [[{"podSelector": {"matchLabels": {PART_OF: "crossdock"}}}]]
+
+
+OURS = {"podSelector": {"matchLabels": {PART_OF: "crossdock"}}}
+REDIS = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "crossdock-redis"}}}
+PRIVATE = ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "169.254.0.0/16"]
+
+
+def namespace(name: str) -> dict[str, Any]:
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
+
+
+def tcp(*ports: int) -> list[dict[str, Any]]:
+    return [{"protocol": "TCP", "port": port} for port in ports]
+
+
+def policies(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {doc["metadata"]["name"]: doc["spec"] for doc in documents if doc["kind"] == "NetworkPolicy"}
+
+
+@pytest.mark.parametrize("overlay", ["cpu", "single-node", "fleet"])
+def test_only_clients_prometheus_operator_and_the_cluster_itself_reach_its_pods(overlay: str) -> None:
+    """Clients the API, Prometheus Ray's metrics, and the operator, in its own namespace, the dashboard."""
+    documents = list(yaml.safe_load_all((MANIFESTS / overlay / "rayservice.yaml").read_text()))
+    found = policies(documents)
+    operator = namespace("kuberay-operator") | {
+        "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}
+    }
+    assert found["crossdock"]["ingress"] == [
+        {"from": [OURS]},
+        {"from": [{"namespaceSelector": {}}], "ports": tcp(8000)},
+        {"from": [namespace("monitoring")], "ports": tcp(8080)},
+        {"from": [operator], "ports": tcp(8265)},
+    ]
+    assert found["crossdock"]["policyTypes"] == ["Ingress", "Egress"]
+    assert not any(rule for name, spec in found.items() if name != "crossdock" for rule in spec.get("ingress", ()))
+
+
+def test_operators_namespace_is_a_setting() -> None:
+    rules = policies(kuberay(fleet(deploy__operator_namespace="default")))["crossdock"]["ingress"]
+    (source,) = next(rule["from"] for rule in rules if rule.get("ports") == tcp(8265))
+    assert source["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "default"}
+
+
+def test_pods_connect_to_what_the_configuration_names_alone() -> None:
+    """Each other, names, and where they are configured Redis, the model's hub in the Internet, and the collector."""
+    names = {"ports": [{"protocol": "UDP", "port": 53}, *tcp(53)]}
+    hub = {"to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": PRIVATE}}], "ports": tcp(443)}
+    redis = {"to": [REDIS], "ports": tcp(6379)}
+    egress = policies(kuberay(fleet()))["crossdock"]["egress"]
+    assert egress == [{"to": [OURS]}, names, redis, hub]
+    changed = fleet(
+        model__path="/models/a",
+        deploy__redis="elsewhere.example:7000",
+        http__otlp_endpoint="http://otel:4318/v1/traces",
+    )
+    egress = policies(kuberay(changed))["crossdock"]["egress"]
+    assert egress == [{"to": [OURS]}, names, {"ports": tcp(7000)}, {"ports": tcp(4318)}]
+    cpu = policies(kuberay(load(MANIFESTS / "cpu/crossdock.yaml")))
+    assert cpu["crossdock"]["egress"] == [{"to": [OURS]}, names], "the image has the model"
+
+
+def test_kubernetes_api_is_open_to_the_autoscaler_alone() -> None:
+    """Its network for the head, where nodes join and leave; its token for the autoscaler's container."""
+    elastic, fixed = kuberay(fleet()), kuberay(load(MANIFESTS / "single-node/crossdock.yaml"))
+    assert policies(elastic)["crossdock-head"] == {
+        "podSelector": {"matchLabels": {PART_OF: "crossdock", "ray.io/node-type": "head"}},
+        "policyTypes": ["Egress"],
+        "egress": [{"ports": tcp(443, 6443)}],
+    }
+    assert policies(fixed).keys() == {"crossdock"}
+    for documents in (elastic, fixed):
+        cluster = service(documents)["rayClusterConfig"]
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            pod = group["template"]["spec"]
+            assert pod["automountServiceAccountToken"] is False
+            mounts = [mount["mountPath"] for each in pod["containers"] for mount in each["volumeMounts"]]
+            assert not any("serviceaccount" in path for path in mounts)
+            accounts = [volume for volume in pod["volumes"] if "serviceAccountToken" in json.dumps(volume)]
+            assert len(accounts) == (documents is elastic and group is cluster["headGroupSpec"])
+    (mount,) = service(elastic)["rayClusterConfig"]["autoscalerOptions"]["volumeMounts"]
+    assert mount == {
+        "name": "account",
+        "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount",
+        "readOnly": True,
+    }
+
+
+def test_tokens_are_on_in_all_manifests_that_start_ray() -> None:
+    """Without one, every process that reaches a port of Ray runs code."""
+    found = 0
+    for path in sorted(MANIFESTS.rglob("*.yaml")):
+        for document in yaml.safe_load_all(path.read_text()):
+            if document and document.get("kind") == "RayService":
+                assert document["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}, path
+                found += 1
+            if document and "head_start_ray_commands" in document:
+                assert "-e RAY_AUTH_MODE=token" in document["docker"]["run_options"]
+                assert document["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+                found += 1
+    assert found == 4
 
 
 def test_api_keys_file_is_mounted_where_the_configuration_names_it() -> None:

@@ -1,5 +1,6 @@
 """`crossdock serve`: what it checks before Ray starts, and a real one that answers and stops on a signal."""
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -50,6 +52,24 @@ def test_serve_once_started_prints_its_address(served: Served) -> None:
     url = f"http://127.0.0.1:{served.config.http.port}"
     assert f"Crossdock serves SmolLM2-135M-Instruct at {url}/v1" in result.stdout
     assert f"crossdock chat --url {url}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "warns"),
+    [
+        (["--host", "0.0.0.0"], True),  # as the image does
+        (["--host", "0.0.0.0", "--api-key", "hunter2"], False),
+        ([], False),
+    ],
+)
+def test_serve_without_key_on_every_address_warns(served: Served, flags: list[str], warns: bool) -> None:
+    """And serves, as users of vLLM's image expect."""
+    port = free_port()
+    result = run("serve", "--port", str(port), *flags)
+    assert result.exit_code == 0, result.output
+    warning = f"warning: No API key is set: every client that reaches 0.0.0.0 port {port} can use this server."
+    assert (warning in result.stderr) == warns
+    assert "hunter2" not in result.output
 
 
 def test_serve_with_missing_model_fails_before_ray_starts(served: Served) -> None:
@@ -102,6 +122,39 @@ def test_serve_answers_chat_and_stops_on_sigterm(model_dir: Path, tmp_path: Path
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=60) == 0
         assert time.monotonic() - stopped < 30  # 5 s on two quiet cores
+
+
+def listening(server: subprocess.Popen[str]) -> dict[str, set[str]]:
+    """Return the addresses at which a server's processes listen, with the names of the processes."""
+    found: dict[str, set[str]] = {}
+    parent = psutil.Process(server.pid)
+    for process in (parent, *parent.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for each in process.net_connections("inet"):
+                if each.status == psutil.CONN_LISTEN:
+                    found.setdefault(each.laddr.ip, set()).add(f"{process.name()}:{each.laddr.port}")
+    return found
+
+
+def test_no_process_of_serve_listens_beyond_loopback_and_ray_asks_for_a_token(
+    small_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica of two ranks: its gang, the ingress, and all of Ray's processes."""
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    flags = ["--max-num-batched-tokens", "128", "--kv-cache-memory", "64MiB", "--tensor-parallel-size", "2"]
+    with serving(tmp_path / "log", str(small_model_dir), *flags) as (server, url):
+        found = listening(server)
+        names = {name.partition(":")[0] for names in found.values() for name in names}
+        assert {"gcs_server", "raylet"} <= names, "the processes were looked at"
+        port = url.rpartition(":")[2]
+        assert any(name.endswith(f":{port}") for name in found["127.0.0.1"]), "the API"
+        assert found.keys() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, found
+        assert (tmp_path / "token").read_text().strip()
+        modes = {process.environ().get("RAY_AUTH_MODE") for process in psutil.Process(server.pid).children()}
+        assert modes == {"token"}
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=60) == 0
 
 
 def test_serve_as_background_job_stops_on_sigint(small_model_dir: Path, tmp_path: Path) -> None:

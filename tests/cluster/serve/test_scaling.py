@@ -22,6 +22,14 @@ def num_up(pool: str) -> int:
     return sum(actor["Name"].startswith(prefix) and actor["State"] == "ALIVE" for actor in actors)
 
 
+def kill_scaler() -> None:
+    """Kill the scaler's process. Serve starts another."""
+    prefix = f"SERVE_REPLICA::{APP}#scaler#"
+    actors = ray._private.state.actors().values()
+    (name,) = [a["Name"] for a in actors if a["Name"].startswith(prefix) and a["State"] == "ALIVE"]
+    ray.kill(ray.get_actor(name, namespace="serve"))
+
+
 def wait_until_up(pool: str, count: int, seconds: float = 90) -> None:
     deadline = time.monotonic() + seconds
     while num_up(pool) != count:
@@ -61,7 +69,11 @@ def test_pool_grows_under_load_and_shrinks_without_failing_a_request(ray_cluster
         for client in clients:
             client.start()
         wait_until_up("mixed", 2)  # a step of a dozen streams takes some percent of the time that their class allows
-        time.sleep(1)  # under load
+        kill_scaler()
+        end = time.monotonic() + 8  # longer than a new scaler takes to start, and to shrink a pool
+        while time.monotonic() < end:
+            assert num_up("mixed") == 2, "a scaler that has just started knows nothing of the demand yet"
+            time.sleep(0.1)
         ended.set()
         for client in clients:
             client.join(120)

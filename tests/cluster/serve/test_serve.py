@@ -68,6 +68,32 @@ def wait_until_idle(url: str) -> None:
         time.sleep(0.05)
 
 
+def test_poisonous_grammars_are_refused_while_a_stream_goes_on(url: str, client: openai.OpenAI) -> None:
+    """Neither takes the replica down: 20,000 chained rules overflow a stack, 300 patterns need minutes and 10 GB."""
+    chained = "start: r0\n" + "\n".join(f'r{i}: r{i + 1} "a"' for i in range(20_000)) + '\nr20000: "b"'
+    short = "start: r0\n" + "\n".join(f"r{i}:r{i + 1}" for i in range(4_000)) + '\nr4000:"b"'
+    patterns = {"allOf": [{"type": "string", "pattern": f"^.*{number}.*$"} for number in range(300)]}
+    prompt = [5, 6, 7] * 5
+    steady = {
+        "model": "smol",
+        "prompt": prompt,
+        "max_tokens": 400,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+    before = [replica["replica"] for replica in httpx.get(f"{url}/v1/replicas").json()["data"]]
+    stream = client.completions.create(**steady, stream=True)
+    first = next(stream).choices[0].text
+    for body in ({"guided_grammar": chained}, {"guided_grammar": short}, {"guided_json": patterns}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(model="smol", prompt="a", max_tokens=4, extra_body=body)
+        assert refused.value.param == next(iter(body))
+    text = first + "".join(chunk.choices[0].text for chunk in stream)
+    assert [replica["replica"] for replica in httpx.get(f"{url}/v1/replicas").json()["data"]] == before
+    assert text == client.completions.create(**steady).choices[0].text
+    wait_until_idle(url)
+
+
 def test_streaming_chat_answers_in_english(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model="smol",

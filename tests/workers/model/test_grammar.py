@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from crossdock.workers.model.grammar import GrammarCompiler, GrammarState
+from crossdock.workers.model.grammar.compiler import GrammarCompiler
+from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
 from crossdock.workers.schedule.request import Grammar, SamplingParams

@@ -68,8 +68,9 @@ def test_pages_that_the_decode_side_has_are_not_sent(transport: str) -> None:
 def test_pages_travel_while_the_next_chunk_is_computed(transport: str) -> None:
     async def main() -> None:
         async with pair(transport, max_num_batched_tokens=24) as (prefill, decode):
+            await ship(prefill, decode, submission(prompts()[3]))  # the two docks meet
             await ship(prefill, decode, submission(LONG))
-            ((_, _, figures, outcome),) = [end for end in prefill.ended if end[1]]
+            *_, (_, _, figures, outcome) = [end for end in prefill.ended if end[1]]
             assert outcome == "shipped"
             assert figures.num_writes > 1
             assert figures.hidden_bytes > figures.num_bytes / 2
@@ -77,17 +78,17 @@ def test_pages_travel_while_the_next_chunk_is_computed(transport: str) -> None:
     asyncio.run(main())
 
 
-def test_request_that_comes_during_a_step_has_pages_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_that_is_offered_during_a_step_has_pages_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the pages that the other replica has computed meanwhile would wait for the end of two steps."""
 
     async def main() -> None:
         async with pair("tcp", max_num_batched_tokens=24) as (prefill, decode):
-            begun: list[Status] = []
+            begun: list[tuple[Status, bool]] = []
             step, work = Engine.step, submission(LONG)
 
             def watched(engine: Engine) -> Step:
                 request = engine.scheduler.get(work.id) if engine is decode.engine else None
-                begun.extend([request.status] if request is not None else [])
+                begun.extend([(request.status, request.is_offered)] if request is not None else [])
                 return step(engine)
 
             monkeypatch.setattr(Engine, "step", watched)
@@ -97,7 +98,7 @@ def test_request_that_comes_during_a_step_has_pages_before_the_next(monkeypatch:
             await ship(prefill, decode, work)
             await own
             assert begun
-            assert Status.WAITING not in begun
+            assert (Status.WAITING, True) not in begun
 
     asyncio.run(main())
 
@@ -172,7 +173,7 @@ def test_prompt_for_a_full_decode_side_is_computed_before_its_grant(transport: s
 
     async def main() -> None:
         async with pair(transport, deadline_s=0.6, kv_cache_memory=ByteSize(1 << 20)) as (prefill, decode):
-            blockers = [submission([number + 5] * 200, num_tokens=50) for number in range(6)]
+            blockers = [submission([number + 5] * 180, num_tokens=50) for number in range(6)]
             work = submission(LONG)
             expected = await prefill.generate(local(work))
             running = [asyncio.create_task(decode.generate(blocker)) for blocker in blockers]

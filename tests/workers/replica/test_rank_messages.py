@@ -1,5 +1,7 @@
 """Messages between ranks: each arrives as it was sent, and bytes that are no message raise MalformedRankMessage."""
 
+import math
+from dataclasses import fields
 from typing import Any
 
 import msgpack
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from crossdock.kvtransfer.events import Arrived, Committed, Failed, Figures, Granted, Reason, Released, WriterStopped
 from crossdock.workers.replica.config import TransferConfig
+from crossdock.workers.replica.pool_layout import HeldLayers
 from crossdock.workers.replica.rank_messages import (
     AllocatePool,
     CancelExpectCall,
@@ -102,6 +105,55 @@ def test_follower_message_arrives_as_it_was_sent(message: FollowerMessage) -> No
 def test_message_of_wrong_form_is_refused(parts: Any) -> None:
     with pytest.raises(MalformedRankMessage):
         decode_driver_message(msgpack.packb(parts))
+
+
+VALUES: list[Any] = [None, True, 3, -1, 1 << 63, 0.5, -0.5, math.nan, "text", b"bytes", [], [-1], [1.5], ["text"], {}]
+VALUES += [[None], [[1, "2"]], {"unknown": 1}, {"deadline_s": -1}]
+FITTING: dict[Any, list[Any]] = {  # the values of VALUES that a field of this type may have
+    int: [3],
+    float: [3, 1 << 63, 0.5],
+    str: ["text"],
+    bytes: [b"bytes"],
+    bool: [True],
+    tuple[int, ...]: [[]],
+    tuple[bytes, ...]: [[]],
+    tuple[HeldLayers, ...]: [[]],
+    HeldLayers: [[]],
+    TransferConfig: [{}],
+    Reason: [],
+    Figures: [],
+    float | None: [None, 3, 1 << 63, 0.5],
+}
+
+
+@pytest.mark.parametrize("message", [*DRIVER_MESSAGES, *FOLLOWER_MESSAGES], ids=lambda message: type(message).__name__)
+def test_field_of_wrong_type_or_range_is_refused(message: Any) -> None:
+    """Every field of every message, with every value that is not of its type, and with too few and too many fields."""
+    decode: Any = decode_driver_message if message in DRIVER_MESSAGES else decode_follower_message
+    name, *parts = msgpack.unpackb(encode(message))
+    for at, field in enumerate(fields(message)):
+        for value in VALUES:
+            changed = msgpack.packb([name, *parts[:at], value, *parts[at + 1 :]])
+            if any(type(value) is type(good) and value == good for good in FITTING[field.type]):
+                decode(changed)
+                continue
+            with pytest.raises(MalformedRankMessage):
+                decode(changed)
+    for wrong in ([name, *parts, 0], [name, *parts][: len(parts)], [name, parts]):
+        with pytest.raises(MalformedRankMessage):
+            decode(msgpack.packb(wrong))
+
+
+def test_figures_of_wrong_type_or_range_are_refused() -> None:
+    name, *rest, figures = msgpack.unpackb(encode(Released("r", 1, True, Figures(0.1, 0.2, 0.3, 1, 2, 3, 0.4, 0.5, 6))))
+    for at, field in enumerate(fields(Figures)):
+        for value in VALUES:
+            changed = msgpack.packb([name, *rest, [*figures[:at], value, *figures[at + 1 :]]])
+            if any(type(value) is type(good) and value == good for good in FITTING[field.type]):
+                decode_follower_message(changed)
+                continue
+            with pytest.raises(MalformedRankMessage):
+                decode_follower_message(changed)
 
 
 @pytest.mark.parametrize("parts", [["Failed", "r", 1, True, "mood", ""], ["Released", "r", 1, True, [0.0]]], ids=str)

@@ -103,3 +103,27 @@ def test_close_wakes_a_reader_in_another_thread(listener: socket.socket) -> None
         with pytest.raises((EOFError, OSError)):
             reading.result(5)
     follower.close()
+
+
+def test_stranger_that_sends_byte_by_byte_is_refused_at_the_deadline(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deadline is of the whole proof: no byte of it renews it."""
+    monkeypatch.setattr("crossdock.workers.replica.rank_socket._HANDSHAKE_S", 0.3)
+    with socket.create_connection(listener.getsockname()) as stranger:
+        has_ended = threading.Event()
+
+        def drip() -> None:
+            for _ in range(64):  # all of a proof, in 3.2 s
+                if has_ended.wait(0.05):
+                    return
+                stranger.sendall(b"x")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        try:
+            with pytest.raises(TimeoutError):
+                RankSocket(listener.accept()[0], COOKIE, is_driver=True)
+        finally:
+            has_ended.set()
+            dripping.join()

@@ -59,11 +59,28 @@ def test_old_steps_are_dropped() -> None:
     assert [step["number"] for step in watched.after()] == [7, 8, 9]
 
 
-def test_request_name_is_shown_to_its_tenant_only() -> None:
+def test_chunks_are_shown_to_their_tenant_only() -> None:
+    """And the figures of the step, which count the work of all, to one who may see all."""
     watched = WatchedReplica()
     watched.add("mine", 4, tenant="a", request_id="secret")
     watched.run_steps()
-    for tenant, name in ((None, "secret"), ("a", "secret"), ("b", None)):
-        (chunk,) = watched.after(0, tenant)[0]["chunks"]
-        assert chunk["request_id"] == name
-        assert chunk["prompt"] == 1
+    watched.add("other", 4, tenant="b")
+    watched.run_steps()
+    assert [chunk["request_id"] for step in watched.after() for chunk in step["chunks"]] == ["secret", "other"]
+    (step,) = watched.after(0, "a")
+    assert [chunk["request_id"] for chunk in step["chunks"]] == ["secret"]
+    assert {step[name] for name in ("num_decodes", "num_skipped", "predicted_s", "limit")} == {None}
+    assert watched.after(0, "c") == []
+
+
+def test_tenant_gets_the_steps_after_the_last_it_has_seen() -> None:
+    watched = WatchedReplica()
+    watched.add("long", 40, tenant="a")
+    watched.run_steps(5)
+    seen: dict[str, int] = {}
+    first = watched.recent.after(seen, "a")
+    assert len(first["steps"]) == 3
+    middle = {first["incarnation"]: first["steps"][0]["number"]}
+    assert watched.recent.after(middle, "a")["steps"] == first["steps"][1:]
+    assert watched.recent.after({first["incarnation"]: first["last_step"]}, "a")["steps"] == []
+    assert watched.recent.after(middle, "b")["incarnation"] != first["incarnation"]

@@ -260,6 +260,7 @@ def test_receive_leg_has_gaps_and_no_first_token() -> None:
     timed.add("a", 8, max_tokens=4, leg=Leg.RECEIVE)
     assert timed.find("a")["state"] == "waiting"
     timed.replica.now += 20  # later than its class promises; the other replica reports that
+    timed.scheduler.offer("a")
     [granted] = timed.scheduler.grant(timed.replica.now)
     assert granted.id == "a"
     assert (timed.find("a")["state"], timed.find("a")["ttft_met"]) == ("receiving", None)

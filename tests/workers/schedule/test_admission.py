@@ -1,12 +1,15 @@
 """Promises: predicted first tokens, refusals with the seconds to wait, places reserved for urgent classes."""
 
+from typing import ClassVar
+
 import pytest
 
 from crossdock.workers.schedule.admission import reserved_slots
-from crossdock.workers.schedule.forecast import predicted_ttft
+from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.forecast import Forecast, predicted_ttft
 from crossdock.workers.schedule.request import Overloaded
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
-from tests.workers.schedule.model_free_replica import CLASSES, new_timed_replica
+from tests.workers.schedule.model_free_replica import CLASSES, COST, new_timed_replica
 
 
 def test_request_that_would_be_late_is_refused_with_the_seconds_to_wait() -> None:
@@ -61,6 +64,43 @@ def test_share_of_time_for_prompts_is_as_predicted(num_streams: int, slo_class: 
         replica.step()
     actual = (scheduler.prefilled.seconds - before) / (replica.now - began)
     assert predicted == pytest.approx(actual, abs=0.08)
+
+
+class CountedCost(StepCost):
+    """Counts how often the seconds of a prompt are predicted."""
+
+    num_predictions: ClassVar[int] = 0
+
+    def prefill_seconds(self, start: int, end: int, chunk: int) -> float:
+        CountedCost.num_predictions += 1
+        return super().prefill_seconds(start, end, chunk)
+
+
+def test_thousand_choices_that_arrive_between_two_steps_are_each_predicted_a_few_times() -> None:
+    replica = new_timed_replica(CountedCost(**COST.model_dump()))
+    replica.add("running", 300)
+    replica.step()
+    CountedCost.num_predictions = 0
+    for number in range(1000):
+        replica.add(f"choice {number}", 20)
+    assert CountedCost.num_predictions <= 3 * 1000
+
+
+def test_prediction_after_any_change_of_the_queue_is_that_of_a_first_look() -> None:
+    replica = new_timed_replica()
+    for number in range(40):
+        slo_class = ("interactive", "standard", "batch")[number % 3]
+        request = replica.add(f"r{number}", 10 + 37 * (number % 7), slo_class, max_tokens=5)
+        table = replica.scheduler._table
+        if number % 5 == 1:
+            replica.step()
+        if number % 4 == 2:
+            replica.scheduler.abort(f"r{number - 2}")
+        if number % 11 == 3:
+            replica.scheduler.learn(replica.scheduler.cost.model_copy(update={"base": 0.001 * number}), 1.1)
+        forecast = replica.scheduler._forecast
+        fresh = Forecast(table, forecast.cost, forecast.overrun)
+        assert replica.scheduler.predict_ttft(request) == fresh.ttft(request)
 
 
 def test_places_are_reserved_for_urgent_classes() -> None:

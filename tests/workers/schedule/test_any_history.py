@@ -113,6 +113,7 @@ class AnyHistory(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         slo_class=st.sampled_from(["interactive", "standard", "batch"]),
         leg=st.sampled_from([Leg.LOCAL, Leg.LOCAL, Leg.SEND, Leg.RECEIVE]),
+        is_offered=st.booleans(),
     )
     def add(
         self,
@@ -123,6 +124,7 @@ class AnyHistory(RuleBasedStateMachine):
         ignore_eos: bool,
         slo_class: str,
         leg: Leg,
+        is_offered: bool,
     ) -> None:
         params = SamplingParams(max_tokens=max(max_tokens, leg is not Leg.LOCAL), ignore_eos=ignore_eos)
         name, prompt = f"r{self.count}", (prefix + tail)[:39]
@@ -132,6 +134,8 @@ class AnyHistory(RuleBasedStateMachine):
         with suppress(Overloaded):
             self.scheduler.add(new)
             self.live[new.id] = new
+            if is_offered:
+                self.scheduler.offer(new.id)
         if new.id not in self.live:
             assert self.scheduler.config.admission == "reject"
             assert self.live, "an idle replica refuses no request"
@@ -186,6 +190,11 @@ class AnyHistory(RuleBasedStateMachine):
             self.scheduler.take_over(data.draw(st.sampled_from(arriving)), self.now)
 
     @rule()
+    def offer_all(self) -> None:
+        for name in self.live:
+            self.scheduler.offer(name)
+
+    @rule()
     def writers_and_readers_stop(self) -> None:
         for owner in self.being_read:
             self.pages.release(owner)
@@ -205,10 +214,21 @@ class AnyHistory(RuleBasedStateMachine):
         if self.flights:
             self.land()
         self.scheduler.grant(self.now)
+        self.take_returned()
+
+    def take_returned(self) -> None:
+        """Requests that made way have a transfer, which is cancelled: their pages come back later."""
+        for request in self.scheduler.take_returned():
+            assert self.live.pop(request.id) is request
+            assert request.priority > 0
+            assert not request.num_in_flight_tokens
+            if request.leg is Leg.SEND:
+                self.being_read.add(request.owner)
 
     def begin(self) -> bool:
         if not self.flights:
             batch = self.scheduler.schedule(self.now)
+            self.take_returned()
             assert len(self.scheduler.running) <= self.scheduler.config.max_num_seqs
             if batch or not (self.scheduler.held or self.being_read or self.pages.counts().quarantined):
                 assert bool(batch) == self.scheduler.has_work, "there is work, so a step must do some"
@@ -229,6 +249,7 @@ class AnyHistory(RuleBasedStateMachine):
         return [(list(each.token_ids), each.num_computed_tokens, each.due) for each in requests]
 
     def launch(self, batch: Batch) -> bool:
+        self.take_returned()
         config, size = self.scheduler.config, self.pages.page_size
         assert batch.num_tokens <= config.max_num_batched_tokens
         assert len(batch.scheduled) <= config.max_num_seqs

@@ -16,8 +16,10 @@ from tests.workers.schedule.model_free_replica import (
 
 
 def pair_request(name: str, num_tokens: int, leg: Leg) -> Request:
+    """Return a request on two replicas, for whose prompt the other one has pages."""
     params = SamplingParams(max_tokens=5, ignore_eos=True)
-    return Request(name, [ord(name[0])] * num_tokens, params, leg=leg, epoch=1)
+    is_offered = leg is Leg.RECEIVE
+    return Request(name, [ord(name[0])] * num_tokens, params, leg=leg, epoch=1, is_offered=is_offered)
 
 
 def granted(scheduler: Scheduler) -> list[str]:

@@ -23,8 +23,7 @@ def edit(scores: Tensor, row: SampleRow) -> None:
     """Apply bias, penalties and masks to one row's `scores` [V]."""
     params, device = row.params, scores.device
     if params.logit_bias:
-        ids, bias = zip(*params.logit_bias, strict=True)
-        scores.index_add_(0, copy_to(device, torch.tensor(ids)), copy_to(device, torch.tensor(bias)))
+        scores.index_add_(0, *row.bias_on(device))
     if row.is_penalized:
         _penalize(scores, row)
     mask = _mask(row, len(scores))
@@ -52,13 +51,9 @@ def _mask(row: SampleRow, vocab_size: int) -> Tensor | None:
     """
     masks = [] if row.allowed is None else [row.allowed]
     if row.params.allowed_token_ids:
-        mask = torch.zeros(vocab_size, dtype=torch.bool)
-        mask[list(row.params.allowed_token_ids)] = True
-        masks.append(mask)
+        masks.append(row.choosable(vocab_size))
     if row.must_continue:
-        mask = torch.ones(vocab_size, dtype=torch.bool)
-        mask[[*row.eos_token_ids, *row.params.stop_token_ids]] = False
-        masks.append(mask)
+        masks.append(row.continuing(vocab_size))
     combined = None
     for mask in masks:
         narrowed = mask if combined is None else combined & mask

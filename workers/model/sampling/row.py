@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from crossdock.workers.model.sampling.devices import copy_to
 from crossdock.workers.schedule.request import SamplingParams
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM: the division would overflow soon after
@@ -51,6 +52,9 @@ class SampleRow:
     eos_token_ids: Sequence[int] = ()  # masked, with stop_token_ids, until min_tokens are out
     allowed: Tensor | None = None  # [V] bool, the grammar's mask for this step
     counts: TokenCounts | None = field(default=None, repr=False)  # set when penalties first need it
+    _bias: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    _choosable: Tensor | None = field(default=None, repr=False)
+    _continuing: Tensor | None = field(default=None, repr=False)
 
     @property
     def num_output_tokens(self) -> int:
@@ -87,6 +91,27 @@ class SampleRow:
             or self.params.allowed_token_ids
             or self.allowed is not None
         )
+
+    def bias_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the token ids of logit_bias [B] and their biases [B], built at the first call."""
+        if self._bias is None:
+            ids, bias = zip(*self.params.logit_bias, strict=True)
+            self._bias = copy_to(device, torch.tensor(ids)), copy_to(device, torch.tensor(bias))
+        return self._bias
+
+    def choosable(self, vocab_size: int) -> Tensor:
+        """Return the tokens of allowed_token_ids, [V] bool on the CPU, built at the first call."""
+        if self._choosable is None:
+            self._choosable = torch.zeros(vocab_size, dtype=torch.bool)
+            self._choosable[list(self.params.allowed_token_ids)] = True
+        return self._choosable
+
+    def continuing(self, vocab_size: int) -> Tensor:
+        """Return the tokens that end no request, [V] bool on the CPU, built at the first call."""
+        if self._continuing is None:
+            self._continuing = torch.ones(vocab_size, dtype=torch.bool)
+            self._continuing[[*self.eos_token_ids, *self.params.stop_token_ids]] = False
+        return self._continuing
 
     @property
     def is_filtered(self) -> bool:

@@ -1,6 +1,7 @@
 """Bias, penalties and masks change the logits as vLLM and transformers do."""
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -111,3 +112,24 @@ def test_sampling_leaves_logits_unchanged() -> None:
         rows = [make_row(logit_bias=((1, 5.0),)), make_row(top_k=4, repetition_penalty=1.1), make_row(min_tokens=9)]
         sample(logits, rows)
         assert torch.equal(logits, before)
+
+
+class CountedTuple(tuple[Any, ...]):
+    """Counts how often the values are read."""
+
+    num_reads = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_reads += 1
+        return super().__iter__()
+
+
+def test_bias_and_token_lists_of_a_request_are_read_once_for_all_its_steps() -> None:
+    bias, allowed, stop = CountedTuple((i, 0.5) for i in range(300)), CountedTuple(range(300)), CountedTuple((5, 6))
+    logits = random_logits(1, 500)
+    params = SamplingParams(logit_bias=bias, allowed_token_ids=allowed, stop_token_ids=stop, min_tokens=10)
+    row = SampleRow(params, [3], 1, EOS)
+    first = edited(logits[0], row)
+    for _ in range(5):
+        assert torch.equal(edited(logits[0], row), first)
+    assert [values.num_reads for values in (bias, allowed, stop)] == [1, 1, 1]

@@ -1,0 +1,196 @@
+"""Does any stream break, hang or get a wrong token when everything around it fails? Is anything left afterwards?
+
+    python benchmarks/chaos/run.py --streams 4000 --faults kill,ingress,pause,clients,messages --seed 1
+
+Prefill and decode replicas run on Ray nodes of their own on this machine (`ray.cluster_utils.Cluster`: a raylet each),
+two ingresses on the head's. Clients stream without a pause, and compare every token with the answer that an undisturbed
+engine gave to the same prompt beforehand. Faults overlap. Prints how often each kind happened, what became of the
+streams, and what is left at the end; exits with 1 if anything is wrong.
+
+| kind | faults |
+|---|---|
+| kill | `kill -9` of a prefill replica, a decode replica, or one of each |
+| ingress | `kill -9` of an ingress, whose streams are cut; an ingress stopped (SIGSTOP), whose streams must survive |
+| pause | replicas stopped for less and for more than the 10 s after which they count as lost |
+| clients | clients that vanish, and clients that read slowly |
+| messages | transfer messages that are lost or late |
+| answers | one leg of a placement refused, or taken but answered after 12 s |
+| hostile | requests that every server should refuse |
+| poison | requests that kill the replica that gets them |
+| nodes | a node of replicas lost; Ray's GCS killed and restarted |
+| changes | rolling upgrades, drained replicas, flipped roles |
+
+Overload is a matter of settings: `--clients 48 --set engine.kv_cache_memory=768KiB` fills both pools, and with
+`--set engine.admission=reject` and short promises requests are refused.
+"""
+
+import argparse
+import collections
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from crossdock.cluster.serve.ray_environment import ENVIRONMENT
+
+os.environ.update(
+    ENVIRONMENT,
+    RAY_AUTH_MODE="disabled",
+    RAY_SERVE_CONTROL_LOOP_INTERVAL_S="0.1",
+    OMP_WAIT_POLICY="PASSIVE",
+    TOKENIZERS_PARALLELISM="false",
+    HF_HUB_OFFLINE="1",
+)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tables
+
+import faulty
+from faults import FAULTS, Chaos, as_json, rows
+from fleet import NodeFleet, tiny_model
+from streams import Clients, Habits, make_cases
+from tables import markdown
+
+_OTHERS = ("clients", "messages", "answers", "hostile")  # not begun by the loop below
+_CLIENT_FAULTS = ("left by the client", "complete, read slowly", "429 before the first token", "hostile, answered")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=2000)
+    parser.add_argument("--seconds", type=float, default=600, help="begin no stream and no fault later than this")
+    parser.add_argument(
+        "--faults", default="kill,ingress,pause,clients,messages", help="kinds, joined by commas; or none"
+    )
+    parser.add_argument("--every", type=float, default=4.0, help="seconds between two faults of processes, on average")
+    parser.add_argument("--clients", type=int, default=24, help="streams at a time")
+    parser.add_argument("--prefill", type=int, default=2, help="prefill replicas")
+    parser.add_argument("--decode", type=int, default=3, help="decode replicas")
+    parser.add_argument("--lost", type=float, default=0.005, help="share of transfer messages that are lost")
+    parser.add_argument("--late", type=float, default=0.02, help="share of transfer messages that are late")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the application")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    given = parser.parse_args()
+    given.faults = [] if given.faults == "none" else given.faults.split(",")
+    if unknown := set(given.faults) - {*FAULTS, *_OTHERS}:
+        parser.error(f"--faults: {', '.join(sorted(unknown))}: there are {', '.join([*FAULTS, *_OTHERS])}")
+    return given
+
+
+def settings(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of the application, by dotted path."""
+    chosen: dict[str, Any] = {
+        "engine.kv_cache_memory": "32MiB",
+        "engine.admission": "queue",
+        "router.shipping": "always",  # by default the router ships only where that is predicted to be faster
+        "transfer.transport": "tcp",
+    }
+    return chosen | {key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in given.set)}
+
+
+def disturb(chaos: Chaos, given: argparse.Namespace, began: float) -> None:
+    """Begin faults of processes until the clients are done, or the time is over."""
+    shares = [choice for kind in given.faults if kind in FAULTS for choice in FAULTS[kind]]
+    shown = time.monotonic()
+    while not chaos.clients.is_done and time.monotonic() - began < given.seconds:
+        pause = chaos.rng.expovariate(1 / given.every)
+        while shares and not chaos.rng.choices(shares, [share for share, _ in shares])[0][1](chaos):
+            time.sleep(0.2)
+            if chaos.clients.is_done:
+                break
+        time.sleep(min(pause, 3 * given.every))
+        if time.monotonic() - shown > 15:
+            shown = time.monotonic()
+            print(progress(chaos, shown - began), flush=True)
+
+
+def progress(chaos: Chaos, seconds: float) -> str:
+    ended, problems = chaos.clients.ended, len(chaos.clients.problems) + len(chaos.problems)
+    return (
+        f"{seconds:5.0f} s: {ended} streams ({ended / seconds:.1f} a second), {chaos.counts.total()} faults, "
+        f"{problems} problems, {dict(chaos.fleet.listed())}"
+    )
+
+
+def main() -> None:
+    given = parse()
+    folder = Path(tempfile.mkdtemp(prefix="cd-chaos-", dir="/tmp"))
+    try:
+        sys.exit(run(given, folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run(given: argparse.Namespace, folder: Path) -> bool:
+    """Return whether anything went wrong."""
+    began, rng = time.monotonic(), random.Random(given.seed)
+    counted = folder / "counts"
+    counted.mkdir()
+    does_messages, does_answers = "messages" in given.faults, "answers" in given.faults
+    faulty.Disturbance(
+        str(counted),
+        lost=given.lost * does_messages,
+        late=given.late * does_messages,
+        refused=0.02 * does_answers,
+        unanswered=0.002 * does_answers,
+    ).to_environment()
+    model = tiny_model(folder / "model")
+    cases = make_cases(model, 400, given.seed)
+    chosen = settings(given)
+    print(f"{len(cases)} answers known after {time.monotonic() - began:.0f} s", flush=True)
+    fleet = NodeFleet(folder, model, {"prefill": given.prefill, "decode": given.decode}, chosen)
+    try:
+        print(f"whole after {time.monotonic() - began:.0f} s", flush=True)
+        does_clients, does_hostile = "clients" in given.faults, "hostile" in given.faults
+        may_refuse = chosen["engine.admission"] == "reject" or does_answers
+        habits = Habits(0.1 * does_clients, 0.05 * does_clients, 0.02 * does_hostile, may_refuse)
+        clients = Clients(fleet.port, cases, habits, given.seed, given.streams)
+        chaos = Chaos(fleet, clients, rng)
+        began = time.monotonic()
+        clients.start(given.clients)
+        try:
+            disturb(chaos, given, began)
+        finally:
+            chaos.wait_for_pauses()
+            clients.stop()
+        seconds = time.monotonic() - began
+        fleet.wait_until_whole()
+        left = fleet.wait_until_idle()
+    finally:
+        leftovers = fleet.close()
+    return report(chaos, faulty.counts(counted), left, leftovers, seconds, given)
+
+
+def report(
+    chaos: Chaos, inside: dict[str, int], left: dict[str, int], leftovers: list[str], seconds: float, given: Any
+) -> bool:
+    """Print the tables. Return whether anything went wrong."""
+    clients = chaos.clients
+    others = inside | {
+        f"client: {name}": count for name, count in clients.outcomes.items() if name.startswith(_CLIENT_FAULTS)
+    }
+    problems = clients.problems + chaos.problems
+    print("\n" + markdown([("fault", "times", "whole again, median", "longest"), *rows(chaos, others)]))
+    print(markdown([("streams", "count"), *([name, str(count)] for name, count in sorted(clients.outcomes.items()))]))
+    gaps = sorted(clients.gaps) or [0.0]
+    hung = sum("hung" in problem for problem in problems)
+    print(
+        f"{sum(others.values()) + chaos.counts.total()} faults, {clients.began} streams ({clients.ended} attempts) "
+        f"in {seconds:.0f} s ({clients.began / seconds:.1f} a second), {len(problems) - hung} broken, {hung} hung; "
+        f"longest pause of a stream: p50 {gaps[len(gaps) // 2]:.2f} s, p99 {gaps[int(len(gaps) * 0.99)]:.1f} s, "
+        f"max {gaps[-1]:.1f} s; left: {left}, {leftovers or 'no process, port or shared memory'}"
+    )
+    for problem, count in collections.Counter(problems).most_common(20):
+        print(count, problem[:500])
+    if given.json:
+        given.json.write_text(as_json(chaos, others, dict(clients.outcomes), problems))
+    return bool(problems or any(left.values()) or leftovers)
+
+
+if __name__ == "__main__":
+    main()

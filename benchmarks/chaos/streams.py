@@ -1,0 +1,360 @@
+"""Prompts with known answers, and clients that stream them, leave, read slowly, or send what no server accepts."""
+
+import asyncio
+import collections
+import json
+import math
+import random
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ByteSize
+
+from crossdock.cluster.bench.http import HttpResponse
+from crossdock.workers.model.load import load_model
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine import Engine
+from crossdock.workers.schedule.request import SamplingParams, Submission
+
+HUNG_S = 60.0  # without a byte: the stream hangs
+MAX_MODEL_LEN = 1024
+VOCABULARY = 1024  # tokens
+POISON = (101, 103, 107, 109)  # a prompt with these ids side by side kills its replica
+_LENGTHS = (5, 16, 40, 90, 250, 600)  # tokens of prompts
+_OUTPUTS = (8, 8, 16, 16, 24, 40, 64)
+_CLASSES = ("interactive", "standard", "standard", "batch")
+_HOSTILE: tuple[dict[str, Any], ...] = (
+    {"max_tokens": -1},
+    {"temperature": "hot"},
+    {"prompt": [10**9]},
+    {"prompt": list(range(100, 100 + MAX_MODEL_LEN + 1))},
+    {"logit_bias": {"9" * 5000: 1}},
+    {"guided_regex": "("},
+    {"guided_json": {"type": "no such type"}},
+    {"stop": [["nested"]]},
+    {"n": 10**6},
+    {"model": "another"},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A prompt, how its answer is sampled, and the tokens of that answer."""
+
+    prompt: list[int]
+    sampling: dict[str, Any]
+    expected: list[int]
+
+
+def make_cases(model: Path, count: int, seed: int) -> list[Case]:
+    """Compute the answers beforehand, on an engine of this process that nothing disturbs.
+
+    A third is sampled with a seed. Cases whose answer depends on the sizes of chunks are left out: two tokens are
+    equally likely there to the last digits, and either is right.
+    """
+    rng = random.Random(f"cases {seed}")
+    asked = []
+    for number in range(count):
+        length = rng.choice(_LENGTHS)
+        prompt = [(number * 977 + 31 * place * place + 7 * place) % 800 + 200 for place in range(length)]
+        sampling: dict[str, Any] = {"max_tokens": rng.choice(_OUTPUTS), "temperature": 0.0}
+        if rng.random() < 1 / 3:
+            sampling |= {"temperature": 0.8, "seed": number}
+        asked.append((prompt, sampling))
+    torch.set_num_threads(1)  # a second thread would spin and take the core from other processes
+    answers = [_answers(model, asked, budget) for budget in (512, 96)]
+    cases = [
+        Case(*question, answer) for question, answer, other in zip(asked, *answers, strict=True) if answer == other
+    ]
+    if len(cases) < 0.97 * count:
+        raise RuntimeError(f"of {count} prompts only {len(cases)} have an answer that does not depend on chunks")
+    return cases
+
+
+def _answers(model: Path, asked: Sequence[tuple[list[int], dict[str, Any]]], budget: int) -> list[list[int]]:
+    config = EngineConfig(
+        kv_cache_memory=ByteSize(256 << 20),
+        max_num_batched_tokens=budget,
+        admission="queue",
+        enable_prefix_caching=False,
+    )
+    engine = Engine(load_model(ModelSpec(str(model), "float32", MAX_MODEL_LEN)), config)
+    tokens: dict[str, list[int]] = collections.defaultdict(list)
+    for number, (prompt, sampling) in enumerate(asked):
+        engine.add(Submission(f"{number}", prompt, SamplingParams(ignore_eos=True, **sampling)))
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            tokens[delta.request_id] += delta.token_ids
+    return [tokens[f"{number}"] for number in range(len(asked))]
+
+
+class Told(Exception):
+    """The server answered with an error. `status`: of the answer; 200 where a stream had begun."""
+
+    def __init__(self, status: int, error: dict[str, Any], num_tokens: int) -> None:
+        super().__init__(error.get("message", ""))
+        self.status, self.code, self.num_tokens = status, error.get("code"), num_tokens
+
+    def __str__(self) -> str:
+        return f"{self.status} {self.code} after {'some' if self.num_tokens else 'no'} tokens: {self.args[0][:200]}"
+
+
+class Cut(Exception):
+    """The connection ended before the answer did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """How a client reads its answer."""
+
+    leave_after: float = math.inf  # tokens
+    leave_at_s: float = math.inf
+    pause_s: float = 0.0  # between two reads
+
+
+class Exchange:
+    """One streamed request on a connection of its own."""
+
+    def __init__(self, port: int, reader: Reader) -> None:
+        self.tokens: list[int] = []
+        self.own_port = 0  # of the client's end, once connected
+        self.request_id = uuid.uuid4().hex
+        self.longest_gap = 0.0  # seconds between two reads
+        self.num_bytes = 0  # of the answer
+        self.began_at = time.monotonic()
+        self._port, self._reader = port, reader
+        self._response = HttpResponse()
+        self._rest = b""
+        self._is_done = False
+
+    async def run(self, body: dict[str, Any]) -> None:
+        """Send the request and read to the end of the answer, or until the reader leaves.
+
+        Raises:
+            Told: the server answered with an error.
+            Cut: the connection ended before the answer.
+            TimeoutError: not a byte came for `HUNG_S` seconds.
+        """
+        content = json.dumps(body).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: chaos\r\nConnection: close\r\nX-Request-Id: {self.request_id}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        )
+        loop, sock = asyncio.get_running_loop(), socket.socket()
+        sock.setblocking(False)
+        if self._reader.pause_s:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        try:
+            async with asyncio.timeout(HUNG_S):
+                await loop.sock_connect(sock, ("127.0.0.1", self._port))
+                self.own_port = sock.getsockname()[1]
+                await loop.sock_sendall(sock, head.encode() + content)
+            await self._read(loop, sock)
+        except OSError as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise Cut(f"{type(error).__name__} after {len(self.tokens)} tokens") from None
+        finally:
+            sock.close()
+
+    async def _read(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+        reader, began, error = self._reader, time.monotonic(), b""
+        last = began
+        while not self._response.complete:
+            left = reader.leave_at_s - (time.monotonic() - began)
+            try:
+                async with asyncio.timeout(min(HUNG_S, max(0.0, left))):
+                    data = await loop.sock_recv(sock, 512 if reader.pause_s else 1 << 16)
+            except TimeoutError:
+                if left < HUNG_S:
+                    return
+                raise TimeoutError(f"hung after {len(self.tokens)} tokens") from None
+            now = time.monotonic()
+            self.longest_gap, last = max(self.longest_gap, now - last), now
+            self.num_bytes += len(data)
+            if not data:
+                self._response.end_of_stream()
+                break
+            part = self._response.feed(data)
+            if self._response.status == 200:
+                self._take(part)
+            else:
+                error += part
+            if len(self.tokens) >= reader.leave_after:
+                return
+            if reader.pause_s:
+                await asyncio.sleep(reader.pause_s)
+                last += reader.pause_s
+        if error:
+            raise Told(self._response.status, json.loads(error)["error"], 0)
+        if not self._is_done:
+            raise Cut(f"status {self._response.status}, {len(self.tokens)} tokens")
+
+    def _take(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line == b"data: [DONE]":
+                self._is_done = True
+            elif line.startswith(b"data: "):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise Told(200, event["error"], len(self.tokens))
+                for choice in event["choices"]:
+                    self.tokens += choice.get("token_ids") or ()
+
+
+@dataclass(slots=True)
+class Habits:
+    """Which shares of the clients are odd, and which errors are honest."""
+
+    vanish: float = 0.0
+    slow: float = 0.0
+    hostile: float = 0.0
+    may_refuse: bool = False  # 429 before the first token
+
+
+@dataclass(slots=True)
+class Clients:
+    """Clients that stream without a pause, on a thread of their own, and the count of what became of their streams."""
+
+    port: int
+    cases: Sequence[Case]
+    habits: Habits
+    seed: int
+    limit: int  # streams
+    outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
+    problems: list[str] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)  # the longest of each stream, seconds
+    cut_ports: set[int] = field(default_factory=set)  # clients' ends of connections to an ingress that was killed
+    ingress_killed_at: float = -math.inf
+    began: int = 0
+    in_flight: int = 0
+    _started: float = field(default_factory=time.monotonic)
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    _thread: threading.Thread | None = None
+    _is_stopping: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.began >= self.limit and not self.in_flight
+
+    @property
+    def ended(self) -> int:
+        return sum(self.outcomes.values()) + len(self.problems)
+
+    def start(self, clients: int) -> None:
+        """Start so many clients. Each begins its next stream when the last one has ended."""
+
+        async def run() -> None:
+            await asyncio.gather(*(self._client(random.Random(f"{self.seed} {number}")) for number in range(clients)))
+
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(run(),), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Begin no further stream, and wait for the end of those that run."""
+        self._is_stopping = True
+        if self._thread is not None:
+            self._thread.join(3 * HUNG_S)
+
+    async def _client(self, rng: random.Random) -> None:
+        while self.began < self.limit and not self._is_stopping:
+            self.began += 1
+            self.in_flight += 1
+            try:
+                await self._one(rng)
+            except Exception as error:
+                self._problem(f"the client failed: {type(error).__name__}: {error}")
+            self.in_flight -= 1
+
+    async def _one(self, rng: random.Random) -> None:
+        case, chance, habits = rng.choice(self.cases), rng.random(), self.habits
+        body = _body(case, rng)
+        if chance < habits.hostile:
+            await self._hostile(body | rng.choice(_HOSTILE))
+            return
+        kind, reader = "complete", Reader()
+        if chance < habits.hostile + habits.vanish:
+            kind = "left by the client"
+            leaves_early = rng.random() < 0.3
+            reader = (
+                Reader(leave_at_s=rng.choice([0.0, 0.005, 0.05, 0.3]))
+                if leaves_early
+                else Reader(rng.choice([1, 2, 5, 12]))
+            )
+        elif chance < habits.hostile + habits.vanish + habits.slow:
+            kind, reader = "complete, read slowly", Reader(pause_s=rng.choice([0.02, 0.1, 0.3]))
+        for _ in range(4):
+            exchange = Exchange(self.port, reader)
+            outcome = await self._stream(exchange, body, case, kind)
+            if outcome is None or outcome == kind:
+                return
+            await asyncio.sleep(rng.uniform(0.05, 0.5))  # a client retries where it was told that it may
+
+    async def _stream(self, exchange: Exchange, body: dict[str, Any], case: Case, kind: str) -> str | None:
+        """Count and return the outcome of one stream; None: a problem."""
+        outcome: str | None = kind
+        try:
+            await exchange.run(body)
+        except Told as told:
+            outcome = "429 before the first token" if told.status == 429 and self.habits.may_refuse else None
+            problem = f"told {told}"
+        except Cut as cut:
+            outcome = "cut with its killed ingress" if self._is_cut_by_kill(exchange) else None
+            problem = f"cut: {cut}"
+        except TimeoutError as hung:
+            outcome, problem = None, f"{hung}"
+        tokens, expected = exchange.tokens, case.expected
+        self.gaps.append(exchange.longest_gap)
+        if tokens != expected[: len(tokens)] or (outcome == "complete" and tokens != expected):
+            outcome, problem = None, f"wrong tokens {tokens}, not {expected}"
+        if outcome is None:
+            self._problem(f"{problem}; {len(case.prompt)} prompt tokens, {case.sampling}, {exchange.request_id}")
+        else:
+            self.outcomes[outcome] += 1
+        return outcome
+
+    def _is_cut_by_kill(self, exchange: Exchange) -> bool:
+        """Return whether the connection ended because its ingress was killed.
+
+        A connection that the kernel gave to the ingress between the listing of its connections and its end has no byte
+        of an answer, and ends at once.
+        """
+        seconds = time.monotonic() - self.ingress_killed_at
+        is_late = not exchange.num_bytes and exchange.began_at < self.ingress_killed_at + 0.05 and seconds < 1
+        return exchange.own_port in self.cut_ports or is_late
+
+    async def _hostile(self, body: dict[str, Any]) -> None:
+        try:
+            await Exchange(self.port, Reader()).run(body)
+        except Told as told:
+            if 400 <= told.status < 500:
+                self.outcomes[f"hostile, answered {told.status}"] += 1
+                return
+            self._problem(f"hostile: {told}")
+        except (Cut, TimeoutError) as error:
+            self._problem(f"hostile: {error}")
+        else:
+            self._problem(f"hostile: served {str(body)[:200]}")
+
+    def _problem(self, text: str) -> None:
+        self.problems.append(f"{time.monotonic() - self._started:.0f} s: {text}")
+        print("PROBLEM", self.problems[-1][:600], flush=True)
+
+
+def _body(case: Case, rng: random.Random) -> dict[str, Any]:
+    """Return the request for a case. Most have a cache of their own, so that their prompts are computed."""
+    body = {"model": "tiny", "prompt": case.prompt, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    body |= case.sampling
+    body["service_tier"] = rng.choice(_CLASSES)
+    if rng.random() < 0.7:
+        body["cache_salt"] = f"{rng.getrandbits(64):x}"
+    return body

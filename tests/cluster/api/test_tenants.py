@@ -1,0 +1,153 @@
+"""A client sees nothing of the requests of another: in answers, figures, headers and errors.
+
+An engine really runs behind the API. One key's requests wait, run and end, while another key asks for all there is.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from crossdock.cluster.api.tokenizer import ModelTokenizer
+from tests.cluster.api.engine_api import EngineApi, LiveApi, live_api
+from tests.cluster.api.scripted_api import refused
+
+KEYS = ("mine", "theirs", {"key": "operator", "sees_all_requests": True})
+LENGTHS = {"mine": 230, "theirs": 187}  # tokens of prompts; no other figure of a test has these
+ABOUT_THE_MACHINE = {"now", "cost", "overrun", "step_error"}  # the clock, and how fast steps are
+
+
+@pytest.fixture
+def api(tokenizer: ModelTokenizer) -> Iterator[LiveApi]:
+    with live_api(tokenizer, KEYS) as api:
+        yield api
+
+
+def get(api: LiveApi, path: str, key: str = "mine") -> Any:
+    answer = httpx.get(api.url + path, headers={"authorization": f"Bearer {key}"}, timeout=20)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def seen_by(api: LiveApi, key: str) -> dict[str, Any]:
+    """Return all that the API shows to a key about requests, without the figures of the machine."""
+    replicas = get(api, "/v1/replicas", key)["data"]
+    return {
+        "replicas": [{name: replica[name] for name in replica.keys() - ABOUT_THE_MACHINE} for replica in replicas],
+        "requests": get(api, "/v1/requests", key),
+        "mine": get(api, "/v1/requests/of-mine", key),
+    }
+
+
+def numbers(value: Any) -> Iterator[Any]:
+    """Yield every number in a JSON value, at any depth."""
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from numbers(part)
+    elif isinstance(value, int | float):
+        yield value
+
+
+def test_nothing_that_a_key_sees_changes_with_the_requests_of_another(api: LiveApi) -> None:
+    """Neither while they are in flight nor when they have run."""
+    api.work("mine")
+    alone = seen_by(api, "mine")
+    assert {chunk["request_id"] for step in alone["replicas"][0]["steps"] for chunk in step["chunks"]} >= {"of-mine"}
+    asking = [api.api.ask("standard", LENGTHS["theirs"], key="theirs", max_tokens=60) for _ in range(3)]
+    tasks, gate = api.call(api.api.held(*asking))
+    try:
+        assert seen_by(api, "mine") == alone, "while they wait"
+        assert seen_by(api, "operator") != alone
+    finally:
+        gate.set()
+
+    async def ended() -> list[httpx.Response]:
+        return list(await asyncio.gather(*tasks))
+
+    assert [answer.status_code for answer in api.call(ended())] == [200] * 3
+    assert seen_by(api, "mine") == alone, "after they have run"
+    assert LENGTHS["theirs"] in set(numbers(seen_by(api, "operator")))
+
+
+def test_own_chunks_beside_the_streams_of_another_show_no_figure_of_those(api: LiveApi) -> None:
+    """Steps that both share: how many streams there were, and what the step was predicted to take, are left out."""
+
+    async def together() -> list[httpx.Response]:
+        theirs = [api.api.ask("standard", LENGTHS["theirs"], key="theirs", max_tokens=60) for _ in range(3)]
+        tasks = [asyncio.create_task(one) for one in theirs]
+        while not any(live["num_output_tokens"] for live in await api.api.dispatcher.live_requests(None)):
+            await asyncio.sleep(0.001)
+        own = await api.api.ask("standard", LENGTHS["mine"], key="mine", **{"request-id": "of-mine"})
+        return [own, *await asyncio.gather(*tasks)]
+
+    assert [answer.status_code for answer in api.call(together())] == [200] * 4
+    (operators,) = get(api, "/v1/requests/of-mine", "operator")["requests"]
+    assert any(chunk["num_decodes"] for chunk in operators["chunks"]), "the steps were shared"
+    (own,) = get(api, "/v1/requests/of-mine")["requests"]
+    assert own["num_shared_decode_steps"] is None
+    assert {chunk[name] for chunk in own["chunks"] for name in ("num_decodes", "predicted_s", "limit")} == {None}
+    (replica,) = get(api, "/v1/replicas")["data"]
+    assert replica["pages"] is None
+    assert replica["steps"]
+    for step in replica["steps"]:
+        assert {step[name] for name in ("num_decodes", "num_skipped", "predicted_s", "limit")} == {None}
+        assert {chunk["request_id"] for chunk in step["chunks"]} == {"of-mine"}
+    assert LENGTHS["theirs"] not in set(numbers(seen_by(api, "mine")))
+
+
+def test_key_reads_on_after_the_steps_it_has_seen(api: LiveApi) -> None:
+    """Its steps are numbered by time: numbers of a replica's steps would count those of others."""
+    api.work("mine")
+    (first,) = get(api, "/v1/replicas")["data"]
+    (all_,) = get(api, "/v1/replicas", "operator")["data"]
+    assert first["incarnation"] != all_["incarnation"]
+    at = [step["number"] for step in first["steps"]]
+    assert at == sorted(set(at))
+    middle = at[len(at) // 2]
+    (rest,) = get(api, f"/v1/replicas?after={first['incarnation']}:{middle}")["data"]
+    assert [step["number"] for step in rest["steps"]] == [number for number in at if number > middle]
+    (none,) = get(api, f"/v1/replicas?after={first['incarnation']}:{first['last_step']}")["data"]
+    assert (none["steps"], none["last_step"]) == ([], first["last_step"])
+
+
+def test_headers_of_a_key_count_its_own_requests_alone(tokenizer: ModelTokenizer) -> None:
+    keys = [{"key": key, "requests_per_minute": 50, "tokens_per_minute": 100_000} for key in ("mine", "theirs")]
+
+    async def main() -> None:
+        async with EngineApi(tokenizer, keys=keys) as api:
+            await asyncio.gather(*(api.ask("standard", key="theirs") for _ in range(5)))
+            answer = await api.ask("standard", key="mine")
+            assert answer.headers["x-ratelimit-remaining-requests"] == "49"
+            assert int(answer.headers["x-ratelimit-remaining-tokens"]) >= 100_000 - 203, "it fills again as time passes"
+            shown = {name for name in answer.headers if name.startswith("x-")}
+            of_key = [f"{part}-{unit}" for part in ("limit", "remaining", "reset") for unit in ("requests", "tokens")]
+            assert shown == {"x-request-id", *(f"x-ratelimit-{name}" for name in of_key)}
+
+    asyncio.run(main())
+
+
+def test_refusal_for_load_shows_seconds_alone(tokenizer: ModelTokenizer) -> None:
+    """How long the queue is, in seconds, is what a client must know to try again."""
+
+    async def main() -> None:
+        async with EngineApi(tokenizer, keys=["mine", "theirs"]) as api:
+            tasks, gate = await api.held(*(api.ask("urgent", 200, key="theirs") for _ in range(4)))
+            asking = asyncio.create_task(api.ask("urgent", 20, key="mine"))
+            await asyncio.sleep(0)
+            gate.set()
+            answers = [await asking, *await asyncio.gather(*tasks)]
+            refusals = [answer for answer in answers if answer.status_code == 429]
+            assert refusals, "the test's own load"
+            for answer in refusals:
+                message = refused(answer, 429)["message"]
+                assert re.fullmatch(
+                    r"the first token would come in [\d.]+ s; class 'urgent' promises [\d.]+ s\. "
+                    r"Retry in [\d.]+ s, or ask for a less urgent class",
+                    message,
+                ), message
+                assert {name for name in answer.headers if name.startswith("x-")} == {"x-request-id"}
+
+    asyncio.run(main())

@@ -1,0 +1,391 @@
+"""A prefill and a decode replica without models, threads and network: real schedulers, page pools, handovers and
+transfer protocol. Messages are late or lost as a test chooses. A small router places requests again."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from crossdock.kvtransfer.receiver import Receiver
+from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank, Write
+from crossdock.workers.replica.config import TransferConfig
+from crossdock.workers.replica.engine import Step
+from crossdock.workers.replica.handover import Handover
+from crossdock.workers.schedule.batch import SampledToken
+from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.request import (
+    FinishReason,
+    Leg,
+    Request,
+    SamplingParams,
+    Submission,
+    TokenDelta,
+)
+from tests.workers.schedule.model_free_replica import CLASSES, COST, new_scheduler, next_token, reference_output
+
+PAGE_SIZE = 4
+LONGEST = 60  # tokens of a request
+TRANSFER = TransferConfig(deadline_s=3.0, grace_s=0.5)
+
+
+@dataclass(eq=False)
+class SansIoDock:
+    """Has the calls of `ReplicaDock`. One rank; its messages go to the world's network."""
+
+    name: str
+    world: "World"
+    on_event: Callable[[object], None]
+    sender: Sender = field(init=False)
+    receiver: Receiver = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sender = Sender(0, PAGE_SIZE, 1 << 30)
+        self.receiver = Receiver(PAGE_SIZE, self.name.encode(), TRANSFER.grace_s)
+
+    @property
+    def blob(self) -> bytes:
+        return self.name.encode()
+
+    def ship(self, request: str, epoch: int, peer: bytes, deadline_s: float) -> None:
+        target = {peer.decode(): TargetRank(1000, 10, 1)}
+        self.run(self.sender.ship(request, epoch, target, deadline_s, self.world.now))
+
+    def expect(self, request: str, epoch: int, peer: bytes, deadline_s: float) -> None:
+        self.run(self.receiver.expect(request, epoch, {peer.decode(): (0, 10)}, deadline_s, self.world.now))
+
+    def offer(self, request: str, epoch: int) -> None:
+        self.run(self.sender.offer(request, epoch))
+
+    def chunk(self, request: str, pages: Sequence[int], num_tokens: int) -> None:
+        self.run(self.sender.chunk(request, pages, num_tokens, self.world.now))
+
+    def finish(self, request: str, pages: Sequence[int], num_tokens: int, state: bytes) -> None:
+        self.run(self.sender.finish(request, pages, num_tokens, state, self.world.now))
+
+    def grant(self, request: str, epoch: int, first_page: int, pages: Sequence[int]) -> None:
+        self.run(self.receiver.grant(request, epoch, first_page, pages, self.world.now))
+
+    def cancel_ship(self, request: str, epoch: int) -> None:
+        self.run(self.sender.cancel(request, epoch, self.world.now))
+
+    def cancel_expect(self, request: str, epoch: int) -> None:
+        self.run(self.receiver.cancel(request, epoch, self.world.now))
+
+    def wait(self, request: str, epoch: int, seconds: float) -> None:
+        self.run(self.receiver.wait(request, epoch, seconds, self.world.now))
+        self.run(self.sender.wait(request, epoch, seconds))
+
+    def peer_lost(self, name: str, is_dead: bool) -> None:
+        self.run(self.sender.peer_lost(name, is_dead, "lost", self.world.now))
+        self.run(self.receiver.peer_lost(name, is_dead, "lost", self.world.now))
+
+    def tick(self) -> None:
+        self.run(self.sender.tick(self.world.now))
+        self.run(self.receiver.tick(self.world.now))
+
+    def take(self, peer: str, message: Any) -> None:
+        side = self.sender if type(message).__name__ in ("Grant", "Abort") else self.receiver
+        if type(message).__name__ == "Wait" and not message.is_from_source:
+            side = self.sender
+        self.run(side.receive(peer, message, self.world.now))
+
+    def run(self, outputs: Sequence[ProtocolOutput]) -> None:
+        for output in outputs:
+            match output:
+                case Send(peer, message):
+                    self.world.post(self.name, peer, message)
+                case Write():
+                    self.world.writes.append((self, output))
+                case _:
+                    self.on_event(output)
+
+
+@dataclass(eq=False)
+class PoolReplica:
+    """One replica: steps as `EngineThread` does, with every token known from the tokens before it."""
+
+    name: str
+    world: "World"
+    num_pages: int
+    settings: dict[str, Any]
+    is_dead: bool = False
+    inbox: deque[Callable[[], None]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        defaults = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "admission": "queue", "slo_classes": CLASSES}
+        self.scheduler = new_scheduler(self.num_pages, LONGEST, cost=COST, **(defaults | self.settings))
+        self.pages: PagePool = self.scheduler.pages
+        self.config, self.model = SimpleNamespace(page_size=PAGE_SIZE), SimpleNamespace(vocab_size=1000)
+        self.dock = SansIoDock(self.name, self.world, lambda event: self.inbox.append(lambda: self.handle(event)))
+        self.handover = Handover(self, self.dock, TRANSFER)  # type: ignore[arg-type]
+
+    # -- what Handover calls of an Engine ----------------------------------------------------------------------------
+
+    def clock(self) -> float:
+        return self.world.now
+
+    def abort(self, request_id: str) -> Request | None:
+        return self.scheduler.abort(request_id)
+
+    def arrive(self, request_id: str, token_id: int) -> None:
+        self.scheduler.start_decoding(request_id, token_id, self.world.now)
+
+    def ship(self, request_id: str) -> None:
+        self.scheduler.finish_sent(request_id)
+
+    def take_returned(self) -> list[Request]:
+        return self.scheduler.take_returned()
+
+    # -- what EngineThread does --------------------------------------------------------------------------------------
+
+    def add(self, submission: Submission) -> None:
+        if self.scheduler.get(submission.id) is not None:
+            self.leave(submission.id, submission.epoch - 1)
+        self.scheduler.add(Request.from_submission(submission, self.world.now))
+        self.handover.add(submission)
+
+    def leave(self, request_id: str, epoch: int) -> None:
+        """Abort an attempt, or any before it."""
+        request = self.scheduler.get(request_id)
+        if request is not None and request.epoch <= epoch:
+            self.scheduler.abort(request_id)
+            self.handover.aborted(request)
+
+    def handle(self, event: Any) -> None:
+        self.report(self.handover.handle(event))
+
+    def report(self, deltas: Sequence[TokenDelta]) -> None:
+        for delta in deltas:
+            self.world.post(self.name, "router", delta)
+
+    def step(self) -> bool:
+        """Do one turn. Return whether something was computed."""
+        while self.inbox:
+            self.inbox.popleft()()
+        self.handover.grant()
+        batch = None
+        if self.scheduler.has_work:
+            batch = self.scheduler.schedule(self.world.now)
+            self.on_scheduled(batch)
+            sampled = {
+                part.request.id: SampledToken(next_token(part.request.token_ids))
+                for part in batch.scheduled
+                if part.samples
+            }
+            deltas = self.scheduler.update(batch, sampled, self.world.now)
+            self.report(deltas)
+            self.report(self.handover.step(Step(batch, deltas, self.world.now)))
+        else:
+            self.report(self.handover.step(None))
+        return bool(batch)
+
+    on_scheduled: Callable[[Any], None] = lambda batch: None
+
+
+@dataclass(eq=False)
+class Client:
+    """One request of a client, as the router knows it."""
+
+    submission: Submission
+    began: float
+    attempt: int = 0
+    output: list[int] = field(default_factory=list)
+    prefill: str = ""
+    decode: str = ""
+    is_over: bool = False
+    num_returned: int = 0
+
+
+class World:
+    """Two replicas, what travels between them, and a router."""
+
+    def __init__(self, prefill_pages: int, decode_pages: int, **settings: Any) -> None:
+        self.now = 0.0
+        self.channels: dict[tuple[str, str], deque[Any]] = {}
+        self.writes: list[tuple[SansIoDock, Write]] = []
+        self.clients: dict[str, Client] = {}
+        self.sizes = {"P": prefill_pages, "D": decode_pages}
+        self.settings = settings
+        self.count = 0
+        self.replicas: dict[str, PoolReplica] = {}
+        self.prefill, self.decode = self.start("P"), self.start("D")
+
+    def start(self, role: str) -> PoolReplica:
+        name = f"{role}{self.count}"
+        self.count += 1
+        replica = self.replicas[name] = PoolReplica(name, self, self.sizes[role], self.settings)
+        return replica
+
+    # -- router ------------------------------------------------------------------------------------------------------
+
+    def submit(self, num_tokens: int, slo_class: str, max_tokens: int) -> Client:
+        """Send a new request of a client to both replicas."""
+        name = f"r{len(self.clients)}"
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        prompt = [(len(self.clients) * 7 + at) % 40 + 1 for at in range(num_tokens)]
+        client = self.clients[name] = Client(Submission(name, prompt, sampling, slo_class=slo_class), self.now)
+        self.place(client)
+        return client
+
+    def place(self, client: Client) -> None:
+        work = client.submission
+        client.prefill, client.decode = self.prefill.name, self.decode.name
+        common = {
+            "epoch": client.attempt,
+            "output_token_ids": tuple(client.output),
+            "may_refuse": False,
+            "waited_s": self.now - client.began,
+        }
+        for leg, name, peer in (
+            (Leg.RECEIVE, client.decode, client.prefill),
+            (Leg.SEND, client.prefill, client.decode),
+        ):
+            submission = Submission(
+                work.id,
+                work.prompt_token_ids,
+                work.sampling,
+                slo_class=work.slo_class,
+                leg=leg,
+                peer=peer.encode(),
+                **common,
+            )
+            self.post("router", name, submission)
+
+    def give_up(self, client: Client) -> None:
+        for name in (client.prefill, client.decode):
+            self.post("router", name, (client.submission.id, client.attempt))
+
+    def place_again(self, client: Client) -> None:
+        self.give_up(client)
+        client.attempt += 1
+        self.place(client)
+
+    def leave(self, client: Client) -> None:
+        """The client is gone."""
+        if not client.is_over:
+            client.is_over = True
+            self.give_up(client)
+
+    def hear(self, replica: str, delta: TokenDelta) -> None:
+        client = self.clients[delta.request_id]
+        if client.is_over or delta.epoch != client.attempt:
+            return
+        fresh = delta.token_ids[max(len(client.output) - delta.first, 0) :]
+        assert delta.first <= len(client.output) or replica == client.decode
+        if delta.first > len(client.output):  # the first token is late: its channel is another one
+            self.post(replica, "router", delta)
+            return
+        client.output += fresh
+        match delta.finish_reason:
+            case None | FinishReason.SHIPPED:
+                pass
+            case FinishReason.RETURNED:
+                client.num_returned += 1
+                self.place_again(client)
+            case _:
+                assert delta.finish_reason is FinishReason.LENGTH, delta
+                client.is_over = True
+                self.give_up(client)
+                expected = reference_output(client.submission.prompt_token_ids, client.submission.sampling, LONGEST)
+                assert client.output == expected
+
+    # -- network and faults ------------------------------------------------------------------------------------------
+
+    def post(self, sender: str, receiver: str, message: Any) -> None:
+        self.channels.setdefault((sender, receiver), deque()).append(message)
+
+    def ready(self) -> list[tuple[str, str]]:
+        return sorted(key for key, messages in self.channels.items() if messages)
+
+    def deliver(self, key: tuple[str, str]) -> None:
+        sender, receiver = key
+        message = self.channels[key].popleft()
+        if receiver == "router":
+            self.hear(sender, message)
+            return
+        replica = self.replicas[receiver]
+        if replica.is_dead:
+            return
+        if isinstance(message, Submission):
+            replica.inbox.append(lambda: replica.add(message))
+        elif isinstance(message, tuple):
+            replica.inbox.append(lambda: replica.leave(*message))
+        else:
+            replica.dock.take(sender, message)
+
+    def lose(self, key: tuple[str, str]) -> None:
+        """Lose a message between the replicas, as a transport without connections may."""
+        if "router" not in key:
+            self.channels[key].popleft()
+
+    def land(self, number: int) -> None:
+        """End an open write: its data and its message are at the target."""
+        dock, write = self.writes.pop(number)
+        target = self.replicas[write.peer]
+        message = write.message
+        if self.replicas[dock.name].is_dead:
+            return
+        if target.is_dead:
+            dock.run(dock.sender.write_failed(message.request, message.epoch, write.peer, "dead", self.now))
+            return
+        self.post(dock.name, write.peer, message)
+        dock.run(dock.sender.write_done(message.request, message.epoch, write.peer, self.now))
+
+    def kill(self, role: str) -> None:
+        """End a replica; another of its role starts, and the router hears of the death."""
+        old = self.prefill if role == "P" else self.decode
+        old.is_dead = True
+        new = self.start(role)
+        if role == "P":
+            self.prefill = new
+        else:
+            self.decode = new
+        for replica in (self.prefill, self.decode):
+            replica.dock.peer_lost(old.name, True)
+        for client in self.clients.values():
+            if not client.is_over and old.name in (client.prefill, client.decode):
+                self.place_again(client)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for replica in (self.prefill, self.decode):
+            replica.dock.tick()
+
+    # -- to the end --------------------------------------------------------------------------------------------------
+
+    def go_round(self) -> None:
+        """Deliver what is on its way, land all writes, and step both replicas."""
+        for key in self.ready():
+            for _ in range(len(self.channels[key])):
+                self.deliver(key)
+        while self.writes:
+            self.land(0)
+        self.prefill.step()
+        self.decode.step()
+        self.pass_time(0.01)
+
+    def settle(self, most_rounds: int = 4000) -> None:
+        """Go on without faults: every request ends, and every page is free."""
+        for _ in range(most_rounds):
+            if all(client.is_over for client in self.clients.values()):
+                break
+            self.go_round()
+        open_requests = [client.submission.id for client in self.clients.values() if not client.is_over]
+        assert not open_requests, f"not everything ends: {open_requests}; {self.describe()}"
+        for _ in range(50):
+            self.go_round()
+            self.pass_time(0.2)
+        for replica in (self.prefill, self.decode):
+            counts = replica.pages.counts()
+            assert counts.owned == counts.quarantined == 0, f"{replica.name}: {counts}"
+            assert not replica.scheduler.requests()
+            assert len(replica.dock.sender) == len(replica.dock.receiver) == 0
+
+    def describe(self) -> str:
+        return "; ".join(
+            f"{replica.name}: held {[each.id for each in replica.scheduler.held]}, "
+            f"waiting {[each.id for each in replica.scheduler.waiting]}, "
+            f"running {[each.id for each in replica.scheduler.running]}, {replica.pages.counts()}"
+            for replica in (self.prefill, self.decode)
+        )

@@ -1,0 +1,1 @@
+"""Structured output: compile grammars within limits, and follow each request through its own."""

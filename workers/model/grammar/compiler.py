@@ -1,0 +1,217 @@
+"""Compiled grammars: vetted in a process of their own, compiled in one thread, and kept for the next request.
+
+llguidance cannot hand a compiled grammar to another process. So the vetting process only proves that it compiles
+within limits. Then it is compiled here once more, which takes the same time, memory and stack, and not the GIL.
+"""
+
+import asyncio
+import hashlib
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llguidance import LLMatcher, LLTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from crossdock.workers.model.grammar.matcher import new_matcher
+from crossdock.workers.model.grammar.state import GrammarState, MaskBudget
+from crossdock.workers.model.grammar.vetter import Vetter, VettingBusy
+from crossdock.workers.schedule.request import Grammar, InvalidField, Overloaded
+
+logger = logging.getLogger(__name__)
+
+_MOST_CACHED = 128  # compiled grammars and refusals
+_MOST_CACHED_BYTES = 256 << 20
+_MOST_WAITING = 16  # different grammars; most compile within 50 ms
+_PATIENCE_S = 6.0  # of a request for its grammar; a router waits 10 s for a replica's answer
+_RETRY_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compiled:
+    """A grammar at its beginning, or why it cannot be served."""
+
+    matcher: LLMatcher | None
+    refusal: str = ""
+    num_bytes: int = 0
+    budget: MaskBudget = field(default_factory=MaskBudget)
+
+
+class GrammarCache:
+    """The grammars used last, by a digest of their text, bounded by number and bytes. Any thread may call."""
+
+    def __init__(self, most: int = _MOST_CACHED, most_bytes: int = _MOST_CACHED_BYTES) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._entries: OrderedDict[bytes, Compiled] = OrderedDict()
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+
+    def get(self, key: bytes) -> Compiled | None:
+        """Return the entry, which is now the one used last."""
+        with self._lock:
+            found = self._entries.get(key)
+            if found is not None:
+                self._entries.move_to_end(key)
+            return found
+
+    def put(self, key: bytes, entry: Compiled) -> None:
+        """Keep an entry, instead of those that were not used for longest."""
+        with self._lock:
+            self._entries[key] = entry
+            self.num_bytes += entry.num_bytes
+            while len(self._entries) > self._most or self.num_bytes > self._most_bytes:
+                self.num_bytes -= self._entries.popitem(last=False)[1].num_bytes
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer, outside the caller's thread. Any thread may call.
+
+    Everything runs in one thread: a grammar that takes long delays other new grammars, never a step.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Path | str | PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        eos_token_ids: Collection[int] = (),
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
+        """Take a fast Hugging Face tokenizer, or the one in a directory. None: every grammar is refused.
+
+        `vocab_size` is the width of the model's logits. `eos_token_ids` end a text; empty, they are the tokenizer's.
+        `patience_s`: seconds that a request on an event loop waits for its grammar.
+        """
+        self._patience_s = patience_s
+        self._source, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, sorted(eos_token_ids)
+        self._tokenizer: LLTokenizer | None = None
+        self._vetter: Vetter | None = None
+        self._cache = GrammarCache()
+        self._waiting: dict[bytes, Future[Compiled]] = {}
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "grammar")
+
+    def warm_up(self) -> None:
+        """Build the tokenizer's trie and start the vetting process, so that the first grammar waits for neither."""
+        if self._source is None:
+            return
+        try:
+            self._thread.submit(self._prepare).result()
+        except InvalidField as error:
+            logger.warning("%s", error)
+
+    def compile(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> GrammarState:
+        """Wait for a grammar. Returns its state after `token_ids`.
+
+        Raises:
+            InvalidField: the grammar is malformed or beyond the limits; the message gives the reason.
+            Overloaded: too many other grammars come first.
+        """
+        return self._state(self._request(grammar).result(), token_ids)
+
+    async def compiled(self, grammar: Grammar, token_ids: Sequence[int] = (), may_refuse: bool = True) -> GrammarState:
+        """Do the same as `compile` on an event loop, which goes on meanwhile. Unless it may refuse, a request waits
+        behind any number of others, but never longer than a router waits for the answer."""
+        request = self._request(grammar, may_refuse)
+        try:
+            async with asyncio.timeout(self._patience_s):
+                found = await asyncio.shield(asyncio.wrap_future(request))  # others may wait for the same grammar
+        except TimeoutError:
+            raise _overloaded() from None
+        if len(token_ids) < 100:  # a microsecond or ten for each
+            return self._state(found, token_ids)
+        return await asyncio.to_thread(self._state, found, token_ids)
+
+    @property
+    def num_cached(self) -> int:
+        """Return how many grammars and refusals are kept."""
+        return len(self._cache)
+
+    def close(self) -> None:
+        """End the thread and the vetting process."""
+        self._thread.shutdown()
+        if self._vetter is not None:
+            self._vetter.close()
+
+    def _request(self, grammar: Grammar, may_refuse: bool = True) -> "Future[Compiled]":
+        key = hashlib.sha256(f"{grammar.kind}\0{grammar.source}".encode("utf-8", "surrogatepass")).digest()
+        with self._lock:
+            if (found := self._cache.get(key)) is not None:
+                done: Future[Compiled] = Future()
+                done.set_result(found)
+                return done
+            if (waiting := self._waiting.get(key)) is not None:
+                return waiting
+            if may_refuse and len(self._waiting) >= _MOST_WAITING:
+                raise _overloaded()
+            self._waiting[key] = request = self._thread.submit(self._compile, key, grammar)
+            return request
+
+    def _state(self, compiled: Compiled, token_ids: Sequence[int]) -> GrammarState:
+        if compiled.matcher is None:
+            raise InvalidField(compiled.refusal, "grammar")
+        state = GrammarState(compiled.matcher.deep_copy(), self._vocab_size, compiled.budget)
+        for token_id in token_ids:
+            state.accept(token_id)
+        return state
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _compile(self, key: bytes, grammar: Grammar) -> Compiled:
+        try:
+            try:
+                tokenizer, vetter = self._prepare()
+                num_bytes = vetter.vet(grammar)
+                compiled = Compiled(new_matcher(tokenizer, grammar), num_bytes=num_bytes)
+            except InvalidField as error:
+                compiled = Compiled(None, str(error), len(str(error)))
+            except VettingBusy as error:
+                raise _overloaded() from error
+            self._cache.put(key, compiled)
+            return compiled
+        finally:
+            with self._lock:
+                del self._waiting[key]
+
+    def _prepare(self) -> tuple[LLTokenizer, Vetter]:
+        """Return the tokenizer's trie and the vetting process, both ready.
+
+        Raises:
+            InvalidField: there is no tokenizer, or a slow one, whose vocabulary does not give the bytes of each token.
+        """
+        if self._tokenizer is None or self._vetter is None:
+            tokenizer = self._load()
+            backend = copy(tokenizer.backend_tokenizer)
+            backend.no_padding()
+            backend.no_truncation()
+            eos_token_ids = self._eos_token_ids or [tokenizer.eos_token_id]
+            definition = backend.to_str()
+            self._vetter = Vetter(definition, eos_token_ids)
+            self._vetter.start()  # first: it reads the tokenizer at the same time
+            self._tokenizer = LLTokenizer(definition, eos_token=eos_token_ids)
+        return self._tokenizer, self._vetter
+
+    def _load(self) -> PreTrainedTokenizerFast:
+        if self._source is None:
+            why = "structured output needs the model's tokenizer, which this engine was started without"
+            raise InvalidField(why, "grammar")
+        tokenizer = self._source
+        if isinstance(tokenizer, Path | str):
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+            except (OSError, ValueError) as error:
+                raise InvalidField(f"structured output needs the model's tokenizer: {error}", "grammar") from error
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise InvalidField("structured output needs a fast tokenizer, and this model's is a slow one", "grammar")
+        return tokenizer
+
+
+def _overloaded() -> Overloaded:
+    return Overloaded(f"too many grammars are being compiled. Retry in {_RETRY_S:g} s", retry_after=_RETRY_S)

@@ -1,0 +1,100 @@
+"""From a grammar to llguidance's matcher. The same code runs in the vetting process, so this file needs no torch."""
+
+import json
+import re
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from crossdock.workers.schedule.request import Grammar, InvalidField
+
+# Between JSON tokens. llguidance's own default has no bound, and a small model can then fill its answer with newlines.
+# Twenty characters are a line break and an indent four levels deep.
+_JSON_WHITESPACE = r"[ \n\t\r]{1,20}"
+
+_MOST_FORCED_BYTES = 1 << 13  # a mask takes about 0.4 ms for every 1,000 bytes that the grammar dictates (Intel, 1.9.1)
+_MOST_REASON_CHARACTERS = 300  # llguidance repeats the grammar, which may be long
+
+LIMITS = LLParserLimits(
+    max_lexer_states=50_000,  # 0.3 to 1 KB each, for each request
+    verbose_errors=False,  # else an error has the parser's state, and with it text
+)
+
+
+def new_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    """Compile a grammar, and compute its first mask.
+
+    Raises:
+        InvalidField: the grammar is malformed, beyond llguidance's limits, or allows no text but the empty one.
+    """
+    try:
+        matcher = LLMatcher(tokenizer, _to_llguidance(grammar), log_level=0, limits=LIMITS)
+    except (ValueError, RecursionError) as error:
+        raise invalid(grammar, str(error)) from error
+    mask = matcher.compute_bitmask()  # some limits are checked only here, and every request needs the first mask
+    check(matcher, grammar)
+    if not text_tokens(mask, tokenizer):
+        raise invalid(grammar, "it allows no text but the empty one")
+    return matcher
+
+
+def check(matcher: LLMatcher, grammar: Grammar) -> None:
+    """Raise InvalidField where the matcher has failed, or dictates a text so long that every mask would be slow."""
+    if reason := failure(matcher):
+        raise invalid(grammar, reason)
+    if len(matcher.compute_ff_bytes()) > _MOST_FORCED_BYTES:
+        raise invalid(grammar, f"it dictates a text of more than {_MOST_FORCED_BYTES} bytes")
+
+
+def text_tokens(mask: bytes, tokenizer: LLTokenizer) -> int:
+    """Return the tokens of a mask, but those that end a text, as the bits of a number; 0 for none."""
+    bits = int.from_bytes(mask, "little")
+    for eos_token_id in tokenizer.eos_tokens:
+        bits &= ~(1 << eos_token_id)
+    return bits
+
+
+def failure(matcher: LLMatcher) -> str | None:
+    """Return why a matcher has failed; None: it has not."""
+    if not matcher.is_error():
+        return None
+    reason = str(matcher.get_error()).removesuffix("<non-verbose/>").strip()
+    return {"NoExtensionBias": "no text matches it"}.get(reason, reason)
+
+
+def invalid(grammar: Grammar, reason: str) -> InvalidField:
+    """Return the error of a grammar that cannot be served."""
+    if len(reason) > _MOST_REASON_CHARACTERS:
+        half = _MOST_REASON_CHARACTERS // 2
+        reason = f"{reason[:half]} … {reason[-half:]}"
+    return InvalidField(f"grammar: {grammar.kind}: {reason}", "grammar")
+
+
+def _to_llguidance(grammar: Grammar) -> str:
+    """Translate a grammar to llguidance's. ValueError if `source` does not have the form of its kind."""
+    match grammar.kind:
+        case "json_object":
+            return _json('{"type": "object"}')
+        case "json_schema":
+            return _json(grammar.source)
+        case "regex":
+            return str(LLMatcher.grammar_from_regex(grammar.source))
+        case "choice":
+            return str(LLMatcher.grammar_from_regex(_choice(grammar.source)))
+        case "lark":
+            return str(LLMatcher.grammar_from_lark(grammar.source))
+        case _:
+            raise ValueError("kind must be json_object, json_schema, regex, choice or lark")
+
+
+def _json(schema: str) -> str:
+    if schema.strip() == "true":  # any value; llguidance takes whitespace_pattern with an object only
+        schema = "{}"
+    return str(LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _JSON_WHITESPACE}))
+
+
+def _choice(source: str) -> str:
+    """Return the regex of a choice. As a rule of Lark, a choice of over 2,000 would exceed the parser's limits."""
+    choices = json.loads(source)  # its JSONDecodeError is a ValueError
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+        raise ValueError("source must be a JSON list of one or more strings")
+    return "|".join(re.escape(choice) for choice in choices)

@@ -1,0 +1,75 @@
+"""How far one request is in its grammar: the tokens that may come next, and what its masks cost."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from llguidance import LLMatcher
+from torch import Tensor
+
+from crossdock.workers.model.grammar.matcher import failure
+
+_ALLOWED_SECONDS = 0.01  # for each mask; usual ones take 0.1 ms
+_MOST_OVERDRAFT = 0.5  # seconds that all masks of a grammar may take beyond that
+_NO_TOKEN = (1 << 31) - 1
+
+
+@dataclass(slots=True, eq=False)
+class MaskBudget:
+    """The time that one grammar has for its masks, in all its requests together.
+
+    Each mask is computed between two steps, so its seconds are a pause for every stream of the replica. llguidance
+    bounds one mask; this bounds their sum.
+    """
+
+    overdraft: float = 0.0  # seconds of CPU time
+
+    def spend(self, seconds: float) -> None:
+        """Note the CPU time of one mask."""
+        self.overdraft = max(0.0, self.overdraft + seconds - _ALLOWED_SECONDS)
+
+    @property
+    def is_spent(self) -> bool:
+        return self.overdraft > _MOST_OVERDRAFT
+
+
+class GrammarState:
+    """How far one request is in its grammar. No method raises: a parser that fails ends only its own request.
+
+    A state holds the request's tokens so far and lives as long as the request: a preemption keeps both.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, budget: MaskBudget) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self.budget = budget
+        self._is_too_slow = False
+
+    def mask(self) -> Tensor:
+        """Return the tokens that may come next, [V] bool on the CPU.
+
+        End-of-sequence tokens are allowed exactly where the grammar may end. They are the only ones once it must end
+        or `error` is set. Ids past the tokenizer's own are never allowed: models pad their vocabulary.
+        """
+        if self.budget.is_spent and not self._matcher.is_error():
+            self._is_too_slow = True
+            self._matcher.consume_token(_NO_TOKEN)  # from now on it has failed, and its memory is free
+        started = time.thread_time()  # not the clock: other threads must not end a request
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self.budget.spend(time.thread_time() - started)
+        return torch.from_numpy(np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_))
+
+    def accept(self, token_id: int) -> None:
+        """Advance by the sampled token. A token that `mask` does not allow sets `error`."""
+        self._matcher.consume_token(token_id)
+
+    @property
+    def finished(self) -> bool:
+        """Whether no text may follow: the grammar cannot continue, its end was accepted, or `error` is set."""
+        return bool(self._matcher.is_stopped())
+
+    @property
+    def error(self) -> str | None:
+        """Why the parser failed: a token outside the mask, or a step beyond its limits. None: it has not."""
+        return "the grammar takes too long to follow" if self._is_too_slow else failure(self._matcher)
