@@ -1,5 +1,6 @@
 """The configuration: one frozen tree of settings, each component's model beside its class."""
 
+import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from crossdock.cluster.deploy.nodes import DeployConfig
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.model.checkpoint import model_name
-from crossdock.workers.replica.config import EngineConfig, TransferConfig
+from crossdock.workers.replica.config import EngineConfig, ReplicaSpec, TransferConfig
 from crossdock.workers.report.profile import Role
 
 Dtype: TypeAlias = Literal["auto", "bfloat16", "float16", "float32"]
@@ -124,6 +125,21 @@ class ClusterConfig(BaseModel):
         """Whether the scaler may change sizes of pools or roles of replicas."""
         return self.scaling.flip_roles or any(pool.most > pool.replicas for pool in self.pools)
 
+    def replica_spec(self, pool: PoolConfig) -> ReplicaSpec:
+        """Return what each replica of `pool` is started with."""
+        engine, model = pool.engine or self.engine, self.model
+        num_ranks = sum(each.most * each.num_ranks for each in self.pools)
+        return ReplicaSpec(
+            model=engine.model_spec(model.path, pool.dtype or model.dtype, model.max_model_len),
+            engine=engine,
+            num_threads=pool.num_cpus or max((os.cpu_count() or 1) // num_ranks, 1),
+            role=pool.role,
+            transfer=self.transfer if any(each.role == "prefill" for each in self.pools) else None,
+            tensor_parallel_size=pool.tensor_parallel_size,
+            pipeline_parallel_size=pool.pipeline_parallel_size,
+            rank_timeout_s=pool.rank_timeout_s,
+        )
+
     @model_validator(mode="before")
     @classmethod
     def _inherit_engine(cls, data: Any) -> Any:
@@ -158,15 +174,22 @@ class ClusterConfig(BaseModel):
             if node.pool not in pools:
                 raise ValueError(f"deploy.nodes: there is no pool {node.pool!r}; there are {', '.join(pools)}")
             pool = pools[node.pool]
+            together = pool.num_ranks if pool.placement == "STRICT_PACK" else 1
+            ranks = f" of each of {together} ranks, which placement STRICT_PACK keeps together" * (together > 1)
             for resource, present, needed in (
                 ("gpus", node.gpus, pool.num_gpus),
                 ("cpus", node.cpus, pool.num_cpus),
             ):
-                if needed > present:
+                if needed * together > present:
                     raise ValueError(
                         f"deploy.nodes: those of pool {node.pool!r} have {resource}: {present}; one of its replicas "
-                        f"needs {needed:g} (pools.{node.pool}.num_{resource})"
+                        f"needs {needed * together:g} (pools.{node.pool}.num_{resource}{ranks})"
                     )
+            if pool.placement == "STRICT_SPREAD" and pool.num_ranks > node.max:
+                raise ValueError(
+                    f"deploy.nodes: there are {node.max} of pool {node.pool!r}; one of its replicas needs "
+                    f"{pool.num_ranks}, one for each rank (pools.{node.pool}.placement STRICT_SPREAD)"
+                )
         return self
 
     @model_validator(mode="after")

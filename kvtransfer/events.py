@@ -30,7 +30,7 @@ class Figures:
     grant_wait_seconds: float | None = None  # until the last grant was given
     total_seconds: float = 0.0
     num_bytes: int = 0
-    num_pages: int = 0
+    num_pages: int = 0  # of the request, each counted once, however many ranks hold parts of it
     num_writes: int = 0
     write_seconds: float = 0.0  # while at least one write was open
     hidden_seconds: float = 0.0  # of the write seconds, those before `finish`: behind the computation of later chunks

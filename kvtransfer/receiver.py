@@ -35,6 +35,7 @@ class _SourceRank:
     silent_until: float = float("inf")
     next_page: int = 0
     next_sequence: int = 0
+    num_pages: int = 0  # that it has written a part of
     early: dict[int, Pages] = field(default_factory=dict)  # messages that came before one of a lower sequence number
     num_tokens: int = 0
     is_heard: bool = False
@@ -254,7 +255,8 @@ class Receiver:
             source.next_page = end
             source.num_tokens = max(source.num_tokens, following.num_tokens)
             expected.figures.num_bytes += following.num_pages * source.page_bytes
-            expected.figures.num_pages += following.num_pages
+            source.num_pages += following.num_pages
+            expected.figures.num_pages = max(expected.figures.num_pages, source.num_pages)
             expected.figures.num_writes += 1
             if following.state is not None:
                 source.is_complete, source.silent_until = True, float("inf")

@@ -59,6 +59,7 @@ class _Delivery:
     sequence: int = 0
     open_since: float | None = None  # when its open write began
     open_pages: int = 0
+    num_pages: int = 0  # written
     is_heard: bool = False
     is_complete: bool = False  # the state has been delivered
     is_broken: bool = False  # one of its writes failed
@@ -212,7 +213,8 @@ class Sender:
         shipment, delivery = self._open_delivery(request, epoch, peer)
         num_bytes = delivery.open_pages * delivery.target.page_bytes
         shipment.figures.num_bytes += num_bytes
-        shipment.figures.num_pages += delivery.open_pages
+        delivery.num_pages += delivery.open_pages
+        shipment.figures.num_pages = max(shipment.figures.num_pages, delivery.num_pages)
         if shipment.finished is None:
             shipment.figures.hidden_bytes += num_bytes
         self._close_write(shipment, delivery, now)

@@ -13,11 +13,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.router import baselines
-from crossdock.router.loads import Booking, Floats
+from crossdock.router.loads import Floats
 from crossdock.router.placement import Placement, Query, choose
 from crossdock.router.predict import Prediction, predict
 from crossdock.router.prefixes import Prefixes
 from crossdock.router.replica_table import ReplicaState, ReplicaTable
+from crossdock.router.work import Booking
 from crossdock.workers.report.advertise import LiveProfile, PageChanges
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.pages import PageHash
@@ -195,7 +196,7 @@ class Fleet:
         self, query: Query, slo: SloClass, prediction: Prediction, prefill: int, decode: int, cached: Floats
     ) -> Placement:
         first, last = self.table.replica_in(prefill), self.table.replica_in(decode)
-        ttft, alone = float(prediction.ttft[prefill]), float(prediction.prefill[prefill])
+        ttft, alone = float(prediction.ttft[prefill]), float(prediction.alone[prefill])
         late = slo.weight * max(ttft - slo.ttft_deadline(alone), 0.0)
         late += float(prediction.prompt_lateness[prefill] + prediction.decode_lateness[decode])
         reason: str = self.config.policy
@@ -210,5 +211,5 @@ class Fleet:
             predicted_gap=float(prediction.gap[decode]),
             late=late,
             cached_tokens=int(cached[prefill]),
-            prefill_seconds=alone,
+            prefill_seconds=float(prediction.prefill[prefill]),
         )

@@ -4,7 +4,6 @@
 where `predict` reads it. Adding a figure means one field in `Row`, the same field in `Loads`, and one line in `row`.
 """
 
-from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -13,35 +12,15 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from crossdock.router.work import BOOKED, REPORTED, Booking, Group, Work, first_nonzero
 from crossdock.workers.report.advertise import LENGTHS, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.chunking import LEAST_SHARE, share_of_prompts
+from crossdock.workers.schedule.chunking import LEAST_SHARE
 from crossdock.workers.schedule.slo import SloClass
 
 Floats: TypeAlias = NDArray[np.float64]
 
-EXPECTED_OUTPUT_TOKENS = 128
-"""Tokens that an output is assumed to have, unless the request allows fewer: `max_tokens` is a bound that few outputs
-reach. Weighs a replica's speed of decoding against its TTFT, and sets when booked streams free their room. Commands in
-placement.py: with 16, good requests fall from 97.1 to 96.7 % in loaded and from 95.4 to 95.1 % in knee."""
-
-REPORTED, BOOKED = 0, 1  # where a waiting prompt is known from: the replica's live profile, or this router's booking
 NUM_GROUPS = len(LENGTHS) + 1  # prompt lengths that are distinguished
-
-Group: TypeAlias = tuple[int, int, int, float, float]
-"""Waiting prompts of one class and about one length: (REPORTED or BOOKED, priority, position, count, seconds)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Booking:
-    """One request that a router placed on a replica; seconds are that replica's."""
-
-    priority: int
-    tokens: int  # of the prompt
-    seconds: float  # to compute the uncached prompt here; 0: another replica computes the prompt
-    pages: int  # KV pages the request takes here
-    decodes: bool  # whether this replica makes the output
-    has_first: bool = False  # whether the prompt is computed and the first token is out
 
 
 @dataclass(slots=True)
@@ -53,6 +32,8 @@ class Row:
     per_attended: float
     per_decode: float
     per_context: float
+    interval_share: float
+    depth: float
     max_step_tokens: float
     is_adaptive: float
     page_size: float
@@ -64,6 +45,7 @@ class Row:
     recent_excess_share: float
     gap: float
     future_gap: float
+    token_share: float
     most_urgent_stream: float
     lateness: float
     future_lateness: float
@@ -106,7 +88,9 @@ class Loads:
     per_attended: Floats
     per_decode: Floats
     per_context: Floats
+    interval_share: Floats  # of these seconds, after which another step of a full pipeline ends: see `IntervalShare`
     # Fixed properties.
+    depth: Floats  # steps in flight: the stages of its pipeline
     max_step_tokens: Floats  # tokens a step may hold
     is_adaptive: Floats  # 1: chunks fit the streams' TPOT; 0: chunks fill the step's tokens
     page_size: Floats  # tokens
@@ -117,10 +101,11 @@ class Loads:
     step_left: Floats  # seconds until the running step ends, on average
     min_chunk: Floats  # tokens of a prompt that a step holds, at least
     recent_excess_share: Floats  # share of its time that streams took recently, beyond the share they take now
-    gap: Floats  # seconds of a step with the streams of now and no prompt
-    future_gap: Floats  # the same with the streams of the future
+    gap: Floats  # seconds between the tokens of a stream, with the streams of now and no prompt
+    future_gap: Floats  # the same with the streams of the future, and a place in a step for one more
+    token_share: Floats  # of what a decode takes in a step, by which one more makes that gap longer
     most_urgent_stream: Floats  # priority of the most urgent stream of now; the number of classes if there is none
-    lateness: Floats  # weighted seconds per token by which the streams of now are late in a step of `gap`
+    lateness: Floats  # weighted seconds per token by which the streams of now are late with `gap`
     future_lateness: Floats  # the same in the future
     stream_turnover: Floats  # seconds from one stream's end to the next
     stream_pages: Floats  # pages that one stream frees at its end
@@ -160,7 +145,7 @@ def blank(num_slots: int, num_classes: int) -> Loads:
         arrays[name] = columns[at : at + num_classes]
     loads = Loads(**arrays, columns=columns, groups=np.zeros((2, 2, num_classes, NUM_GROUPS, num_slots)))
     divisors = (loads.page_size, loads.bytes_per_second, loads.prefill_share, loads.own_prefill_share)
-    for divisor in (*divisors, loads.stream_pages):
+    for divisor in (*divisors, loads.stream_pages, loads.interval_share, loads.depth):
         divisor[:] = 1.0
     loads.max_step_tokens[:] = loads.max_prompt_now[:] = _NO_LIMIT
     return loads
@@ -171,18 +156,25 @@ def row(
 ) -> Row:
     """Return one replica's row. `booked`: the requests placed there that `live` does not include."""
     live = live or _IDLE
-    cost = live.cost or profile.cost.coefficients
+    cost, interval_share = live.cost or profile.cost.coefficients, profile.interval_share
+    if live.cost:
+        interval_share = live.interval_share
     base, per_prefill_token, per_attended, per_decode, per_context = cost
-    work = _Work.of(live, len(classes))
+    work = Work.of(live, len(classes))
     for booking in booked:
         work.book(booking)
     streams, num_streams, num_arriving = work.streams, sum(work.streams), max(sum(work.arriving), 0.0)
-    gap = base + per_decode * num_streams + per_context * work.context
-    future_gap = gap + per_decode * num_arriving + per_context * work.future_context
+    now = per_decode * num_streams + per_context * work.context
+    future = now + per_decode * num_arriving + per_context * work.future_context
+    depth = profile.pipeline_parallel_size
+    num_steps, per_step = _steps_between_tokens(num_streams, depth, interval_share)
+    gap = (base + now / num_steps) * per_step
+    num_steps, per_step = _steps_between_tokens(num_streams + num_arriving + 1, depth, interval_share)
+    future_gap = (base + future / num_steps) * per_step
     future_streams = [now + more if more > 0 else now for now, more in zip(streams, work.arriving, strict=True)]
     groups, num_groups, urgent = work.backlog(len(classes))
     free_pages, free_places, max_prompt_now = work.room(profile, live, len(classes))
-    shares = work.prefill_shares(profile, cost, gap, num_streams, classes)
+    shares = work.prefill_shares(profile, cost, now, num_streams, interval_share, classes)
     is_adaptive, step_tokens = profile.chunk_policy == "adaptive", profile.max_num_batched_tokens
     mean_context = (work.context + work.future_context) / max(num_streams + num_arriving, 1.0)
     return Row(
@@ -191,6 +183,8 @@ def row(
         per_attended=per_attended,
         per_decode=per_decode,
         per_context=per_context,
+        interval_share=interval_share,
+        depth=depth,
         max_step_tokens=step_tokens,
         is_adaptive=is_adaptive,
         page_size=profile.page_size,
@@ -202,7 +196,8 @@ def row(
         recent_excess_share=max(live.stream_share - (1 - shares[0]), 0.0),
         gap=gap,
         future_gap=future_gap,
-        most_urgent_stream=_first_nonzero(streams),
+        token_share=per_step / num_steps,
+        most_urgent_stream=first_nonzero(streams),
         lateness=lateness(gap, streams, classes),
         future_lateness=lateness(future_gap, future_streams, classes),
         stream_turnover=2 * work.remaining / num_streams**2 * max(gap, base) if num_streams else 0.0,
@@ -221,149 +216,17 @@ def row(
     )
 
 
+def _steps_between_tokens(num_streams: float, depth: int, interval_share: float) -> tuple[float, float]:
+    """Return in how many steps that follow each other all streams get a token, and what a gap takes per step's seconds.
+
+    Streams are spread over as many steps as are in flight. A gap is a step's latency, or that many intervals where
+    these take longer, because the stages are not alike.
+    """
+    num_steps = min(max(num_streams, 1.0), depth)
+    return num_steps, max(num_steps * interval_share, 1.0)
+
+
 _IDLE = LiveProfile("", 0, ())  # a replica that has not reported yet
-_Prompts: TypeAlias = dict[tuple[int, int], tuple[float, float]]
-"""Prompts that wait, by (priority, length, a place in `LENGTHS`): (count, seconds of all of them)."""
-
-
-@dataclass(slots=True)
-class _Work:
-    """Everything one replica has to do: what its live profile reports, and what a router has booked since."""
-
-    streams: list[float]  # by priority: streams that decode here now
-    joining: list[float]  # by priority: streams, and those whose prompts other replicas compute
-    arriving: list[float]  # by priority: streams of the future that do not decode yet, less those that will leave
-    reported: _Prompts
-    booked: _Prompts
-    context: float  # tokens of the streams
-    future_context: float  # tokens of the streams that arrive
-    remaining: float  # tokens that the streams may still make
-    booked_pages: int = 0
-    booked_places: int = 0
-
-    @classmethod
-    def of(cls, live: LiveProfile, num_classes: int) -> "_Work":
-        """Return what the live profile reports."""
-        streams, arriving = _by_priority(live.streams, num_classes), _by_priority(live.arriving, num_classes)
-        joining = [now + more for now, more in zip(streams, arriving, strict=True)]
-        prompts: _Prompts = {}
-        num_prompts, prompt_tokens = 0, 0.0
-        for group in live.prompts:
-            priority = group.priority if group.priority < num_classes else num_classes - 1
-            had, had_seconds = prompts.get((priority, group.length), (0.0, 0.0))
-            prompts[priority, group.length] = had + group.count, had_seconds + group.seconds
-            arriving[priority] += group.count
-            num_prompts += group.count
-            prompt_tokens += group.tokens
-        num_leaving = sum(live.leaving)
-        if num_leaving:  # the profile does not report how many of the tokens belong to prompts that leave
-            prompt_tokens *= 1 - min(num_leaving / max(num_prompts, 1), 1)
-            for priority, count in enumerate(_by_priority(live.leaving, num_classes)):
-                arriving[priority] -= count
-        return cls(streams, joining, arriving, prompts, {}, live.context_tokens, prompt_tokens, live.remaining_tokens)
-
-    def book(self, booking: Booking) -> None:
-        """Add a request that the live profile does not include."""
-        priority = min(booking.priority, len(self.streams) - 1)
-        if booking.seconds and not booking.has_first:
-            key = priority, bisect(LENGTHS, booking.seconds)
-            had, had_seconds = self.booked.get(key, (0.0, 0.0))
-            self.booked[key] = had + 1, had_seconds + booking.seconds
-        if booking.decodes and booking.has_first:
-            self.streams[priority] += 1
-            self.joining[priority] += 1
-            self.context += booking.tokens
-            self.remaining += EXPECTED_OUTPUT_TOKENS
-        elif booking.decodes:
-            self.arriving[priority] += 1
-            self.joining[priority] += not booking.seconds
-            self.future_context += booking.tokens
-        if booking.decodes or not booking.has_first:
-            self.booked_pages += booking.pages
-            self.booked_places += 1
-
-    def backlog(self, num_classes: int) -> tuple[list[Group], list[int], tuple[list[float], list[float]]]:
-        """Return the groups of waiting prompts, the shortest of each class first; and by priority how many positions
-        they fill, and the seconds of prompts of more urgent classes: reported, and booked."""
-        groups: list[Group] = []
-        num_groups, urgent = [0] * num_classes, ([0.0] * num_classes, [0.0] * num_classes)
-        for source, prompts in ((REPORTED, self.reported), (BOOKED, self.booked)):
-            last, position = -1, 0
-            for (priority, _), (count, seconds) in sorted(prompts.items()):
-                position = position + 1 if priority == last else 0
-                last = priority
-                groups.append((source, priority, position, count, seconds))
-                num_groups[priority] = max(num_groups[priority], position + 1)
-                for less_urgent in range(priority + 1, num_classes):
-                    urgent[source][less_urgent] += seconds
-        return groups, num_groups, urgent
-
-    def room(
-        self, profile: SchedulingProfile, live: LiveProfile, num_classes: int
-    ) -> tuple[list[float], list[float], list[float]]:
-        """Return, by priority: free pages, free places, and tokens of the longest prompt that need not wait for either.
-        A booking takes room from every class."""
-        pages: Sequence[float] = live.free_pages
-        places: Sequence[float] = live.places
-        if len(pages) != num_classes or len(places) != num_classes:
-            pages = _padded(pages, profile.num_pages, num_classes)
-            places = _padded(places, profile.max_num_seqs, num_classes)
-        free_pages = [free - self.booked_pages for free in pages]
-        free_places = [free - self.booked_places for free in places]
-        size = profile.page_size
-        longest: list[float] = [
-            (free - 1) * size if place >= 1 else -1.0 for free, place in zip(free_pages, free_places, strict=True)
-        ]
-        return free_pages, free_places, longest
-
-    def prefill_shares(
-        self,
-        profile: SchedulingProfile,
-        cost: Sequence[float],
-        gap: float,
-        num_streams: float,
-        classes: Sequence[SloClass],
-    ) -> list[float]:
-        """Return the share of time that a prompt of each class gets while the streams run, as `Scheduler.prefill_share`
-        does. Streams whose prompts other replicas compute count as if they ran."""
-        num_joining = sum(self.joining)
-        if not num_joining:
-            return [1.0] * len(classes)
-        _, per_prefill_token, per_attended, per_decode, _ = cost
-        seconds = gap + per_decode * (num_joining - num_streams)
-        if profile.chunk_policy != "adaptive":
-            room = profile.max_num_batched_tokens - num_joining
-            share = 1 - seconds / (seconds + room * (per_prefill_token + per_attended * room / 2))
-            return [share] * len(classes)
-        tpot = min([slo.tpot_s for slo, count in zip(classes, self.joining, strict=True) if count])
-        page, chunk = profile.page_size * per_prefill_token, profile.min_chunk_tokens * per_prefill_token
-        shares = [share_of_prompts(seconds, tpot, profile.overrun, chunk, page)] * (_first_nonzero(self.joining) + 1)
-        if len(shares) < len(classes):  # less urgent than every stream: no chunk is certain
-            shares += [share_of_prompts(seconds, tpot, profile.overrun, 0.0, page)] * (len(classes) - len(shares))
-        return shares
-
-
-def _first_nonzero(counts: Sequence[float]) -> int:
-    """Return the priority of the most urgent class that has any; the number of classes if none has."""
-    for priority, count in enumerate(counts):
-        if count:
-            return priority
-    return len(counts)
-
-
-def _by_priority(reported: Sequence[float], num_classes: int) -> list[float]:
-    """Return counts for the router's classes. During an upgrade a replica may have more classes than this router knows,
-    which count as the least urgent one, or fewer."""
-    if len(reported) == num_classes:
-        return [*reported]
-    known = [*reported[:num_classes], *[0.0] * (num_classes - len(reported))]
-    known[-1] += sum(reported[num_classes:])
-    return known
-
-
-def _padded(reported: Sequence[float], default: float, num_classes: int) -> list[float]:
-    """Return figures for the router's classes, with a default for classes that the replica does not have."""
-    return [*reported[:num_classes], *[default] * (num_classes - len(reported))]
 
 
 def _own_shares(shares: Sequence[float], recent: Sequence[float]) -> list[float]:

@@ -22,8 +22,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.router.loads import EXPECTED_OUTPUT_TOKENS, Floats, Loads
+from crossdock.router.loads import Floats, Loads
 from crossdock.router.predict import Prediction
+from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
 from crossdock.workers.schedule.pages import PageHash
 from crossdock.workers.schedule.request import Overloaded
 from crossdock.workers.schedule.slo import DEFAULT_CLASS, SloClass
@@ -80,7 +81,7 @@ class Placement:
     predicted_gap: float = 0.0  # seconds between its tokens, once it decodes
     late: float = 0.0  # seconds by which it and other requests would miss their promises, weighted by class
     cached_tokens: int = 0  # of its prompt, at the replica that computes the rest
-    prefill_seconds: float = 0.0  # that the rest takes alone
+    prefill_seconds: float = 0.0  # of that replica's time that the rest takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ def choose(
 
 def _costs(query: Query, prediction: Prediction, slo: SloClass, first: Slots) -> tuple[Floats, Floats]:
     """Return the costs, in weighted seconds `[slot]`, of computing the prompt and of making the output."""
-    due = DEADLINE_SHARE * slo.ttft_deadline(float(prediction.prefill[first].min()))
+    due = DEADLINE_SHARE * slo.ttft_deadline(float(prediction.alone[first].min()))
     output = min(query.max_tokens, EXPECTED_OUTPUT_TOKENS)
     prompt: Floats = slo.weight * prediction.ttft + prediction.prefill
     prompt += LATE_WEIGHT * (slo.weight * np.maximum(prediction.ttft - due, 0.0) + prediction.prompt_lateness)
@@ -175,14 +176,14 @@ def _transfer_tail(
     num_bytes = (query.num_tokens - cached[far]) / loads.page_size[far] * loads.page_bytes[far]
     travel = num_bytes / loads.bytes_per_second[near, None]
     last = np.minimum(travel, travel * (loads.max_step_tokens[near] / max(query.num_tokens, 1))[:, None])
-    behind = np.maximum(travel - prediction.prefill[near, None], last)
+    behind = np.maximum(travel - prediction.alone[near, None], last)
     return HANDOVER_S + np.maximum(behind, prediction.room_wait[far] - prediction.ttft[near, None])
 
 
 def _refused_late(loads: Loads, prediction: Prediction, slo: SloClass, slots: Slots | int) -> Floats:
     """Return by how many seconds each replica's admission expects the first token to be late; the replica refuses the
     request if that is above 0. -inf for replicas that refuse nothing. Admission does not consider places."""
-    late = prediction.admission_ttft[slots] - np.maximum(slo.ttft_s, 2 * prediction.prefill[slots])
+    late = prediction.admission_ttft[slots] - np.maximum(slo.ttft_s, 2 * prediction.alone[slots])
     return np.where(loads.refuses_late[slots] > 0, late, -inf)
 
 
@@ -191,7 +192,7 @@ def _refuse_if_late(loads: Loads, prediction: Prediction, slo: SloClass, first: 
     late = _refused_late(loads, prediction, slo, first)
     at = int(late.argmin())
     if late[at] > 0:
-        promised = slo.ttft_deadline(float(prediction.prefill[first[at]]))
+        promised = slo.ttft_deadline(float(prediction.alone[first[at]]))
         raise Overloaded(
             f"the first token would come in {promised + late[at]:.1f} s; class {slo.name!r} promises "
             f"{promised:.1f} s. Retry in {late[at]:.1f} s, or ask for a less urgent class",

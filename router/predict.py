@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from crossdock.router.loads import EXPECTED_OUTPUT_TOKENS, Floats, Loads
+from crossdock.router.loads import Floats, Loads
+from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
 from crossdock.workers.report.advertise import MEMORY_S
 from crossdock.workers.schedule.chunking import LEAST_SHARE
 from crossdock.workers.schedule.slo import SloClass
@@ -28,7 +29,8 @@ from 5.8 % to 9.5 %; 100 changes nothing, as no replica there is silent for long
 class Prediction:
     """One request at every replica, as if that replica did all of it. Arrays `[slot]`, in seconds."""
 
-    prefill: Floats  # to compute the uncached part of its prompt alone
+    prefill: Floats  # of the replica's time for the uncached part of its prompt
+    alone: Floats  # to its first token if the replica has nothing else to do
     admission_ttft: Floats  # to its first token, as the replica's own admission computes that
     ttft: Floats  # to its first token
     room_wait: Floats  # until a place and pages are free for it
@@ -57,6 +59,7 @@ def predict(
     context = cached + rest / 2
     per_token = loads.per_prefill_token + loads.per_attended * context
     own = _prefill_seconds(loads, num_tokens, rest, cached, per_token)
+    drain = _drain_seconds(loads, rest, cached)
     ahead = _backlog_ahead(loads, priority, age, own)
     behind = ahead + own
     room_wait = _room_wait(loads, priority, rest)
@@ -64,30 +67,45 @@ def predict(
     # streams will run meanwhile as did recently.
     excess = loads.recent_excess_share * np.exp(age / -MEMORY_S) * (behind / (behind + RECENT_SHARE_BACKLOG_S))
     share = np.maximum(loads.own_prefill_share[priority] - excess, LEAST_SHARE)
-    ttft = np.maximum(ahead / share, room_wait) + own / share + loads.step_left
+    ttft = np.maximum(ahead / share, room_wait) + own / share + loads.step_left + drain
     output = min(max_tokens, EXPECTED_OUTPUT_TOKENS)
     token = loads.per_decode + loads.per_context * num_tokens
-    gap = loads.future_gap + token
+    gap = loads.future_gap + loads.token_share * token
     return Prediction(
         prefill=own,
-        admission_ttft=behind / loads.prefill_share[priority],
+        alone=own + drain,
+        admission_ttft=behind / loads.prefill_share[priority] + drain,
         ttft=ttft,
         room_wait=room_wait,
         gap=gap,
         prompt_lateness=_prompt_lateness(loads, priority, rest, per_token, context, classes),
         decode_lateness=_decode_lateness(loads, slo, gap, output, classes),
-        decode_work=output * token,
+        decode_work=output * token * loads.interval_share,
     )
 
 
 def _prefill_seconds(loads: Loads, num_tokens: int, rest: Floats, cached: Floats, per_token: Floats) -> Floats:
-    """Return `StepCost.prefill_seconds` of the uncached `rest` of a prompt at every replica."""
+    """Return what `Scheduler.prefill_seconds` does for the uncached `rest` of a prompt at every replica."""
     num_chunks: Floats | float = 1.0
     contexts = cached  # tokens before each chunk, summed
     if num_tokens > loads.max_step_tokens.min():
         num_chunks = np.ceil(rest / loads.max_step_tokens)
         contexts = num_chunks * (cached + loads.max_step_tokens * (num_chunks - 1) / 2)
-    return num_chunks * loads.base + rest * per_token + loads.per_context * contexts
+    seconds: Floats = num_chunks * loads.base + rest * per_token + loads.per_context * contexts
+    seconds *= loads.interval_share
+    return seconds
+
+
+def _drain_seconds(loads: Loads, rest: Floats, cached: Floats) -> Floats:
+    """Return the seconds from when a step behind the prompt's last one could end to when the last one ends."""
+    after = 1 - loads.interval_share
+    if after.max() <= 0:  # no replica is a pipeline, which is the usual case
+        return np.zeros(len(rest))
+    last = (rest - 1) % loads.max_step_tokens + 1
+    before = cached + rest - last
+    per_token = loads.per_prefill_token + loads.per_attended * (before + last / 2)
+    drain: Floats = np.maximum(after, 0.0) * (loads.base + last * per_token + loads.per_context * before)
+    return drain
 
 
 def _backlog_ahead(loads: Loads, priority: int, age: Floats, own: Floats) -> Floats:
@@ -124,13 +142,14 @@ def _prompt_lateness(
 ) -> Floats:
     """Return the weighted seconds by which the steps that compute the prompt make running streams late."""
     chunk = np.minimum(loads.min_chunk, rest)
-    step = loads.gap + chunk * per_token + loads.per_context * context
+    per_step = np.maximum(loads.depth * loads.interval_share, 1.0)  # a gap beside chunks, per step's seconds
+    step = loads.gap + (chunk * per_token + loads.per_context * context) * per_step
     if step.max() <= _tightest_tpot(classes):  # no stream is late at any replica, which is the usual case
         return np.zeros(len(rest))
     # With adaptive chunks, no stream waits for a prompt of a less urgent class.
     delays = (loads.is_adaptive == 0) | (priority <= loads.most_urgent_stream)
     more = _lateness(step, loads.streams, classes) - loads.lateness
-    return np.where(delays, more * rest / np.maximum(chunk, 1.0), 0.0)
+    return np.where(delays, more * rest / (np.maximum(chunk, 1.0) * loads.depth), 0.0)
 
 
 def _decode_lateness(loads: Loads, slo: SloClass, gap: Floats, output: int, classes: Sequence[SloClass]) -> Floats:

@@ -8,8 +8,9 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.router.loads import Booking, Floats, Loads, blank, row
+from crossdock.router.loads import Floats, Loads, blank, row
 from crossdock.router.placement import Candidates, Slots
+from crossdock.router.work import Booking
 from crossdock.workers.report.advertise import LiveProfile
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.slo import SloClass
@@ -66,7 +67,15 @@ class ReplicaState:
         return known is None or known.incarnation != live.incarnation or known.sequence < live.sequence
 
     def report(self, live: LiveProfile) -> None:
-        """Replace the live profile, and move the requests it includes out of the pending ones."""
+        """Replace the live profile, and move the requests it includes out of the pending ones.
+
+        A new incarnation has none of the requests that the one before had taken.
+        """
+        if self.live is not None and self.live.incarnation != live.incarnation:
+            for request_id in self.taken:
+                del self.pending[request_id]
+            self.taken.clear()
+            self.included.clear()
         self.live = live
         for request_id in [key for key, sequence in self.taken.items() if sequence < live.sequence]:
             del self.taken[request_id]

@@ -8,89 +8,31 @@ replica computes the prompt and the first token, a decode replica receives the K
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
-from typing import TypeAlias
 
+from crossdock.router.actions import (
+    DEFAULT_TIMEOUTS,
+    Accepted,
+    Action,
+    Ask,
+    Detach,
+    Fail,
+    PlaceAgain,
+    ReplicaBroken,
+    ReplicaLost,
+    Submit,
+    SuspectRequest,
+    Timeouts,
+)
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import Placement, Query
+from crossdock.router.progress import Numbers, ProgressWatch
 from crossdock.workers.schedule.pages import PageHash, hash_pages
 from crossdock.workers.schedule.request import FinishReason, Leg, Overloaded, Submission, TokenDelta
 
-MOST_PLACEMENTS = 4  # of one request, refusals apart; the last two on one replica alone, whatever the pools
-
-
-class ReplicaLost(RuntimeError):
-    """A replica does not answer any more, or none is up."""
-
-
-class SuspectRequest(RuntimeError):
-    """The processes of several replicas ended while they worked on the request: it is not tried again.
-
-    The client must not repeat it either: it may be what ended them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """How long replicas are waited for, in seconds."""
-
-    silence_s: float = 10.0  # for the answer to a submission; and for a message, even an empty one, of a live replica
-    answer_s: float = 5.0  # for the answer to anything else: a scrape must not wait for a replica that hangs
-    patience_s: float = 5.0  # for a token, at least, before the replica is asked for progress
-    stuck_s: float = 120.0  # for a step, while the replica answers that it has the request: a step may take a minute
-    rejoin_s: float = 1.0  # until a lost replica that is still a member is tried again
-
-
-DEFAULT_TIMEOUTS = Timeouts()
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """Submit one leg of an attempt to `replica`. `submission.epoch` is the number of the attempt."""
-
-    replica: str
-    submission: Submission
-    peer: str | None = None  # the replica of the other leg
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """Every replica of the attempt has taken its leg."""
-
-
-@dataclass(frozen=True, slots=True)
-class Detach:
-    """`replica` has nothing more to do for this attempt. Comes once for each leg that was submitted."""
-
-    replica: str
-    attempt: int
-    is_running: bool  # it may hold the request: abort it
-
-
-@dataclass(frozen=True, slots=True)
-class PlaceAgain:
-    """Call `place` once all aborts before this are answered: an abort names no attempt, so that one that came late
-    would end the next attempt."""
-
-    loss: ReplicaLost | None  # that made it necessary; None: a replica refused
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Ask `replica` whether it has the request, and pass its answer to `progress`."""
-
-    replica: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The request has ended with this error."""
-
-    error: Exception
-
-
-Action: TypeAlias = Submit | Accepted | Detach | PlaceAgain | Ask | Fail | TokenDelta
-"""A `TokenDelta` is for the client; with a finish reason it is the last action."""
+MOST_PLACEMENTS = 4  # of one request, refusals and returns apart; the last two on one replica alone, whatever the pools
+MOST_DEATHS = 2  # of replicas that had the request and had made no token of the attempt
 
 
 class RequestLife:
@@ -112,23 +54,32 @@ class RequestLife:
         self.output: list[int] = []  # the tokens that the client was given
         self.attempt = -1  # the number of the last attempt
         self.placement: Placement | None = None  # of the last attempt
-        self.query: Query | None = None  # of the last attempt; None: the output has changed since
+        self.query: Query | None = None  # of the last attempt; None: what is left of the request has changed since
+        self.is_accepted = False  # once: from then on no replica may refuse it
         self.is_over = False
         self._fleet = fleet
         self._timeouts = timeouts
         self._most_placements = most_placements
+        self._began = now
         self._num_losses = 0
-        self._lost: set[str] = set()  # decode replicas that the request was lost at: they are chosen last
-        self._refusals: dict[str, Overloaded | ReplicaLost] = {}  # by replica, since the last loss
+        self._num_breaks = 0  # those losses that were broken connections
+        self._num_deaths = 0  # broken connections since the last token: they count against the request
+        self._lost: set[str] = set()  # replicas that the request was lost at: they are chosen last
+        self._refusals: dict[str, Exception] = {}  # by replica, since the last loss
         self._working: list[str] = []  # replicas of this attempt that are not detached, the decode replica first
         self._unanswered: list[str] = []  # those of them that have neither taken nor refused their leg
         self._prefill: str | None = None  # the prefill replica of this attempt, until it has shipped or is lost
         self._early: list[tuple[str, TokenDelta]] = []  # by sender; each came before a token that goes before it
+        self._has_token = False  # in this attempt, from either replica
         self._is_computed = False  # the prompt, in this attempt
-        self._is_asked = False  # for progress
-        self._turns: tuple[int | None, float] | None = None  # the last answer about progress, and when first given
+        self._watch = ProgressWatch()  # of this attempt
         self._patience = 0.0  # seconds until the next token, before progress is asked for
         self.deadline = now + self._timeouts.silence_s
+
+    @property
+    def is_suspect(self) -> bool:
+        """Return whether a replica died of this request or beside it: the next attempt shows which."""
+        return self._num_deaths > 0
 
     # -- attempts ----------------------------------------------------------------------------------------------------
 
@@ -144,13 +95,19 @@ class RequestLife:
             return self._fail(error)
         self._fleet.book(self.query, placement, now)
         self.attempt += 1
-        self._is_computed, self._is_asked, self._turns = False, False, None
+        self._has_token = self._is_computed = False
+        self._watch = ProgressWatch()
         self._patience = max(self._timeouts.patience_s, 2 * placement.predicted_ttft)
         self.deadline = now + self._timeouts.silence_s
         submission = self.submission
         if self.attempt:
-            output = tuple(self.output)
-            submission = replace(submission, epoch=self.attempt, output_token_ids=output, may_refuse=not output)
+            submission = replace(
+                submission,
+                epoch=self.attempt,
+                output_token_ids=tuple(self.output),
+                may_refuse=not self.is_accepted,
+                waited_s=now - self._began,
+            )
         decode, prefill = placement.decode, placement.prefill
         self._prefill = prefill
         self._working = [decode] if prefill is None else [decode, prefill]
@@ -165,30 +122,44 @@ class RequestLife:
         if attempt != self.attempt or replica not in self._working:
             return []
         self._fleet.taken(self.submission.id, replica, sequence)
-        return self._answered(replica, now)
+        if replica not in self._unanswered:
+            return []
+        self._unanswered.remove(replica)
+        return self._accept(now) if not self._unanswered else []
 
     def refused(
         self, replica: str, attempt: int, error: Overloaded | ValueError | ReplicaLost, now: float
     ) -> list[Action]:
-        """A replica has not taken its leg. Overloaded: another may; ValueError: none would; ReplicaLost: no answer."""
-        if attempt != self.attempt or replica not in self._working:
+        """A replica has not taken its leg. Overloaded: another may; ValueError: none would; ReplicaLost: no answer.
+
+        After the first acceptance any refusal only sends the request to another replica.
+        """
+        if attempt != self.attempt or replica not in self._unanswered:
             return []
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError) and not self.is_accepted:
             return self._fail(error, replica)
-        if self._unanswered:
-            self._refusals[replica] = error
-        return self._answered(replica, now)
+        self._refusals[replica] = error
+        return self._place_again(None, now, replica if isinstance(error, Overloaded | ValueError) else None)
 
     def lost(self, replica: str, attempt: int, error: ReplicaLost, now: float) -> list[Action]:
         """A replica does not answer any more. Without its prefill replica an attempt goes on: the decode replica has
-        the pages, or computes those that have not arrived."""
+        the pages, or computes those that have not arrived.
+
+        Where the connection broke before the attempt had a token, the request may be the reason: the attempt ends, and
+        after `MOST_DEATHS` the request does.
+        """
         if attempt != self.attempt or replica not in self._working:
             return []
-        if self._unanswered:
+        is_suspicious = isinstance(error, ReplicaBroken) and not self._has_token
+        if is_suspicious:
+            self._num_deaths += 1
+            if self._num_deaths == MOST_DEATHS:
+                return self._fail(_suspect(MOST_DEATHS))
+        if replica in self._unanswered:
             return self.refused(replica, attempt, error, now)
-        if replica == self._prefill:
+        if replica == self._prefill and not is_suspicious:
             return self._end_prefill(True, now)
-        return self._lose(error, now)
+        return self._lose(error, now, replica)
 
     def shipped(self, replica: str, attempt: int, now: float) -> list[Action]:
         """The prefill replica has sent all pages, or need not any more: nothing else comes from it."""
@@ -207,24 +178,32 @@ class RequestLife:
         if delta.epoch != self.attempt or replica not in self._working:
             return []
         if self._is_computed and delta.first == len(self.output) and not delta.finish_reason and not self._early:
-            self._is_asked, self.deadline = False, now + self._patience  # nearly every token: short for its sake
+            self.deadline = now + self._patience  # nearly every token: short for its sake
+            if self._watch.asked:
+                self._watch.asked.clear()
             self.output += delta.token_ids
             return [delta]
+        if delta.token_ids:
+            self._has_token, self._num_deaths = True, 0
         if self._unanswered:
             self._early.append((replica, delta))
             return []
         if delta.finish_reason is FinishReason.SHIPPED:
             return self.shipped(replica, delta.epoch, now)
+        if delta.finish_reason is FinishReason.RETURNED:
+            self._refusals.clear()
+            return self._place_again(None, now, replica)
         if not self._is_computed:
             assert self.placement is not None
             self._is_computed = True
             self._patience = max(self._timeouts.patience_s, 20 * self.placement.predicted_gap)
             self._fleet.first_token(self.submission.id, now)
-        self._is_asked, self.deadline = False, now + self._patience
+        self._watch.asked.clear()
+        self.deadline = now + self._patience
         if delta.first > len(self.output):
             self._early.append((replica, delta))
             return self._check_gap(now)
-        return [*self._emit(replica, delta), *self._check_gap(now)]
+        return [*self._emit(replica, delta, now), *self._check_gap(now)]
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Add tokens of a running stream, none its first or last: the same as `tokens` for each. For the simulator,
@@ -238,35 +217,46 @@ class RequestLife:
         if now < self.deadline or not self._working:
             return []
         if self._unanswered:
-            actions: list[Action] = []
-            for replica in [*self._unanswered]:
+            for replica in self._unanswered:
                 why = f"replica {replica} did not take the request within {self._timeouts.silence_s:.3g} s"
-                actions += self.refused(replica, self.attempt, ReplicaLost(why), now)
-            return actions
+                self._refusals[replica] = ReplicaLost(why)
+            return self._place_again(None, now)
         decode = self._working[0]
-        if self._is_asked:
-            return self._lose(ReplicaLost(f"replica {decode} does not answer about {self.submission.id}"), now)
-        self._is_asked = True
+        silent, self._watch.asked = self._watch.asked, []
+        if decode in silent:
+            why = f"replica {decode} does not answer about {self.submission.id}"
+            return self._lose(ReplicaLost(why), now, decode)
+        if silent:
+            self.deadline = now + self._patience
+            return self._end_prefill(True, now)
+        self._watch.asked = [*self._working]
         self.deadline = now + self._timeouts.answer_s
-        return [Ask(decode)]
+        return [Ask(replica, self.attempt) for replica in self._working]
 
-    def progress(self, attempt: int, turns: int | None, now: float) -> list[Action]:
-        """The replica that was asked has looked for work `turns` times; None: it does not have the request."""
-        if attempt != self.attempt or not self._is_asked:
+    def progress(self, replica: str, attempt: int, numbers: Numbers | None, now: float) -> list[Action]:
+        """A replica that was asked is so far with the request; None: it does not have it.
+
+        The numbers of one replica of a pair need not change while those of the other do.
+        """
+        if attempt != self.attempt or replica not in self._watch.asked:
             return []
-        self._is_asked = False
-        decode, request_id = self._working[0], self.submission.id
-        if self._turns is None or self._turns[0] != turns:
-            self._turns = turns, now
-            if turns is None:  # its last message may be on the way
-                self._patience = self._timeouts.patience_s
-        elif turns is None:
-            return self._lose(ReplicaLost(f"replica {decode} does not have {request_id} any more"), now)
-        elif now - self._turns[1] > self._timeouts.stuck_s:
-            why = f"replica {decode} has made no step for {now - self._turns[1]:.0f} s"
-            return self._lose(ReplicaLost(why), now)
+        actions: list[Action] = []
+        is_missing = self._watch.answered(replica, numbers, now)
+        if is_missing and replica != self._prefill:
+            why = f"replica {replica} does not have {self.submission.id} any more"
+            return self._lose(ReplicaLost(why), now, replica)
+        if is_missing:
+            actions += self._end_prefill(True, now)
+        elif numbers is None:  # its last message may be on the way
+            self._patience = self._timeouts.patience_s
+        if self._watch.asked or not self._working:
+            return actions
+        unchanged_s = now - self._watch.unchanged_since
+        if unchanged_s > self._timeouts.stuck_s:
+            why = f"the request has not moved at replica {' and '.join(self._working)} for {unchanged_s:.0f} s"
+            return [*actions, *self._lose(ReplicaLost(why), now, *self._working)]
         self.deadline = now + self._patience
-        return []
+        return actions
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -284,14 +274,15 @@ class RequestLife:
             submission.slo_class,
             max(submission.sampling.max_tokens - len(output), 0),
             may_ship=self._num_losses < self._most_placements - 2,
-            may_refuse=not output,
+            may_refuse=not self.is_accepted,
         )
 
     def _choose(self, query: Query, now: float) -> Placement:
         """Return the best placement on replicas that have not refused.
 
         Raises:
-            Overloaded: no replica would keep the promise; of all refusals, the one with the shortest wait.
+            Overloaded: no replica would keep the promise; of all refusals, the one with the shortest wait. Never once
+                the request was accepted.
             ReplicaLost: no replica is left.
         """
         overloaded = [refusal for refusal in self._refusals.values() if isinstance(refusal, Overloaded)]
@@ -305,20 +296,14 @@ class RequestLife:
         except LookupError:
             if not self._refusals:
                 raise ReplicaLost("no replica is up; the model may still be loading") from None
-        if overloaded:
+        if overloaded and not self.is_accepted:
             raise min(overloaded, key=lambda refusal: refusal.retry_after) from None
-        raise next(iter(self._refusals.values())) from None
+        losses = (refusal for refusal in self._refusals.values() if isinstance(refusal, ReplicaLost))
+        raise next(losses, ReplicaLost("no replica takes the rest of the request")) from None
 
-    def _answered(self, replica: str, now: float) -> list[Action]:
-        """Begin to stream where every replica has taken its leg; place again where one has not."""
-        if replica not in self._unanswered:
-            return []  # it has answered before
-        self._unanswered.remove(replica)
-        if self._unanswered:
-            return []
-        if not self._refusals.keys().isdisjoint(self._working):
-            self.deadline = now + self._timeouts.answer_s
-            return [*self._give_up(), PlaceAgain(None)]
+    def _accept(self, now: float) -> list[Action]:
+        """Begin to stream: every replica has taken its leg."""
+        self.is_accepted = True
         self.deadline = now + self._patience
         actions: list[Action] = [Accepted()]
         waiting, self._early = self._early, []
@@ -326,11 +311,20 @@ class RequestLife:
             actions += self.tokens(sender, delta, now)
         return actions
 
-    def _emit(self, replica: str, delta: TokenDelta) -> list[Action]:
-        """Give the client what a delta adds to the output, and end the request where the delta does."""
+    def _emit(self, replica: str, delta: TokenDelta, now: float) -> list[Action]:
+        """Give the client what a delta adds to the output, and end the request where the delta does.
+
+        A delta may begin with tokens that the client has from the other replica. Where they differ, the later ones
+        follow from a token that the client never got.
+        """
         if delta.finish_reason is FinishReason.ERROR:
             return self._fail(RuntimeError(delta.error), replica)
-        fresh = _unseen(delta, len(self.output))
+        num_seen = min(len(self.output) - delta.first, len(delta.token_ids))
+        if delta.token_ids[:num_seen] != self.output[delta.first : delta.first + num_seen]:
+            if replica == self._prefill:
+                return self._end_prefill(True, now)  # the client goes on with what the decode replica computed itself
+            return self._lose(ReplicaLost(f"replica {replica} goes on from a token that the client does not have"), now)
+        fresh = _without(delta, num_seen)
         self.output += fresh.token_ids
         return [fresh] if fresh.finish_reason is None else [*self._end(replica), fresh]
 
@@ -338,8 +332,10 @@ class RequestLife:
         """Give the client the early tokens that are next. Where the token before them went with the prefill replica,
         the attempt is lost too."""
         actions: list[Action] = []
+        if self._unanswered:
+            return actions
         while self._early and self._early[0][1].first <= len(self.output):
-            actions += self._emit(*self._early.pop(0))
+            actions += self._emit(*self._early.pop(0), now)
         if self._early and self._prefill is None:
             why = "the first token was lost with the replica that had computed it"
             actions += self._lose(ReplicaLost(why), now)
@@ -351,19 +347,23 @@ class RequestLife:
         self._working.remove(prefill)
         return [Detach(prefill, self.attempt, is_running), *self._check_gap(now)]
 
-    def _lose(self, error: ReplicaLost, now: float) -> list[Action]:
-        """Place the request again, to go on after the tokens that the client has. None of these is repeated or changed:
-        each depends on the seed and its position alone."""
-        assert self.placement is not None
+    def _lose(self, error: ReplicaLost, now: float, *blamed: str) -> list[Action]:
+        """Place the request again, to go on after the tokens that the client has, elsewhere than at `blamed` if
+        possible. None of the tokens is repeated or changed: each depends on the seed and its position alone."""
         self._num_losses += 1
+        self._num_breaks += isinstance(error, ReplicaBroken)
         if self._num_losses == self._most_placements:
-            return self._fail(error)
-        self._lost.add(self.placement.decode)
-        detached = self._give_up()
+            return self._fail(_suspect(self._num_breaks) if self._num_breaks == self._num_losses else error)
+        self._lost.update(blamed)
         self._refusals.clear()
-        self.query = None
+        return self._place_again(error, now)
+
+    def _place_again(self, loss: ReplicaLost | None, now: float, ended: str | None = None) -> list[Action]:
+        """End the attempt, and begin the next; the replica that has `ended` this one needs no abort."""
+        detached = self._give_up(ended)
+        self.query = None if self.is_accepted else self.query  # it has changed: the output, or that none may refuse
         self.deadline = now + self._timeouts.answer_s
-        return [*detached, PlaceAgain(error)]
+        return [*detached, PlaceAgain(loss)]
 
     def _fail(self, error: Exception, ended: str | None = None) -> list[Action]:
         return [*self._end(ended), Fail(error)]
@@ -377,18 +377,24 @@ class RequestLife:
         if not self._working:
             return []
         self._fleet.settle(self.submission.id)
-        detached: list[Action] = []
-        for replica in self._working:
-            has_ended = replica == ended or isinstance(self._refusals.get(replica), Overloaded)
-            detached.append(Detach(replica, self.attempt, is_running=not has_ended))
-        self._working, self._unanswered, self._early, self._prefill, self._is_asked = [], [], [], None, False
+        detached: list[Action] = [
+            Detach(replica, self.attempt, is_running=replica != ended) for replica in self._working
+        ]
+        self._working, self._unanswered, self._early, self._prefill = [], [], [], None
+        self._watch.asked.clear()
         return detached
 
 
-def _unseen(delta: TokenDelta, num_seen: int) -> TokenDelta:
-    """Return the delta without tokens that are among the first `num_seen` of the output."""
-    seen = min(num_seen - delta.first, len(delta.token_ids))
-    if not seen:
+def _without(delta: TokenDelta, num_seen: int) -> TokenDelta:
+    """Return the delta without its first `num_seen` tokens."""
+    if not num_seen:
         return delta
-    logprobs = delta.logprobs[seen:] if delta.logprobs is not None else None
-    return replace(delta, token_ids=delta.token_ids[seen:], first=delta.first + seen, logprobs=logprobs)
+    logprobs = delta.logprobs[num_seen:] if delta.logprobs is not None else None
+    return replace(delta, token_ids=delta.token_ids[num_seen:], first=delta.first + num_seen, logprobs=logprobs)
+
+
+def _suspect(num_deaths: int) -> SuspectRequest:
+    return SuspectRequest(
+        f"{num_deaths} replicas broke off, one after the other, while they worked on this request. It may be what "
+        "ended them, so it is not tried again; do not repeat it unchanged."
+    )

@@ -1,18 +1,23 @@
 """The replicas of the application, as its other processes see them: which are up, and how each is called."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from ray.exceptions import ActorDiedError
+import ray
+from ray.exceptions import ActorDiedError, RayActorError
+from ray.serve._private.common import ReplicaID
+from ray.serve._private.constants import SERVE_NAMESPACE
 from ray.serve.handle import DeploymentHandle
 
 from crossdock.cluster.dispatch import membership
-from crossdock.cluster.dispatch.connections import RemoteMethod, ReplicaDead
+from crossdock.cluster.dispatch.connections import RemoteMethod
+from crossdock.router.actions import ReplicaBroken, ReplicaDead
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.request import Overloaded, Submission
+from crossdock.workers.schedule.request import Submission
 
 
 class ReplicaClient:
@@ -20,17 +25,17 @@ class ReplicaClient:
 
     def __init__(self, handle: DeploymentHandle, replica_id: str, ingress: str) -> None:
         self._handle = handle.options(session_id=replica_id)
+        self._actor = ReplicaID(replica_id, handle.deployment_id).to_full_id_str()
         self._ingress = ingress
 
     async def messages(self) -> AsyncIterator[Message]:
-        try:
+        with _named_losses():
             async for message in self._handle.options(stream=True).messages.remote(self._ingress):
                 yield message
-        except ActorDiedError as error:
-            raise ReplicaDead("its process has ended") from error
 
     async def submit(self, submission: Submission) -> int:
-        answer: int | ValueError | Overloaded = await self._handle.submit.remote(self._ingress, submission)
+        with _named_losses():
+            answer: int | ValueError | RuntimeError = await self._handle.submit.remote(self._ingress, submission)
         if isinstance(answer, int):
             return answer
         raise answer
@@ -39,7 +44,27 @@ class ReplicaClient:
         await self._handle.close.remote(self._ingress)
 
     async def call(self, method: RemoteMethod, *arguments: Any) -> Any:
-        return await getattr(self._handle, method).remote(*arguments)
+        with _named_losses():
+            return await getattr(self._handle, method).remote(*arguments)
+
+    async def is_dead(self) -> bool:
+        """Return whether Ray has given up the actor: it frees the name of an actor once its process has ended."""
+        try:
+            await asyncio.to_thread(ray.get_actor, self._actor, SERVE_NAMESPACE)
+        except ValueError:
+            return True
+        return False
+
+
+@contextmanager
+def _named_losses() -> Iterator[None]:
+    """Raise ReplicaDead where the actor's process has ended, ReplicaBroken where that is not known."""
+    try:
+        yield
+    except ActorDiedError as error:
+        raise ReplicaDead("its process has ended") from error
+    except RayActorError as error:
+        raise ReplicaBroken("the connection to its process broke") from error
 
 
 Join = Callable[[str, ReplicaClient, SchedulingProfile], None]

@@ -1,18 +1,18 @@
 """The connections of an ingress to the replicas: one stream of messages from each, opened again when it is lost."""
 
 import asyncio
-import contextlib
 import contextvars
 import logging
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
+from crossdock.cluster.dispatch.loop_clock import TICK_S, LoopClock
+from crossdock.router.actions import Action, ReplicaBroken, ReplicaDead, ReplicaLost, Timeouts
 from crossdock.router.fleet import Fleet
-from crossdock.router.request_life import Action, ReplicaLost, RequestLife, Timeouts
+from crossdock.router.request_life import RequestLife
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.request import Submission
@@ -20,6 +20,7 @@ from crossdock.workers.schedule.request import Submission
 logger = logging.getLogger("ray.serve")
 
 _DEAD_PEERS = 64  # remembered for replicas that were out of reach when those died
+_MOST_PROBES = 300  # of a replica that was lost and has left, until Ray knows that its process has ended
 
 RemoteMethod: TypeAlias = Literal[
     "abort",
@@ -32,10 +33,6 @@ RemoteMethod: TypeAlias = Literal[
     "watched",
 ]
 """The methods of `Replica` that are called with plain data and return plain data."""
-
-
-class ReplicaDead(ReplicaLost):
-    """The process of a replica is known to have ended: it does not write to any memory any more."""
 
 
 class EngineClient(Protocol):
@@ -52,6 +49,7 @@ class EngineClient(Protocol):
         Raises:
             ValueError: the request can never be served; the message names the field.
             Overloaded: its class's promise cannot be kept.
+            ReplicaBroken: the replica's process has ended, or is out of reach.
         """
         ...
 
@@ -63,28 +61,33 @@ class EngineClient(Protocol):
         """Call a method of the replica."""
         ...
 
+    async def is_dead(self) -> bool:
+        """Return whether the replica's process is known to have ended."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class Attempt:
     """One attempt at a request: the replicas that work on it, and the events that have not been handled."""
 
     life: RequestLife
+    clock: LoopClock
+    number: int = -1
     events: "asyncio.Queue[Callable[[float], list[Action]]]" = field(default_factory=asyncio.Queue)
     connections: "dict[str, ReplicaConnection]" = field(default_factory=dict)  # that are not detached, by name
     submitting: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by replica
-    aborting: set[asyncio.Task[Any]] = field(default_factory=set)
 
     async def next_actions(self) -> list[Action]:
         """Wait for the next event, or for the deadline of the request, and return what follows."""
         if self.events.empty():
             try:
-                async with asyncio.timeout(self.life.deadline - time.monotonic()):
+                async with asyncio.timeout(self.life.deadline - self.clock.now()):
                     event = await self.events.get()
             except TimeoutError:
-                return self.life.tick(time.monotonic())
+                return self.life.tick(self.clock.now())
         else:
             event = self.events.get_nowait()
-        return event(time.monotonic())
+        return event(self.clock.now())
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +98,10 @@ class ReplicaConnection:
     client: EngineClient
     profile: SchedulingProfile
     attempts: dict[str, Attempt] = field(default_factory=dict)  # by request
+    heard_at: float = 0.0  # seconds on the ingress's clock
+    following: asyncio.Task[None] | None = None  # reads the stream
+    is_silent: bool = False  # for too long
+    is_dead: bool = False  # its process is known to have ended
     is_open: bool = False
     is_leaving: bool = False  # the replica takes no new requests
 
@@ -102,14 +109,17 @@ class ReplicaConnection:
 class ReplicaConnections:
     """The connections to the replicas that take new requests. Belongs to one event loop."""
 
-    def __init__(self, fleet: Fleet, timeouts: Timeouts) -> None:
+    def __init__(self, fleet: Fleet, timeouts: Timeouts, clock: LoopClock) -> None:
         """`fleet` is the router of this ingress; only replicas with an open stream are in it."""
         self._fleet = fleet
         self._timeouts = timeouts
+        self._clock = clock
         self._members: dict[str, tuple[EngineClient, SchedulingProfile]] = {}  # as Serve lists them
         self._connections: dict[str, ReplicaConnection] = {}
         self._dead: deque[bytes] = deque(maxlen=_DEAD_PEERS)  # whose KV transfers are over for good
         self._background: set[asyncio.Task[Any]] = set()
+        self._following: set[ReplicaConnection] = set()  # whose stream is read, also those of leaving replicas
+        self._watching: asyncio.Task[None] | None = None  # for silent replicas
 
     def __getitem__(self, name: str) -> ReplicaConnection:
         return self._connections[name]
@@ -119,11 +129,13 @@ class ReplicaConnections:
         return [connection for connection in self._connections.values() if connection.is_open]
 
     async def wait_until_one_is_open(self, seconds: float) -> None:
-        """Wait while there are replicas, none with an open stream: in an upgrade all may be new."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while self._connections and not self.opened():
-                    await asyncio.sleep(0.02)
+        """Wait while there are replicas, none with an open stream: in an upgrade all may be new, and after a broken
+        network all may be about to be connected again."""
+        end = self._clock.now() + seconds
+        while self._members and not any(each.is_open and not each.is_leaving for each in self._connections.values()):
+            if self._clock.now() >= end:
+                return
+            await asyncio.sleep(0.02)
 
     # -- members -----------------------------------------------------------------------------------------------------
 
@@ -132,13 +144,15 @@ class ReplicaConnections:
         if name not in self._members:
             self._members[name] = client, profile
             self._open(name)
+        if self._watching is None or self._watching.done():
+            self._watching = self.spawn(self._watch_for_silence())
 
     def leave(self, name: str) -> None:
         """Give a replica no new requests. Its running ones go on for as long as it lives."""
-        _, profile = self._members.pop(name, (None, None))
+        client, profile = self._members.pop(name, (None, None))
         connection = self._connections.pop(name, None)
-        if connection is None and profile is not None:  # it was lost, and Serve has given it up too
-            self._report_death(profile.peer)
+        if connection is None and client is not None and profile is not None and profile.peer not in self._dead:
+            self.spawn(self._confirm_death(client, profile.peer))  # it was lost: its process may have ended, or not yet
         if connection is not None:
             self._fleet.leave(name)
             connection.is_leaving = True
@@ -148,6 +162,8 @@ class ReplicaConnections:
         """Leave every replica; the requests of this ingress are aborted there."""
         connections = list(self._connections.values())
         self._members.clear()
+        if self._watching is not None:
+            self._watching.cancel()
         await asyncio.gather(*(connection.client.close() for connection in connections), return_exceptions=True)
 
     # -- attempts ----------------------------------------------------------------------------------------------------
@@ -159,14 +175,17 @@ class ReplicaConnections:
         return connection
 
     def detach(self, attempt: Attempt, name: str, is_running: bool) -> None:
-        """End what connects an attempt with a replica; abort the request there if it may be running."""
+        """End what connects an attempt with a replica; abort the attempt there if it may be running.
+
+        The abort may overtake the submission: the replica remembers it.
+        """
         connection, request_id = attempt.connections.pop(name), attempt.life.submission.id
         submitting = attempt.submitting.pop(name, None)
         if submitting is not None:
             submitting.cancel()
         connection.attempts.pop(request_id, None)
-        if is_running and connection.is_open:
-            attempt.aborting.add(self.spawn(connection.client.call("abort", [request_id])))
+        if is_running and not connection.is_dead:
+            self.spawn(connection.client.call("abort", [(request_id, attempt.number)]))
         self._close_if_done(connection)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -185,7 +204,9 @@ class ReplicaConnections:
 
     def _open(self, name: str) -> None:
         connection = self._connections[name] = ReplicaConnection(name, *self._members[name])
-        self.spawn(self._follow(connection))
+        connection.heard_at = self._clock.now()
+        connection.following = self.spawn(self._follow(connection))
+        self._following.add(connection)
 
     def _close_if_done(self, connection: ReplicaConnection) -> None:
         """Close the stream of a leaving replica: it counts as a running request and would hold up the drain."""
@@ -196,48 +217,63 @@ class ReplicaConnections:
         """Pass every message of a replica's stream to the router and to the attempts, until the stream ends."""
         name = connection.name
         loss = ReplicaLost(f"replica {name} ended its stream")
-        stream = connection.client.messages()
         try:
-            while True:
-                async with asyncio.timeout(self._timeouts.silence_s):
-                    message = await anext(stream)
+            async for message in connection.client.messages():
+                now = connection.heard_at = self._clock.now()
                 if not connection.is_open:
                     self._opened(connection)
                 if message.live is not None:
-                    self._fleet.hear(name, message.live, time.monotonic())
+                    self._fleet.hear(name, message.live, now)
                 for changes in message.pages:
                     self._fleet.hear_pages(name, changes)
                 for delta in message.deltas:
                     attempt = connection.attempts.get(delta.request_id)
                     if attempt is not None:
                         attempt.events.put_nowait(partial(attempt.life.tokens, name, delta))
-        except StopAsyncIteration:
-            pass
-        except TimeoutError:
-            loss = ReplicaLost(f"replica {name} has been silent for {self._timeouts.silence_s:.0f} s")
+        except asyncio.CancelledError:
+            if not connection.is_silent:
+                raise
+            loss = ReplicaLost(f"replica {name} has been silent for {self._timeouts.silence_s:.3g} s")
         except ReplicaLost as known:
             loss = known
         except Exception as cause:
-            loss = ReplicaLost(f"replica {name} is lost: {type(cause).__name__}")
+            kind = ReplicaBroken if isinstance(cause, ConnectionError) else ReplicaLost
+            loss = kind(f"replica {name} is lost: {type(cause).__name__}")
             loss.__cause__ = cause
         finally:
             self._lost(connection, loss)
+
+    async def _watch_for_silence(self) -> None:
+        """Keep the clock going, and give up the stream of every replica that has been silent for too long.
+
+        Only time on the clock counts: this process may have been stopped, or busy, and the messages may be here.
+        """
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = self._clock.now()
+            for connection in [*self._following]:
+                if now - connection.heard_at > self._timeouts.silence_s and connection.following is not None:
+                    connection.is_silent = True
+                    connection.following.cancel()
 
     def _opened(self, connection: ReplicaConnection) -> None:
         connection.is_open = True
         for peer in self._dead:
             self.spawn(connection.client.call("peer_dead", peer))
         if self._connections.get(connection.name) is connection:  # else it has left already
-            self._fleet.join(connection.name, connection.profile, time.monotonic())
+            self._fleet.join(connection.name, connection.profile, self._clock.now())
+        self._close_if_done(connection)
 
     def _lost(self, connection: ReplicaConnection, loss: ReplicaLost) -> None:
         name, connection.is_open = connection.name, False
+        self._following.discard(connection)
+        connection.is_dead = isinstance(loss, ReplicaDead)
         for attempt in connection.attempts.values():
-            attempt.events.put_nowait(partial(attempt.life.lost, name, attempt.life.attempt, loss))
+            attempt.events.put_nowait(partial(attempt.life.lost, name, attempt.number, loss))
         if self._connections.get(name) is connection:
             del self._connections[name]
             self._fleet.leave(name)
-        if isinstance(loss, ReplicaDead):
+        if connection.is_dead:
             self._report_death(connection.profile.peer)
         if name in self._members:
             logger.warning("%s", loss)
@@ -250,6 +286,18 @@ class ReplicaConnections:
             self._dead.append(peer)
             for connection in self.opened():
                 self.spawn(connection.client.call("peer_dead", peer))
+
+    async def _confirm_death(self, client: EngineClient, peer: bytes) -> None:
+        """Report the death of a lost replica that Serve lists no more, once that is known.
+
+        Serve removes a member before its process has ended: until then that process may write to others' pages.
+        """
+        for _ in range(_MOST_PROBES):
+            if await client.is_dead():
+                self._report_death(peer)
+                return
+            await asyncio.sleep(self._timeouts.rejoin_s)
+        logger.warning("a replica was lost and has left, but it is unknown whether its process has ended")
 
     async def _rejoin(self, name: str) -> None:
         """Connect again after a while: until Serve removes the member, it may only be out of reach."""

@@ -17,22 +17,24 @@ from crossdock.cluster.dispatch.connections import (
     ReplicaConnections,
 )
 from crossdock.cluster.dispatch.ingress_metrics import IngressMetrics, merge_metrics
-from crossdock.router.fleet import Fleet, RouterConfig
-from crossdock.router.request_life import (
+from crossdock.cluster.dispatch.loop_clock import LoopClock
+from crossdock.cluster.dispatch.suspect_turns import SuspectTurns
+from crossdock.router.actions import (
     DEFAULT_TIMEOUTS,
-    MOST_PLACEMENTS,
     Accepted,
     Action,
     Ask,
     Detach,
     Fail,
     PlaceAgain,
+    ReplicaBroken,
     ReplicaLost,
-    RequestLife,
     Submit,
     SuspectRequest,
     Timeouts,
 )
+from crossdock.router.fleet import Fleet, RouterConfig
+from crossdock.router.request_life import MOST_PLACEMENTS, RequestLife
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.request import Overloaded, Submission, TokenDelta
 
@@ -70,7 +72,9 @@ class Dispatcher:
         self._most_placements = most_placements
         self.fleet = Fleet(router or RouterConfig.model_validate({}))  # the replicas that are up
         self.metrics = IngressMetrics()
-        self._connections = ReplicaConnections(self.fleet, self._timeouts)
+        self.clock = LoopClock()  # of all that replicas and requests are waited for
+        self._connections = ReplicaConnections(self.fleet, self._timeouts, self.clock)
+        self._suspects = SuspectTurns(timeouts.suspect_s)
         self._lives: dict[str, RequestLife] = {}  # by request, those in flight
         self._ingress_texts = ingress_texts or self._own_text
         self.leave = self._connections.leave
@@ -93,11 +97,12 @@ class Dispatcher:
             ValueError: the replica refuses the request; the message names the field.
             Overloaded: no replica can make the first token in time.
             ReplicaLost: none is up, or one after the other was lost.
+            SuspectRequest: the request may be what ended the replicas that it was lost at.
         """
         watch = self.metrics.start(submission)
-        life = RequestLife(submission, self.fleet, watch.last, self._timeouts, self._most_placements)
+        life = RequestLife(submission, self.fleet, self.clock.now(), self._timeouts, self._most_placements)
         self._lives[submission.id] = life
-        attempt, actions = Attempt(life), deque[Action]([PlaceAgain(None)])
+        attempt, actions = Attempt(life, self.clock), deque[Action]([PlaceAgain(None)])
         try:
             while True:
                 action = actions.popleft() if actions else None
@@ -106,6 +111,7 @@ class Dispatcher:
                         actions += await attempt.next_actions()
                     case TokenDelta():
                         watch.tokens(len(action.token_ids))
+                        self._suspects.leave(submission.id)
                         yield action
                         if action.finish_reason is not None:
                             return
@@ -115,14 +121,14 @@ class Dispatcher:
                         if watch.num_placements == 1:
                             yield TokenDelta(submission.id, [])
                     case PlaceAgain(loss):
-                        attempt, placed = await self._place(attempt, loss)
+                        attempt, placed = await self._place(life, loss)
                         actions += placed
                     case Submit():
                         self._submit(attempt, action)
                     case Detach(name, _, is_running):
                         self._connections.detach(attempt, name, is_running)
                     case Ask(name):
-                        actions += await self._ask(attempt, name)
+                        self._connections.spawn(_ask(attempt, attempt.connections[name]))
                     case Fail(error):
                         raise error
         except Overloaded:
@@ -130,26 +136,26 @@ class Dispatcher:
             raise
         finally:
             self._lives.pop(submission.id, None)
+            self._suspects.leave(submission.id)
             actions += life.close()
             for left in actions:
                 if isinstance(left, Detach):
                     self._connections.detach(attempt, left.replica, left.is_running)
             watch.end()
 
-    async def _place(self, attempt: Attempt, loss: ReplicaLost | None) -> tuple[Attempt, list[Action]]:
-        """Begin the next attempt, once the aborts of the one before are answered."""
-        life = attempt.life
+    async def _place(self, life: RequestLife, loss: ReplicaLost | None) -> tuple[Attempt, list[Action]]:
+        """Begin the next attempt, where a suspect request has its turn and a replica is up, or soon will be."""
         if loss is not None:
             self.metrics.placed_again.inc()
             logger.warning("request %s goes on elsewhere: %s", life.submission.id, loss)
-        if attempt.aborting:
-            await asyncio.wait(attempt.aborting, timeout=self._timeouts.answer_s)
-        if loss is not None or life.attempt < 0:
-            await self._connections.wait_until_one_is_open(self._timeouts.answer_s)
-        actions = life.place(time.monotonic())
+        self._suspects.leave(life.submission.id)
+        if life.is_suspect:
+            await self._suspects.enter(life.submission.id)
+        await self._connections.wait_until_one_is_open(self._timeouts.answer_s)
+        actions = life.place(self.clock.now())
         if life.placement is not None and not life.is_over:
             self.metrics.placements.labels(life.placement.reason).inc()
-        return Attempt(life), actions
+        return Attempt(life, self.clock, life.attempt), actions
 
     def _submit(self, attempt: Attempt, action: Submit) -> None:
         """Submit a leg of an attempt; the answer will be an event of the attempt."""
@@ -159,22 +165,9 @@ class Dispatcher:
         answering = asyncio.ensure_future(_answer(attempt, connection, submission))
         attempt.submitting[connection.name] = answering
 
-    async def _ask(self, attempt: Attempt, name: str) -> list[Action]:
-        """Ask a replica whether it has the request, whose deadline has passed."""
-        life = attempt.life
-        request_id, number = life.submission.id, life.attempt
-        try:
-            async with asyncio.timeout(self._timeouts.answer_s):
-                turns = await attempt.connections[name].client.call("progress", request_id)
-        except Exception as error:
-            loss = ReplicaLost(f"replica {name} does not report what became of {request_id}")
-            loss.__cause__ = error
-            return life.lost(name, number, loss, time.monotonic())
-        return life.progress(number, turns, time.monotonic())
-
     @property
     def deadlines(self) -> dict[str, float]:
-        """Return, by request in flight, when it is looked after though no event comes; `time.monotonic` seconds."""
+        """Return, by request in flight, when it is looked after though no event comes; seconds on `clock`."""
         return {request_id: life.deadline for request_id, life in self._lives.items()}
 
     # -- questions ---------------------------------------------------------------------------------------------------
@@ -240,14 +233,34 @@ class Dispatcher:
 
 async def _answer(attempt: Attempt, connection: ReplicaConnection, submission: Submission) -> None:
     """Submit a leg, and make an event of the answer."""
-    life, name, number = attempt.life, connection.name, submission.epoch
+    life, name, number = attempt.life, connection.name, attempt.number
     try:
         sequence = await connection.client.submit(submission)
     except (Overloaded, ValueError) as refusal:
         attempt.events.put_nowait(partial(life.refused, name, number, refusal))
+    except ReplicaBroken as loss:
+        attempt.events.put_nowait(partial(life.lost, name, number, loss))
     except Exception as error:
-        loss = ReplicaLost(f"replica {name} did not take the request: {error}")
-        loss.__cause__ = error
-        attempt.events.put_nowait(partial(life.refused, name, number, loss))
+        attempt.events.put_nowait(partial(life.refused, name, number, _loss("did not take the request", name, error)))
     else:
         attempt.events.put_nowait(partial(life.taken, name, number, sequence))
+
+
+async def _ask(attempt: Attempt, connection: ReplicaConnection) -> None:
+    """Ask a replica how far it is with the attempt, and make an event of the answer."""
+    life, name, number = attempt.life, connection.name, attempt.number
+    try:
+        numbers = await connection.client.call("progress", life.submission.id, number)
+    except ReplicaBroken as loss:
+        attempt.events.put_nowait(partial(life.lost, name, number, loss))
+    except Exception as error:
+        unknown = _loss("does not report what became of the request", name, error)
+        attempt.events.put_nowait(partial(life.lost, name, number, unknown))
+    else:
+        attempt.events.put_nowait(partial(life.progress, name, number, numbers))
+
+
+def _loss(what: str, replica: str, error: Exception) -> ReplicaLost:
+    loss = ReplicaLost(f"replica {replica} {what}: {error}")
+    loss.__cause__ = error
+    return loss

@@ -34,7 +34,6 @@ from crossdock.cluster.dispatch.pinning import PinningRouter
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
 from crossdock.cluster.serve.scaler import Scaler
 from crossdock.workers.model.checkpoint import resolve_model
-from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.replica import Replica
 
 logger = logging.getLogger("ray.serve")
@@ -118,9 +117,7 @@ def build(args: ClusterConfig) -> serve.Application:
 
 def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Application:
     """Return the deployment of one pool's replicas."""
-    num_ranks = sum(each.most * each.num_ranks for each in config.pools)
-    num_threads = pool.num_cpus or max((os.cpu_count() or 1) // num_ranks, 1)
-    ships = any(each.role == "prefill" for each in config.pools)
+    spec = config.replica_spec(pool)
     deployment = serve.deployment(
         Replica,
         name=pool.name,
@@ -129,26 +126,15 @@ def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applicat
         ray_actor_options={
             "num_cpus": pool.num_cpus,
             "num_gpus": pool.num_gpus,
-            **({"label_selector": pool.node_labels} if pool.node_labels else {}),
+            **({"label_selector": pool.node_labels} if pool.node_labels and pool.num_ranks == 1 else {}),
             # The engine shares its cores with the ingress: spinning OpenMP threads would starve both
             # (a 50 ms step became 1.2 s; PASSIVE has to be there before torch is imported).
-            "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(num_threads)}},
+            "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(spec.num_threads)}},
         },
         request_router_config=RequestRouterConfig(request_router_class=PinningRouter),
         graceful_shutdown_timeout_s=config.http.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
         **(_placement_group(pool) if pool.num_ranks > 1 else {}),
-    )
-    engine, model = pool.engine or config.engine, config.model
-    spec = ReplicaSpec(
-        model=engine.model_spec(model.path, pool.dtype or model.dtype, model.max_model_len),
-        engine=engine,
-        num_threads=num_threads,
-        role=pool.role,
-        transfer=config.transfer if ships else None,
-        tensor_parallel_size=pool.tensor_parallel_size,
-        pipeline_parallel_size=pool.pipeline_parallel_size,
-        rank_timeout_s=pool.rank_timeout_s,
     )
     return deployment.bind(spec)
 
@@ -156,7 +142,13 @@ def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applicat
 def _placement_group(pool: PoolConfig) -> dict[str, Any]:
     """Return a bundle for each rank of a replica. The first is the Serve replica's own."""
     bundle = {"CPU": pool.num_cpus or _TINY_BUNDLE, **({"GPU": pool.num_gpus} if pool.num_gpus else {})}
-    return {"placement_group_bundles": [bundle] * pool.num_ranks, "placement_group_strategy": pool.placement}
+    group: dict[str, Any] = {
+        "placement_group_bundles": [bundle] * pool.num_ranks,
+        "placement_group_strategy": pool.placement,
+    }
+    if pool.node_labels:  # of the nodes of all ranks, not of the driver's alone
+        group["placement_group_bundle_label_selector"] = [pool.node_labels] * pool.num_ranks
+    return group
 
 
 def start_ray(config: ClusterConfig) -> None:

@@ -205,7 +205,7 @@ def _fetch_profile(url: str) -> SchedulingProfile:
         answer = httpx.get(url.rstrip("/").removesuffix("/v1") + "/v1/replicas", headers=headers, timeout=10)
         answer.raise_for_status()
         found = answer.json()["data"][0]
-        learnt = {name: found[name] for name in ("cost", "overrun") if found.get(name)}
+        learnt = {name: found[name] for name in ("cost", "overrun", "interval_share") if found.get(name)}
         return SchedulingProfile.model_validate(found["profile"] | learnt)
     except httpx.HTTPError as error:
         raise ValueError(f"profile: {url}: {error}") from None

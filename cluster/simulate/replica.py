@@ -76,6 +76,41 @@ class Noise:
         return self._factors[place]
 
 
+@dataclass(slots=True)
+class Stages:
+    """The stages of a pipeline, each with its share of every step's seconds. A replica without one has one stage."""
+
+    shares: Sequence[float]
+    _free: list[float] = field(init=False)  # when each stage is
+
+    def __post_init__(self) -> None:
+        self._free = [0.0] * len(self.shares)
+
+    @classmethod
+    def of(cls, depth: int, interval_share: float) -> "Stages":
+        """Return `depth` stages of which the slowest takes the `interval_share` of a step, and the others are alike."""
+        slowest = min(max(interval_share, 1 / depth), 1.0)
+        return cls([slowest] + [(1 - slowest) / (depth - 1)] * (depth - 1) if depth > 1 else [1.0])
+
+    @property
+    def interval_share(self) -> float:
+        return max(self.shares)
+
+    def begin(self, seconds: float, now: float) -> float:
+        """Return when a step that begins now and takes `seconds` alone ends, behind the steps before it."""
+        for stage, share in enumerate(self.shares):
+            now = self._free[stage] = max(now, self._free[stage]) + share * seconds
+        return now
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step that has begun and not ended. Without a pipeline, also the steps behind it that are alike."""
+
+    batch: Batch
+    ends: list[float]
+
+
 @dataclass(slots=True, eq=False)
 class SimulatedReplica:
     """One replica. All actions on it come in by `post`, and run between two steps."""
@@ -92,66 +127,92 @@ class SimulatedReplica:
     num_steps: int = 0
     num_prefilled: int = 0  # prompt tokens computed
     num_decoded: int = 0
-    step_s: float = 0.0  # of the last step
+    step_s: float = 0.0  # of the last step, without the time before the one before it ended
     scheduler: Scheduler = field(init=False)
     publisher: Publisher = field(init=False)
-    _inbox: deque[Action] = field(default_factory=deque)
+    _inbox: deque[tuple[Action, str | None]] = field(default_factory=deque)  # with the request that an action ends
     _is_between: bool = False  # two steps
-    _batch: Batch | None = None  # of the running step
-    _ends: list[float] = field(default_factory=list)  # of the running step and those after it that are alike
-    _started: float = 0.0  # when the running step did
+    _flights: deque[_Flight] = field(default_factory=deque)  # oldest first
+    _stages: Stages = field(init=False)
+    _since: float = 0.0  # when the oldest step in flight began, or the step before it ended
     _version: int = 0  # of the plan that is in the clock
 
     def __post_init__(self) -> None:
         profile = self.pool.profile
         pages = PagePool(profile.num_pages, profile.page_size, self.pool.enable_prefix_caching)
-        overrun = max(profile.overrun, self.noise.overrun)
-        self.scheduler = Scheduler(self.pool.engine, pages, profile.max_model_len, cost=profile.cost, overrun=overrun)
+        overrun, depth = max(profile.overrun, self.noise.overrun), profile.pipeline_parallel_size
+        self._stages = Stages.of(depth, profile.interval_share)
+        self.scheduler = Scheduler(
+            self.pool.engine,
+            pages,
+            profile.max_model_len,
+            cost=profile.cost,
+            overrun=overrun,
+            depth=depth,
+            interval_share=self._stages.interval_share,
+        )
         self.publisher = Publisher(self.scheduler, self.name)
 
-    def post(self, action: Action, now: float) -> None:
-        """Run `action` between two steps."""
+    def post(self, action: Action, now: float, ends: str | None = None) -> None:
+        """Run `action` between two steps. `ends`: the request that it ends; no step in flight may compute that."""
         if self.until is not None:
             return
-        self._inbox.append(action)
-        if self._batch is not None:
-            if len(self._ends) > 1:  # a stretch ends with the step that runs now
-                self._pass(bisect_right(self._ends, now, hi=len(self._ends) - 1))
-                self._plan(self._ends[:1])
+        self._inbox.append((action, ends))
+        if self._flights:
+            flight = self._flights[0]
+            if len(flight.ends) > 1:  # a stretch ends with the step that runs now
+                self._pass(flight, bisect_right(flight.ends, now, hi=len(flight.ends) - 1))
+                flight.ends = flight.ends[:1]
+                self._plan()
         elif not self._is_between:
             self._go_round(now)
 
     def die(self, now: float) -> None:
         """End the replica: no event follows, not even the end of the running step."""
-        if self._batch is not None:
-            self._pass(bisect_right(self._ends, now, hi=len(self._ends) - 1))
-            self.busy_s += now - self._started
+        if self._flights:
+            flight = self._flights[0]
+            self._pass(flight, bisect_right(flight.ends, now, hi=len(flight.ends) - 1))
+            self.busy_s += now - self._since
         self.until = now
 
     def _go_round(self, now: float) -> None:
         self._is_between = True
         while True:
-            while self._inbox:
-                self._inbox.popleft()(now)
+            while self._inbox and not self._must_wait(self._inbox[0][1]):
+                self._inbox.popleft()[0](now)
             self._grant(now)
-            batch = self.scheduler.schedule(now) if self.scheduler.has_work else None
-            self._take_returned(now)
-            if not batch:
+            if not self._inbox:
+                self._begin_steps(now)
+            if not self._flights:
                 self._after(now)
-            if batch or not self._inbox:
+            if self._flights or not self._inbox:
                 break
         self._is_between = False
-        if batch:
+        if self._flights:
+            self._plan()
+
+    def _must_wait(self, ends: str | None) -> bool:
+        """Return whether a step in flight computes the request that an action ends. No other begins before that."""
+        return any(part.request.id == ends for flight in self._flights for part in flight.batch.scheduled)
+
+    def _begin_steps(self, now: float) -> None:
+        while len(self._flights) < len(self._stages.shares) and self.scheduler.has_work:
+            batch = self.scheduler.schedule(now)
+            self._take_returned(now)
+            if not batch:
+                return
             if batch.num_decodes < len(batch.scheduled):
                 self.observer.scheduled(self, batch, now)
-            self._begin(batch, now)
+            if not self._flights:
+                self._since = now
+            self._flights.append(self._begin(batch, now))
 
-    def _begin(self, batch: Batch, now: float) -> None:
-        self._batch = batch
-        cost, step = self.pool.profile.cost, self.num_steps
-        end = now + cost.seconds(batch.work) * self.noise.factor(step)
+    def _begin(self, batch: Batch, now: float) -> _Flight:
+        cost, step = self.pool.profile.cost, self.num_steps + len(self._flights)
+        end = self._stages.begin(cost.seconds(batch.work) * self.noise.factor(step), now)
         ends = [end]
-        more = self.scheduler.steady_steps(batch) - 1 if self.at_once else 0
+        is_pipeline = len(self._stages.shares) > 1
+        more = self.scheduler.steady_steps(batch) - 1 if self.at_once and not is_pipeline else 0
         if more:
             due, num_streams = self.publisher.due, len(batch.scheduled)
             context = sum([part.start for part in batch.scheduled])
@@ -159,37 +220,33 @@ class SimulatedReplica:
                 more, step, context = more - 1, step + 1, context + num_streams
                 end += (cost.base + cost.decode_seconds(num_streams, context)) * self.noise.factor(step)
                 ends.append(end)
-        self._started = now
-        self._plan(ends)
+        return _Flight(batch, ends)
 
-    def _plan(self, ends: list[float]) -> None:
-        self._ends = ends
+    def _plan(self) -> None:
         self._version += 1
-        self.clock.at(ends[-1], partial(self._end, self._version), is_step=True)
+        self.clock.at(self._flights[0].ends[-1], partial(self._end, self._version), is_step=True)
 
-    def _pass(self, done: int) -> None:
-        """Account for the first `done` of the steps in `_ends`; the next one is running."""
+    def _pass(self, flight: _Flight, done: int) -> None:
+        """Account for the first `done` of the steps in a flight; the next one is running."""
         if not done:
             return
-        assert self._batch is not None
-        ends, self._ends = self._ends[:done], self._ends[done:]
+        ends, flight.ends = flight.ends[:done], flight.ends[done:]
         for end in ends:  # one by one, as if they had been taken one by one: floats
-            self.busy_s += end - self._started
-            self._started = end
-        requests = [part.request for part in self._batch.scheduled]
+            self.busy_s += end - self._since
+            self._since = end
+        requests = [part.request for part in flight.batch.scheduled]
         self.observer.streamed(requests, ends)
         self.num_steps += done
         self.num_decoded += done * len(requests)
         tokens = dict.fromkeys([request.id for request in requests], [TOKEN] * done)
-        self._batch = self.scheduler.advance(self._batch, tokens, ends)
+        flight.batch = self.scheduler.advance(flight.batch, tokens, ends)
 
     def _end(self, version: int, now: float) -> None:
         if version != self._version or self.until is not None:
             return  # the plan has changed, or the replica has died
-        self._pass(len(self._ends) - 1)
-        batch, self._batch, self._is_between = self._batch, None, True
-        assert batch is not None
-        self.step_s = now - self._started
+        self._pass(self._flights[0], len(self._flights[0].ends) - 1)
+        batch, self._is_between = self._flights.popleft().batch, True
+        self.step_s, self._since = now - self._since, now
         self.busy_s += self.step_s
         self.num_steps += 1
         self.num_decoded += batch.num_decodes

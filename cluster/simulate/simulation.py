@@ -17,8 +17,9 @@ from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import Failure, SimulatedFleet, SimulatedPool
 from crossdock.cluster.simulate.replica import TOKEN, Noise, SimulatedReplica
 from crossdock.cluster.simulate.transfer import SimulatedNetwork, SimulatedTransfer
+from crossdock.router.actions import Action, Detach, Fail, PlaceAgain, ReplicaDead, Submit
 from crossdock.router.fleet import Fleet
-from crossdock.router.request_life import Action, Detach, Fail, PlaceAgain, ReplicaLost, RequestLife, Submit
+from crossdock.router.request_life import RequestLife
 from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.request import Leg, Overloaded, Request, SamplingParams, Submission, TokenDelta
@@ -194,7 +195,7 @@ class Simulation:
         if replica is not None and (action.is_running or (transfer is not None and transfer.is_cancelled)):
             life = request.life
             owner = Request.owner_name(life.submission.id, action.attempt)
-            replica.post(partial(_abort, replica, life.submission.id, owner), now)
+            replica.post(partial(_abort, replica, life.submission.id, owner), now, life.submission.id)
 
     def _shipped(self, request: SimulatedRequest, transfer: SimulatedTransfer, now: float) -> None:
         self._do(request, request.life.shipped(transfer.sender.name, transfer.attempt, now), now)
@@ -302,7 +303,7 @@ class Simulation:
         replica.die(now)
         for router in self.routers:
             router.leave(name)
-        loss = ReplicaLost(f"replica {name} has died")
+        loss = ReplicaDead(f"replica {name} has died")
         for request in list(self.requests.values()):
             if request.transfer is not None and request.transfer.sender is replica:
                 request.transfer.lose_sender(now)

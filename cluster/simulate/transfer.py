@@ -112,7 +112,7 @@ class SimulatedTransfer:
         if end <= begin and not self._is_complete:
             return
         self._sent = max(begin, end)
-        num_bytes = (self._sent - begin) * self.sender.pool.profile.page_bytes
+        num_bytes = (self._sent - begin) * self.receiver.pool.profile.page_bytes  # of all its ranks
         departure, arrival = self.network.send(self.sender, self.receiver, num_bytes, now)
         self._bytes += num_bytes
         self._seconds += arrival - departure

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,7 @@ from rich.markup import escape
 from crossdock.cluster.bench.flags import takes
 
 if TYPE_CHECKING:
+    from crossdock.cluster.config import ClusterConfig, PoolConfig
     from crossdock.cluster.tune.curves import Cell
     from crossdock.cluster.tune.report import Findings
     from crossdock.workers.replica.engine import Engine
@@ -28,7 +30,11 @@ class TuneFlags:
         str | None, typer.Argument(help="Directory, or hub name (org/name, org/name@revision).", show_default="SmolLM2")
     ] = None
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="YAML file: its model and the engine of its first pool.")
+        Path | None, typer.Option("--config", "-c", help="YAML file: its model, and the pool to tune.")
+    ] = None
+    pool: Annotated[
+        str | None,
+        typer.Option(help="Pool of the file: its ranks, role, dtype and engine.", show_default="the only one"),
     ] = None
     tpot: Annotated[
         float | None,
@@ -37,7 +43,8 @@ class TuneFlags:
     streams: Annotated[
         int | None,
         typer.Option(
-            help="Number of streams that must meet it, one of --decodes.", show_default="the most that can meet it"
+            help="Number of streams in a step that must meet it, one of --decodes.",
+            show_default="the most that can meet it",
         ),
     ] = None
     chunks: Annotated[str, typer.Option(help="Prompt tokens per step to measure.")] = "16,64,128,256,512,1024,2048"
@@ -146,29 +153,46 @@ def _find(flags: TuneFlags, sizes: _Grid, console: Console) -> "Findings":
     from crossdock.cluster.config_file import load
     from crossdock.cluster.tune.advice import advise
     from crossdock.cluster.tune.curves import Curves
+    from crossdock.cluster.tune.local_engine import local_engine
     from crossdock.cluster.tune.report import Findings
     from crossdock.cluster.tune.sweep import fitting, grid
     from crossdock.workers.replica.calibrate import warm_up
-    from crossdock.workers.replica.config import ReplicaSpec
-    from crossdock.workers.replica.engine import load_engine
 
     cluster = load(flags.config, {"model.path": flags.model} if flags.model is not None else {})
-    pool, model = cluster.pools[0], cluster.model
-    config = pool.engine or cluster.engine
-    num_threads = pool.num_cpus or os.cpu_count() or 1
-    with console.status(f"Loading {escape(model.name)} and warming up …"):
-        spec = config.model_spec(model.path, model.dtype, model.max_model_len)
-        engine = load_engine(ReplicaSpec(spec, config, num_threads))
-        profile = warm_up(engine)
-    wanted = grid(sizes.chunks, sizes.decodes, sizes.contexts)
-    cells = fitting(engine, wanted)
-    if not any(cell.chunk and cell.decodes == (flags.streams or cell.decodes) for cell in cells if cell.decodes):
-        raise ValueError("no chunk fits beside the streams: lower --contexts, or raise engine.kv_cache_memory")
-    curves = Curves(_sweep(engine, cells, flags.repeats, profile.cost, console))
+    pool = _pool(cluster, flags)
+    spec, computes_only = cluster.replica_spec(pool), pool.role == "prefill"
+    wanted = grid(sizes.chunks, () if computes_only else sizes.decodes, sizes.contexts)
+    with ExitStack() as stack:
+        with console.status(f"Loading {escape(cluster.model.name)} and warming up …"):
+            engine = stack.enter_context(local_engine(spec))
+            profile = warm_up(engine).model_copy(update={"role": pool.role})
+        cells = fitting(engine, wanted)
+        of_streams = [cell for cell in cells if computes_only or cell.decodes]
+        if not any(cell.chunk and cell.decodes == (flags.streams or cell.decodes) for cell in of_streams):
+            raise ValueError("no chunk fits beside the streams: lower --contexts, or raise engine.kv_cache_memory")
+        measured = _sweep(engine, cells, flags.repeats, profile.cost, console)
+        kind, dtype = engine.model.device.type, str(engine.model.dtype).removeprefix("torch.")
+    curves = Curves(measured, pool.pipeline_parallel_size, profile.interval_share)
+    config = spec.engine
     target = flags.tpot if flags.tpot is not None else min(slo.tpot_s for slo in config.slo_classes)
-    advice = advise(curves, target, flags.streams, config.page_size, config.max_num_seqs)
-    device = f"{_device_name(engine.model.device.type, num_threads)}, {str(engine.model.dtype).removeprefix('torch.')}"
-    return Findings(device, cluster, target, curves, advice, profile, [cell for cell in wanted if cell not in cells])
+    advice = advise(curves, target, flags.streams, config.page_size, config.max_num_seqs, pool.role)
+    ranks = f"{pool.num_ranks} ranks, each " if pool.num_ranks > 1 else ""
+    device = f"{ranks}{_device_name(kind, spec.num_threads)}, {dtype}"
+    dropped = [cell for cell in wanted if cell not in cells]
+    return Findings(device, cluster, pool, target, curves, advice, profile, dropped)
+
+
+def _pool(cluster: "ClusterConfig", flags: TuneFlags) -> "PoolConfig":
+    """Return the pool to tune. ValueError: there is no such pool, it must be named, or it runs no streams."""
+    by_name = {pool.name: pool for pool in cluster.pools}
+    if flags.pool is None and len(by_name) > 1:
+        raise ValueError(f"pool: the file has {', '.join(by_name)}, which may differ; name one with --pool")
+    pool = by_name.get(flags.pool or cluster.pools[0].name)
+    if pool is None:
+        raise ValueError(f"pool: there is no {flags.pool!r}; there are {', '.join(by_name)}")
+    if pool.role == "prefill" and flags.streams is not None:
+        raise ValueError(f"streams: none run in pool {pool.name!r}, whose role is prefill; leave it out")
+    return pool
 
 
 def _sweep(engine: "Engine", cells: "Sequence[Cell]", repeats: int, cost: "StepCost", console: Console) -> "list[Cell]":
@@ -206,7 +230,7 @@ def _cpu_info() -> list[str]:
 def _show(found: "Findings", console: Console) -> None:
     from crossdock.cluster.tune import report
 
-    console.print(report.stalls(found), report.promises(found))
+    console.print(report.stalls(found), *([report.promises(found)] if found.advice.attainable else []))
     for line in report.sentences(found):
         console.print(f"• {escape(line)}")
 

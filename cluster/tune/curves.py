@@ -28,9 +28,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Curves:
-    """The measured cells and the figures computed from them. Cells that did not fit into the KV pool are absent."""
+    """The measured cells and the figures computed from them. Cells that did not fit into the KV pool are absent.
+
+    In a pipeline each of `depth` steps in flight has its share of the streams, and cells are single steps alone in it.
+    """
 
     cells: Sequence[Cell]
+    depth: int = 1  # steps in flight: the stages of the pipeline
+    interval_share: float = 1.0  # interval of the steps of a full pipeline / seconds of one
 
     @cached_property
     def chunks(self) -> list[int]:
@@ -42,13 +47,18 @@ class Curves:
         return sorted({cell.decodes for cell in self.cells if cell.chunk})
 
     def stall(self, chunk: int, decodes: int) -> float | None:
-        """Return the seconds of the longest such step, which is a gap between two tokens of every stream in it."""
-        return max((cell.seconds for cell in self._of(chunk, decodes)), default=None)
+        """Return the longest gap between two tokens of a stream in such steps, in seconds.
+
+        That is the longest step, or the intervals of all steps in flight where they take longer.
+        """
+        stretch = max(self.depth * self.interval_share, 1.0)
+        return max((cell.seconds * stretch for cell in self._of(chunk, decodes)), default=None)
 
     def rate(self, chunk: int, decodes: int) -> float | None:
         """Return prompt tokens per second if every step has such a chunk, over all contexts."""
         cells = self._of(chunk, decodes)
-        return chunk * len(cells) / sum(cell.seconds for cell in cells) if cells else None
+        seconds = sum(cell.seconds for cell in cells) * self.interval_share
+        return chunk * len(cells) / seconds if cells else None
 
     @cached_property
     def best_rate(self) -> float:

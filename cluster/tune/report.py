@@ -1,17 +1,18 @@
 """The report of a sweep: tables for people, JSON for programs, a plot, and the recommended configuration."""
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
+from pydantic import BaseModel
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.tune.advice import Advice
 from crossdock.cluster.tune.curves import NEAR_BEST, Cell, Curves, relative_errors
 from crossdock.workers.report.profile import SchedulingProfile
@@ -23,6 +24,7 @@ class Findings:
 
     device: str
     config: ClusterConfig
+    pool: PoolConfig  # of the configuration: the one whose replica was measured
     tpot_s: float
     curves: Curves
     advice: Advice
@@ -88,7 +90,9 @@ def sentences(found: Findings) -> list[str]:
         f"max_num_batched_tokens {advice.max_num_batched_tokens}: beside {_streams(advice.ceiling_decodes)} chunks of "
         f"more than {advice.ceiling_chunk} tokens gain less than 10 %.",
     ]
-    if advice.is_attainable:
+    if not advice.streams:
+        lines.append("min_chunk_tokens needs no setting: no stream runs beside the chunks of a prefill replica.")
+    elif advice.is_attainable:
         lines += [
             f"min_chunk_tokens {advice.min_chunk_tokens}: with this chunk in every step {_streams(advice.streams)} "
             f"can meet the target.",
@@ -99,6 +103,16 @@ def sentences(found: Findings) -> list[str]:
             f"min_chunk_tokens {advice.min_chunk_tokens}: one page. {_streams(advice.streams)} cannot meet the target "
             f"while a prompt prefills; the table shows the attainable tpot."
         )
+    if found.curves.depth > 1:
+        lines.append(
+            f"All this is for one step. The pipeline has {found.curves.depth} in flight, each with its share of the "
+            f"streams; while there is enough to do, a step ends after {found.curves.interval_share:.0%} of the "
+            f"seconds that it takes."
+        )
+    lines.append(
+        f"A token takes {found.profile.page_bytes // found.profile.page_size} bytes of KV pages"
+        + (", all ranks together." if found.pool.num_ranks > 1 else ".")
+    )
     own, started = _quantiles(found.curves.held_out_errors()), _quantiles(_errors_at_start(found))
     lines.append(
         f"StepCost predicts these steps with a median error of {own[0]:.1%}, p90 {own[1]:.1%} (each fifth of the steps "
@@ -118,6 +132,14 @@ def as_json(found: Findings) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "device": found.device,
         "model": found.config.model.name,
+        "pool": {
+            "name": found.pool.name,
+            "role": found.pool.role,
+            "tensor_parallel_size": found.pool.tensor_parallel_size,
+            "pipeline_parallel_size": found.pool.pipeline_parallel_size,
+        },
+        "interval_share": found.curves.interval_share,
+        "kv_bytes_per_token": found.profile.page_bytes // found.profile.page_size,
         "tpot_s": found.tpot_s,
         "advice": asdict(found.advice),
         "knee_chunk": found.curves.knee(0),
@@ -146,24 +168,45 @@ def profile(found: Findings) -> str:
 
 
 def snippet(found: Findings) -> str:
-    """Return YAML for `crossdock serve --config`: the model and engine that were measured, with the new settings."""
+    """Return YAML for `crossdock serve --config`: the cluster's configuration with the new settings of the pool.
+
+    Sections `http` and `deploy` are left out: the first may have API keys.
+    """
     advice, config = found.advice, found.config
-    data = {
-        section: part.model_dump(mode="json", exclude_defaults=True)
-        for section, part in (("model", config.model), ("engine", config.pools[0].engine or config.engine))
-    }
-    data["engine"] |= {
-        "max_num_batched_tokens": advice.max_num_batched_tokens,
-        "min_chunk_tokens": advice.min_chunk_tokens,
-    }
+    settings = {"max_num_batched_tokens": advice.max_num_batched_tokens}
+    if advice.min_chunk_tokens:
+        settings["min_chunk_tokens"] = advice.min_chunk_tokens
+    data: dict[str, Any] = {section: _changed(getattr(config, section)) for section in ("model", "engine")}
+    if len(config.pools) > 1:
+        data["pools"] = [_pool(config, pool, settings if pool.name == found.pool.name else {}) for pool in config.pools]
+    else:
+        data["engine"] = _changed(found.pool.engine or config.engine) | settings
+        if shape := _changed(found.pool, {"engine"}):
+            data["pools"] = [{"name": found.pool.name} | shape]
+    data |= {section: _changed(getattr(config, section)) for section in ("router", "scaling", "transfer")}
     body = yaml.safe_dump({section: values for section, values in data.items() if values}, sort_keys=False)
-    chosen = next(row for row in advice.attainable if row.decodes == advice.streams)
-    head = [
-        f"crossdock tune, {datetime.date.today().isoformat()}: {found.config.model.name} on {found.device}",
-        f"Asked for: {_streams(advice.streams)}, a token every {found.tpot_s:g} s. "
-        f"Attainable tpot_s: {chosen.tpot_s:.3g}" + ("." if advice.is_attainable else ": the target is not."),
+    head = [f"crossdock tune, {datetime.date.today().isoformat()}: {config.model.name} on {found.device}"]
+    if len(config.pools) > 1:
+        head.append(f"Tuned: pool {found.pool.name}.")
+    head += [
+        f"Asked for: {_streams(row.decodes)} in a step, a token every {found.tpot_s:g} s. "
+        f"Attainable tpot_s: {row.tpot_s:.3g}" + ("." if advice.is_attainable else ": the target is not.")
+        for row in advice.attainable
+        if row.decodes == advice.streams
     ]
     return "".join(f"# {line}\n" for line in head) + body
+
+
+def _pool(config: ClusterConfig, pool: PoolConfig, settings: dict[str, int]) -> dict[str, Any]:
+    """Return a pool's settings. Its engine's are those that differ from the cluster's, and `settings`."""
+    cluster = config.engine.model_dump(mode="json")
+    own = (pool.engine or config.engine).model_dump(mode="json")
+    engine = {name: value for name, value in own.items() if value != cluster[name]} | settings
+    return {"name": pool.name} | _changed(pool, {"engine"}) | ({"engine": engine} if engine else {})
+
+
+def _changed(section: BaseModel, exclude: Collection[str] = ()) -> dict[str, Any]:
+    return section.model_dump(mode="json", exclude_defaults=True, exclude=set(exclude))
 
 
 def plot(found: Findings, path: Path) -> None:

@@ -86,6 +86,8 @@ class Replica:
             min_chunk_tokens=self.profile.min_chunk_tokens,
             admission=self.profile.admission,
             page_size=self.profile.page_size,
+            depth=self.profile.pipeline_parallel_size,
+            interval_share=self.profile.interval_share,
         )
         self.engine = ModelFreeReplica(scheduler, self.profile.cost.seconds, sample=lambda tokens: 7)
         self.publisher = Publisher(scheduler, "first")

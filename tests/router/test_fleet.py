@@ -257,6 +257,21 @@ def test_new_replica_counts_as_busy_until_its_first_report() -> None:
     assert choices(fleet) == {"new": 60}
 
 
+def test_new_incarnation_ends_the_bookings_of_requests_that_the_one_before_had_taken() -> None:
+    fleet = fleet_of({"a": profile()})
+    fleet.hear("a", live(1), 0.0)
+    for name in ("taken", "included", "on its way"):
+        place(fleet, query(name, 1000))
+    fleet.taken("included", "a", 1)
+    fleet.hear("a", live(2), 0.0)
+    fleet.taken("taken", "a", 2)
+    fleet.hear("a", live(1, incarnation="second life"), 0.0)
+    assert fleet.num_booked("a") == 1
+    for name in ("taken", "included", "on its way"):
+        fleet.settle(name)
+    assert fleet.num_booked("a") == 0
+
+
 def test_late_report_is_ignored_and_one_of_a_new_incarnation_is_not() -> None:
     fleet = fleet_of({name: profile() for name in "ab"})
     fleet.hear("a", live(9, prompts=backlog(1.0)), 0.0)

@@ -24,7 +24,9 @@ def test_ttft_behind_a_backlog_bounds_the_schedulers_own_prediction(rng: random.
     """A live profile has prompts by class and length only. Each prompt of the same class and about the same length may
     count as long as the new one: the router predicts at least what the scheduler does, and at most that much more."""
     policy = rng.choice(["adaptive", "fixed"])
-    replica = Replica(profile(rng.choice([1.0, 30.0]), chunk_policy=policy, admission="queue"))
+    depth = rng.choice([1, 1, 2, 4])
+    pipeline = {"pipeline_parallel_size": depth, "interval_share": rng.choice([1 / depth, 1.0])}
+    replica = Replica(profile(rng.choice([1.0, 30.0]), chunk_policy=policy, admission="queue", **pipeline))
     for number in range(rng.randrange(8)):
         prompt = [number, *range(rng.choice([10, 100, 1000, 4000]))]
         leg = rng.choice([Leg.LOCAL, Leg.LOCAL, Leg.RECEIVE])

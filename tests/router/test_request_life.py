@@ -11,20 +11,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from crossdock.router.fleet import Fleet, RouterConfig
-from crossdock.router.placement import Placement, Query
-from crossdock.router.request_life import (
-    MOST_PLACEMENTS,
+from crossdock.router.actions import (
     Accepted,
     Action,
     Ask,
     Detach,
     Fail,
     PlaceAgain,
+    ReplicaDead,
     ReplicaLost,
-    RequestLife,
     Submit,
+    SuspectRequest,
 )
+from crossdock.router.fleet import Fleet, RouterConfig
+from crossdock.router.placement import Placement, Query
+from crossdock.router.request_life import MOST_PLACEMENTS, RequestLife
 from crossdock.workers.schedule.request import (
     FinishReason,
     Leg,
@@ -37,6 +38,7 @@ from crossdock.workers.schedule.request import (
 from tests.router.replicas import live, profile
 
 LOSS = ReplicaLost("out of reach")
+DEATH = ReplicaDead("its process has ended")
 BUSY = Overloaded("busy", 2.0)
 PROMPT = [7] * 40
 
@@ -155,12 +157,12 @@ def test_value_error_of_one_leg_fails_the_request_and_aborts_the_other() -> None
     assert life.taken("d", 0, 1, 0.0) == []
 
 
-def test_refusal_of_one_leg_waits_for_the_answer_of_the_other() -> None:
-    """An abort that overtook its submission would end nothing."""
+def test_refusal_of_one_leg_aborts_the_other_at_once() -> None:
+    """Whether the other has been taken or not: a replica remembers an abort that overtakes its submission."""
     life = new_life("p", "d")
     life.place(0.0)
-    assert life.refused("p", 0, BUSY, 0.0) == []
-    assert life.taken("d", 0, 1, 1.0) == [Detach("d", 0, True), Detach("p", 0, False), PlaceAgain(None)]
+    assert life.refused("p", 0, BUSY, 0.0) == [Detach("d", 0, True), Detach("p", 0, False), PlaceAgain(None)]
+    assert life.taken("d", 0, 1, 1.0) == []
     (submit,) = submits(life.place(1.0))
     assert (submit.replica, submit.submission.leg, submit.submission.epoch) == ("d", Leg.LOCAL, 1)
 
@@ -300,27 +302,197 @@ def test_silent_replica_is_asked_and_every_token_puts_that_off() -> None:
     life.tokens(replica, delta(0), 3.0)
     assert life.deadline == 8.0
     assert life.tick(7.9) == []
-    assert life.tick(8.0) == [Ask(replica)]
+    assert life.tick(8.0) == [Ask(replica, 0)]
     assert life.deadline == 13.0
-    assert life.progress(0, 7, 9.0) == []
+    assert life.progress(replica, 0, [7], 9.0) == []
     assert life.deadline == 14.0
-    assert life.tick(14.0) == [Ask(replica)]
+    assert life.tick(14.0) == [Ask(replica, 0)]
     detach, again = life.tick(19.0)
     assert detach == Detach(replica, 0, True)
     assert isinstance(again, PlaceAgain)
     assert "does not answer" in str(again.loss)
 
 
-@pytest.mark.parametrize(("turns", "since", "why"), [(None, 5.0, "does not have r any more"), (7, 121.0, "no step")])
-def test_replica_that_forgot_the_request_or_is_stuck_is_given_up(turns: int | None, since: float, why: str) -> None:
+@pytest.mark.parametrize(
+    ("numbers", "since", "why"), [(None, 5.0, "does not have r any more"), (["running", 7], 121.0, "has not moved")]
+)
+def test_replica_that_forgot_the_request_or_is_stuck_is_given_up(
+    numbers: list[int | str] | None, since: float, why: str
+) -> None:
     life, replica = running_life("a", "b")
     life.tick(5.0)
-    assert life.progress(0, turns, 5.0) == [], "the last message may be on its way; a step may be long"
+    assert life.progress(replica, 0, numbers, 5.0) == [], "the last message may be on its way; a step may be long"
     life.tick(5.0 + since)
-    detach, again = life.progress(0, turns, 5.0 + since)
+    detach, again = life.progress(replica, 0, numbers, 5.0 + since)
     assert detach == Detach(replica, 0, True)
     assert isinstance(again, PlaceAgain)
     assert why in str(again.loss)
+
+
+def ask_both(life: RequestLife, now: float) -> None:
+    """Let the deadline pass until the replicas of a pair are asked."""
+    assert life.tick(max(now, life.deadline)) == [Ask("d", 0), Ask("p", 0)]
+
+
+def test_progress_of_either_replica_of_a_pair_counts_and_without_any_the_request_is_lost() -> None:
+    life = paired_life()
+    for turn in range(5):
+        now = 100.0 * (turn + 1)
+        ask_both(life, now)
+        assert life.progress("d", 0, ["waiting", 0], now) == []
+        assert life.progress("p", 0, ["running", turn], now) == []
+    ask_both(life, 550.0)
+    assert life.progress("d", 0, ["waiting", 0], 550.0) == []
+    assert life.progress("p", 0, ["running", 4], 550.0) == []
+    ask_both(life, 621.0)
+    assert life.progress("p", 0, ["running", 4], 621.0) == []
+    *detached, again = life.progress("d", 0, ["waiting", 0], 621.0)
+    assert detached == [Detach("d", 0, True), Detach("p", 0, True)]
+    assert isinstance(again, PlaceAgain)
+    assert "has not moved at replica d and p for 121 s" in str(again.loss)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_prefill_replica_that_forgot_the_request_or_is_silent_is_left_out(forgets: bool) -> None:
+    """The decode replica has the pages, or computes the prompt."""
+    life, now = paired_life(), 0.0
+    for turn in range(1 + forgets):
+        now = max(20.0 * (turn + 1), life.deadline)
+        ask_both(life, now)
+        assert life.progress("d", 0, ["held", turn], now) == []
+        if forgets:
+            actions = life.progress("p", 0, None, now)
+            assert actions == ([Detach("p", 0, True)] if turn else [])
+    if not forgets:
+        assert life.tick(life.deadline) == [Detach("p", 0, True)]
+    assert life.tick(life.deadline) == [Ask("d", 0)]
+    assert life.tokens("d", delta(0), now) == [delta(0)]
+
+
+# -- losses that say something about the request ---------------------------------------------------------------------
+
+
+def test_request_returned_by_its_replica_is_placed_again_without_a_loss() -> None:
+    life, _ = running_life("a", max_tokens=10)
+    life.tokens("a", delta(0), 1.0)
+    for attempt in range(3 * MOST_PLACEMENTS):
+        returned = TokenDelta("r", [], 1, attempt, finish_reason=FinishReason.RETURNED)
+        assert life.tokens("a", returned, 2.0 + attempt) == [Detach("a", attempt, False), PlaceAgain(None)]
+        (submit,) = submits(life.place(2.0 + attempt))
+        submission = submit.submission
+        assert (submission.epoch, submission.output_token_ids, submission.may_refuse) == (attempt + 1, (0,), False)
+        assert submission.waited_s == 2.0 + attempt
+        assert life.taken("a", attempt + 1, 1, 2.0 + attempt) == [Accepted()]
+    assert life.tokens("a", delta(1, 9, 3 * MOST_PLACEMENTS, FinishReason.LENGTH), 99.0)[-1] == delta(
+        1, 9, 3 * MOST_PLACEMENTS, FinishReason.LENGTH
+    )
+
+
+@pytest.mark.parametrize("replica", ["p", "d"])
+def test_either_leg_of_a_pair_may_be_returned(replica: str) -> None:
+    life = paired_life()
+    returned = TokenDelta("r", [], finish_reason=FinishReason.RETURNED)
+    detached = [Detach("d", 0, replica != "d"), Detach("p", 0, replica != "p")]
+    assert life.tokens(replica, returned, 1.0) == [*detached, PlaceAgain(None)]
+    assert len(submits(life.place(1.0))) == 2
+
+
+def test_accepted_request_is_refused_by_none_any_more() -> None:
+    """Its replica is lost before it has a token; the others are overloaded, or have other limits."""
+    life, first = running_life("a", "b", "c")
+    life.lost(first, 0, LOSS, 3.0)
+    errors = [BUSY, ValueError("too long here")]
+    for attempt, error in enumerate(errors, 1):
+        (submit,) = submits(life.place(3.0))
+        assert (submit.submission.may_refuse, submit.submission.waited_s) == (False, 3.0)
+        assert life.query is not None
+        assert not life.query.may_refuse
+        assert life.refused(submit.replica, attempt, error, 3.0) == [
+            Detach(submit.replica, attempt, False),
+            PlaceAgain(None),
+        ]
+    (submit,) = submits(life.place(3.0))
+    assert submit.replica == first, "the last resort"
+    *_, again = life.refused(first, 3, BUSY, 3.0)
+    assert again == PlaceAgain(None)
+    (fail,) = life.place(3.0)
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, ReplicaLost)
+
+
+@pytest.mark.parametrize("late", ["decode", "prefill"])
+def test_other_first_token_than_the_client_has_reaches_it_never(late: str) -> None:
+    """Unlike machines may sample unlike tokens. What follows must follow from the tokens that the client has."""
+    life, other = paired_life(), TokenDelta("r", [9, 8], 0)
+    if late == "decode":
+        assert life.tokens("p", delta(0), 1.0) == [delta(0)]
+        life.lost("p", 0, LOSS, 1.0)
+        detach, again = life.tokens("d", other, 2.0)
+        assert detach == Detach("d", 0, True)
+        assert isinstance(again, PlaceAgain)
+        (submit, *_) = submits(life.place(2.0))
+        assert submit.submission.output_token_ids == (0,)
+    else:
+        assert life.tokens("d", other, 1.0) == [other]
+        assert life.tokens("p", delta(0), 2.0) == [Detach("p", 0, True)]
+        assert life.tokens("d", delta(2), 3.0) == [delta(2)]
+
+
+def test_end_after_another_first_token_does_not_end_the_request() -> None:
+    """The decode replica's own first token was a stop token; the client has another one."""
+    life = paired_life()
+    life.tokens("p", delta(0), 1.0)
+    life.lost("p", 0, LOSS, 1.0)
+    end = TokenDelta("r", [2], 0, finish_reason=FinishReason.STOP, stop_token_id=2)
+    *_, again = life.tokens("d", end, 2.0)
+    assert isinstance(again, PlaceAgain)
+    assert not life.is_over
+
+
+@pytest.mark.parametrize("stage", ["submitted", "taken"])
+def test_request_that_two_replicas_died_of_is_not_tried_again(stage: str) -> None:
+    life = new_life("a", "b", "c")
+    for attempt in range(2):
+        (submit,) = submits(life.place(0.0))
+        if stage == "taken":
+            life.taken(submit.replica, attempt, 1, 0.0)
+        assert life.is_suspect == bool(attempt)
+        *_, end = life.lost(submit.replica, attempt, DEATH, 1.0)
+    assert isinstance(end, Fail)
+    assert isinstance(end.error, SuspectRequest)
+    assert "2 replicas" in str(end.error)
+    assert "do not repeat" in str(end.error)
+    assert life.is_over
+
+
+def test_death_of_a_prefill_replica_before_the_first_token_leaves_the_decode_replica_alone() -> None:
+    """It would compute the prompt next, and may die of that too, with all that runs there."""
+    life = paired_life()
+    assert life.lost("p", 0, DEATH, 1.0) == [Detach("d", 0, True), Detach("p", 0, True), PlaceAgain(DEATH)]
+    assert life.is_suspect
+
+
+def test_stream_beside_deaths_is_innocent_until_it_has_been_lost_too_often() -> None:
+    life = new_life("a", "b", max_tokens=99)
+    for attempt in range(MOST_PLACEMENTS):
+        (submit,) = submits(life.place(0.0))
+        life.taken(submit.replica, attempt, 1, 0.0)
+        life.tokens(submit.replica, delta(attempt, epoch=attempt), 1.0)
+        assert not life.is_suspect
+        *_, end = life.lost(submit.replica, attempt, DEATH, 1.0)
+        assert end == PlaceAgain(DEATH) or attempt == MOST_PLACEMENTS - 1
+    assert isinstance(end, Fail)
+    assert isinstance(end.error, SuspectRequest)
+
+
+def test_replica_that_is_out_of_reach_makes_no_suspect() -> None:
+    life = new_life("a", "b", "c")
+    for attempt in range(MOST_PLACEMENTS):
+        (submit,) = submits(life.place(0.0))
+        life.taken(submit.replica, attempt, 1, 0.0)
+        *_, end = life.lost(submit.replica, attempt, LOSS, 1.0)
+        assert not life.is_suspect
+    assert end == Fail(LOSS)
 
 
 # -- any history -----------------------------------------------------------------------------------------------------
@@ -332,22 +504,27 @@ class Part:
 
     submission: Submission
     peer: str | None
+    output: list[int]  # as this replica knows it
     state: str = "sent"  # then "holds", and in the end "gone": refused, ended, forgotten, aborted or dead
-    made: int = 0  # the next token
     has_pages: bool = False  # of the prompt, and the first token, from the prefill replica
     is_detached: bool = False
 
 
 class AnyLife(RuleBasedStateMachine):
-    """Replicas take, refuse, work, forget, die and come back; messages come late and twice; the client may leave."""
+    """Replicas take, refuse, work, return, forget, die and come back; messages come late, twice or never.
+
+    Of unlike replicas each samples tokens of its own, which depend on all tokens before. The client may leave.
+    """
 
     @initialize(
         names=st.sampled_from(["a", "abc", "pd", "pda", "ppddab", "pqdeab"]),
         policy=st.sampled_from(["round-robin", "seconds"]),
         shipping=st.sampled_from(["always", "auto"]),
         max_tokens=st.integers(1, 6),
+        are_unlike=st.booleans(),
     )
-    def start(self, names: str, policy: str, shipping: str, max_tokens: int) -> None:
+    def start(self, names: str, policy: str, shipping: str, max_tokens: int, are_unlike: bool) -> None:
+        self.are_unlike = are_unlike
         self.names = sorted(set(names))
         self.fleet = router(self.names, policy=policy, shipping=shipping)
         self.up = set(self.names)
@@ -357,9 +534,13 @@ class AnyLife(RuleBasedStateMachine):
         self.parts: dict[tuple[str, int], Part] = {}
         self.wires: dict[str, deque[TokenDelta]] = {name: deque() for name in self.names}
         self.delivered: list[tuple[str, TokenDelta]] = []
-        self.num_given = self.num_losses = 0
+        self.given: list[int] = []
+        self.num_losses = self.num_deaths = self.num_returned = 0
         self.must_place, self.is_accepted, self.is_over = True, False, False
-        self.asked: str | None = None
+        self.asked: set[str] = set()
+
+    def sample(self, output: Sequence[int], replica: str) -> int:
+        return hash((*output, ord(replica) if self.are_unlike else 0))
 
     def do(self, actions: Sequence[Action]) -> None:
         """Carry out actions as a driver does, and check each of them."""
@@ -368,20 +549,22 @@ class AnyLife(RuleBasedStateMachine):
             match action:
                 case TokenDelta(token_ids=token_ids):
                     assert self.is_accepted
-                    assert token_ids == list(range(self.num_given, self.num_given + len(token_ids)))
-                    self.num_given += len(token_ids)
+                    for token in token_ids:
+                        assert token in {self.sample(self.given, name) for name in self.names}, "from other tokens"
+                        self.given.append(token)
                     self.is_over = action.finish_reason is not None
-                    assert not self.is_over or self.num_given == self.max_tokens
+                    assert not self.is_over or len(self.given) == self.max_tokens
                 case Submit(replica, submission, peer):
                     assert replica in self.up
                     assert submission.epoch == self.life.attempt
-                    assert tuple(submission.output_token_ids) == tuple(range(self.num_given))
+                    assert list(submission.output_token_ids) == self.given
+                    assert submission.may_refuse == (not self.is_accepted)
                     assert (replica, submission.epoch) not in self.parts
-                    self.parts[replica, submission.epoch] = Part(submission, peer, made=self.num_given)
+                    self.parts[replica, submission.epoch] = Part(submission, peer, [*self.given])
                     query = self.fleet.queries[-1]
-                    assert query.num_tokens == len(PROMPT) + self.num_given
-                    assert query.max_tokens == self.max_tokens - self.num_given
-                    assert query.may_refuse == (not self.num_given)
+                    assert query.num_tokens == len(PROMPT) + len(self.given)
+                    assert query.max_tokens == self.max_tokens - len(self.given)
+                    assert query.may_refuse == (not self.is_accepted)
                 case Accepted():
                     self.is_accepted = True
                     assert all(part.state != "sent" for part in self.current().values())
@@ -394,11 +577,14 @@ class AnyLife(RuleBasedStateMachine):
                     self.must_place = True
                     self.num_losses += loss is not None
                     assert self.num_losses < MOST_PLACEMENTS
-                case Ask(replica):
-                    assert (replica, self.life.attempt) in self.parts
-                    self.asked = replica
-                case Fail():
+                case Ask(replica, attempt):
+                    assert attempt == self.life.attempt
+                    assert replica in self.current()
+                    self.asked.add(replica)
+                case Fail(error):
                     self.is_over = True
+                    assert not self.is_accepted or isinstance(error, ReplicaLost | SuspectRequest)
+                    assert self.num_deaths >= 2 or not isinstance(error, SuspectRequest)
 
     def current(self) -> dict[str, Part]:
         """Return the parts of the last attempt that are not detached, by replica."""
@@ -417,17 +603,20 @@ class AnyLife(RuleBasedStateMachine):
     @precondition(lambda self: self.must_place)
     @rule()
     def place(self) -> None:
-        self.must_place, self.asked = False, None
+        self.must_place = False
+        self.asked.clear()
         self.do(self.life.place(self.now))
 
     @precondition(lambda self: self.in_state("sent"))
-    @rule(data=st.data(), answer=st.sampled_from(["taken"] * 12 + ["busy", "busy", "silent", "wrong"]))
+    @rule(data=st.data(), answer=st.sampled_from(["taken"] * 12 + ["busy", "busy", "silent", "unheard", "wrong"]))
     def answer(self, data: st.DataObject, answer: str) -> None:
         key = data.draw(st.sampled_from(self.in_state("sent")))
         part = self.parts[key]
         part.state = "gone" if answer in ("busy", "wrong") else "holds"
         errors = {"busy": BUSY, "silent": LOSS, "wrong": ValueError("too long")}
-        if answer == "taken":
+        if answer == "unheard":
+            pass  # the answer is lost
+        elif answer == "taken":
             self.do(self.life.taken(*key, 1, self.now))
         else:
             self.do(self.life.refused(*key, errors[answer], self.now))  # type: ignore[arg-type]
@@ -443,31 +632,45 @@ class AnyLife(RuleBasedStateMachine):
             assert answered == []
 
     @precondition(lambda self: self.in_state("holds"))
-    @rule(data=st.data(), count=st.integers(1, 3))
-    def work(self, data: st.DataObject, count: int) -> None:
-        self.make(data.draw(st.sampled_from(self.in_state("holds"))), count)
+    @rule(data=st.data(), count=st.integers(1, 3), arrives=st.sampled_from([True, True, False]))
+    def work(self, data: st.DataObject, count: int, arrives: bool) -> None:
+        self.make(data.draw(st.sampled_from(self.in_state("holds"))), count, arrives)
 
-    def make(self, key: tuple[str, int], count: int) -> None:
-        """A replica makes up to `count` tokens, as far as its leg goes."""
+    def make(self, key: tuple[str, int], count: int, arrives: bool = True) -> None:
+        """A replica makes up to `count` tokens, as far as its leg goes. `arrives`: the pages, if it sends any."""
         (replica, attempt), part = key, self.parts[key]
         leg, wire = part.submission.leg, self.wires[replica]
         if leg is Leg.RECEIVE and not part.has_pages:
             assert part.peer is not None
             if self.parts[part.peer, attempt].state != "gone":
-                return  # the pages may still come; else this replica computes the prompt
+                return  # the pages may still come; else this replica computes the prompt itself
         if leg is Leg.SEND:
             count = 1
-        end = min(part.made + count, self.max_tokens)
+        first = len(part.output)
+        end = min(first + count, self.max_tokens)
         is_last = end == self.max_tokens
-        wire.append(delta(part.made, end - part.made, attempt, FinishReason.LENGTH if is_last else None))
-        part.made = end
+        while len(part.output) < end:
+            part.output.append(self.sample(part.output, replica))
+        reason = FinishReason.LENGTH if is_last else None
+        wire.append(TokenDelta("r", part.output[first:], first, attempt, finish_reason=reason))
         if is_last or leg is Leg.SEND:
             part.state = "gone"
         if leg is Leg.SEND and not is_last:
             assert part.peer is not None
             wire.append(TokenDelta("r", [], epoch=attempt, finish_reason=FinishReason.SHIPPED))
             receiver = self.parts[part.peer, attempt]
-            receiver.has_pages, receiver.made = True, end
+            if arrives and receiver.submission.output_token_ids == tuple(receiver.output):  # else it takes over
+                receiver.has_pages, receiver.output = True, [*part.output]
+
+    @precondition(lambda self: self.in_state("holds"))
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        """A replica makes way for a more urgent request."""
+        replica, attempt = key = data.draw(st.sampled_from(self.in_state("holds")))
+        self.parts[key].state = "gone"
+        self.num_returned += 1
+        first = len(self.parts[key].output)
+        self.wires[replica].append(TokenDelta("r", [], first, attempt, finish_reason=FinishReason.RETURNED))
 
     @precondition(lambda self: self.in_state("holds"))
     @rule(data=st.data())
@@ -490,8 +693,8 @@ class AnyLife(RuleBasedStateMachine):
         self.do(self.life.tokens(name, sent, self.now))
 
     @precondition(lambda self: self.up)
-    @rule(data=st.data(), chance=st.integers(1, 4))
-    def lose(self, data: st.DataObject, chance: int) -> None:
+    @rule(data=st.data(), chance=st.integers(1, 4), loss=st.sampled_from([LOSS, DEATH]))
+    def lose(self, data: st.DataObject, chance: int, loss: ReplicaLost) -> None:
         if chance != 3:
             return
         name = data.draw(st.sampled_from(sorted(self.up)))
@@ -501,7 +704,8 @@ class AnyLife(RuleBasedStateMachine):
         for (replica, _), part in self.parts.items():
             if replica == name:
                 part.state = "gone"
-        self.do(self.life.lost(name, self.life.attempt, LOSS, self.now))
+        self.num_deaths += loss is DEATH
+        self.do(self.life.lost(name, self.life.attempt, loss, self.now))
 
     @rule()
     def come_back(self) -> None:
@@ -535,12 +739,16 @@ class AnyLife(RuleBasedStateMachine):
             self.now = max(self.now, self.life.deadline)
         self.do(self.life.tick(self.now))
 
-    @precondition(lambda self: self.asked is not None)
-    @rule(turns=st.integers(1, 2))
-    def report_progress(self, turns: int) -> None:
-        part = self.parts[self.asked, self.life.attempt]  # type: ignore[index]
-        self.asked = None
-        self.do(self.life.progress(self.life.attempt, turns if part.state == "holds" else None, self.now))
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), number=st.integers(1, 2))
+    def report_progress(self, data: st.DataObject, number: int) -> None:
+        self.report(data.draw(st.sampled_from(sorted(self.asked))), number)
+
+    def report(self, replica: str, number: int) -> None:
+        self.asked.discard(replica)
+        part = self.parts[replica, self.life.attempt]
+        numbers = [number] if part.state == "holds" else None
+        self.do(self.life.progress(replica, self.life.attempt, numbers, self.now))
 
     @rule(chance=st.integers(1, 20))
     def client_leaves(self, chance: int) -> None:
@@ -555,15 +763,14 @@ class AnyLife(RuleBasedStateMachine):
         if not hasattr(self, "life"):
             return
         assert self.life.is_over == self.is_over
-        assert self.life.output == list(range(self.num_given))
-        assert self.life.attempt < MOST_PLACEMENTS * len(self.names)
+        assert self.life.output == self.given
+        assert self.life.attempt < (MOST_PLACEMENTS + self.num_returned) * len(self.names)
         if self.is_over or self.must_place:
             assert all(part.is_detached for part in self.parts.values()), "a replica was left with the request"
             assert not self.fleet.is_booked
         else:
             decode = next(name for name, part in self.current().items() if part.submission.leg is not Leg.SEND)
-            is_answered = all(part.state != "sent" for part in self.current().values())
-            assert decode in self.up or not is_answered, "only until the other replica has answered"
+            assert decode in self.up
             assert self.fleet.is_booked
         assert isfinite(self.life.deadline) != self.is_over
 
@@ -588,8 +795,9 @@ class AnyLife(RuleBasedStateMachine):
                 break
             self.now = max(self.now, self.life.deadline)
             self.do(self.life.tick(self.now))
-            if self.asked is not None and not self.must_place:
-                self.report_progress(int(self.now))
+            for replica in sorted(self.asked):
+                if not self.must_place and not self.is_over:
+                    self.report(replica, int(self.now))
         assert self.is_over
         assert self.life.deadline == inf
 

@@ -1,5 +1,9 @@
 """Measures what steps take on this device, so that the scheduler can predict them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.batch import Batch, Scheduled
@@ -24,7 +28,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         engine.step()
     pages.clear_cache()
 
-    fit = engine.calibrate(_sweep(engine))
+    fit = engine.calibrate(_sweep(engine), _intervals(engine))
     return SchedulingProfile(
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
@@ -36,11 +40,12 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         chunk_policy=config.chunk_policy,
         min_chunk_tokens=config.min_chunk_tokens or config.page_size,
         admission=config.admission,
-        page_bytes=model.layout(config.page_size).page_bytes,
+        page_bytes=engine.page_bytes,
         tensor_parallel_size=model.part.position.tensor_size,
         pipeline_parallel_size=model.part.position.num_stages,
         cost=fit.cost,
         overrun=fit.overrun,
+        interval_share=engine.intervals.share,
     )
 
 
@@ -85,6 +90,26 @@ def _sweep(engine: Engine) -> list[tuple[StepWork, float]]:
     return sweep
 
 
+def _intervals(engine: Engine) -> list[tuple[float, float]]:
+    """Return for steps of three kinds at what interval they end in a full pipeline, and their seconds alone.
+
+    The kinds are a chunk, a chunk beside streams, and decodes. Nothing is measured where there is one stage.
+    """
+    if engine.model.part.position.num_stages == 1:
+        return []
+    config = engine.config
+    longest = min(engine.model.max_model_len, engine.pages.num_pages * config.page_size)
+    large, small = (min(tokens, config.max_num_batched_tokens, longest) for tokens in (256, 64))
+    few, many = (min(streams, config.max_num_seqs) for streams in (4, 16))
+    found = []
+    for chunk, num_streams, context in (((0, large), 0, 0), ((0, small), few, 32), (None, many, 32)):
+        with _step_of(engine, chunk, num_streams, min(context, longest - 1)) as batch:
+            if batch is not None:
+                alone = min(engine.run_batch(batch) for _ in range(3))
+                found.append((median(engine.run_batch_often(batch)), alone))
+    return found
+
+
 def measure_step(
     engine: Engine,
     chunk: tuple[int, int] | None,
@@ -98,10 +123,20 @@ def measure_step(
     The step is `chunk`, (start, tokens), beside `num_streams` decodes after `context` tokens each. Token ids are spread
     over the first `vocabulary`, since experts are chosen by them. Returns None where the pool does not hold the step.
     """
+    with _step_of(engine, chunk, num_streams, context, vocabulary) as batch:
+        return None if batch is None else (batch.work, [engine.run_batch(batch) for _ in range(repeats)])
+
+
+@contextmanager
+def _step_of(
+    engine: Engine, chunk: tuple[int, int] | None, num_streams: int, context: int, vocabulary: int = 1
+) -> Iterator[Batch | None]:
+    """Yield the step that `measure_step` runs, with pages for it; None where the pool does not hold the step."""
     size = engine.config.page_size
     wanted = [(context, 1)] * num_streams + ([chunk] if chunk is not None else [])
     if sum(-(-(start + tokens) // size) for start, tokens in wanted) > engine.pages.num_available:
-        return None
+        yield None
+        return
     parts = []
     for number, (start, tokens) in enumerate(wanted):
         name = f"warm-up-{number}"
@@ -109,8 +144,6 @@ def measure_step(
         request = Request(name, token_ids, SamplingParams(temperature=0.0))
         pages = engine.pages.allocate(name, -(-(start + tokens) // size))
         parts.append(Scheduled(request, start, tokens, pages, samples=True))
-    batch = Batch(parts, num_streams)
-    seconds = [engine.run_batch(batch) for _ in range(repeats)]
+    yield Batch(parts, num_streams)
     for part in parts:
         engine.pages.release(part.request.id)
-    return batch.work, seconds

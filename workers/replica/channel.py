@@ -9,6 +9,7 @@ from crossdock.workers.report.advertise import LiveProfile, Message, PageChanges
 from crossdock.workers.schedule.request import TokenDelta
 
 _MOST_PAGES = 100_000  # page hashes queued for a reader that is behind
+_MOST_DELTAS = 250_000  # queued: about 100 MB, or a minute of 100 steps a second with 40 streams
 
 
 @dataclass(slots=True)
@@ -22,8 +23,15 @@ class Channel:
 
     def put(
         self, deltas: Sequence[TokenDelta] = (), live: LiveProfile | None = None, pages: Sequence[PageChanges] = ()
-    ) -> None:
-        """Queue the deltas of a step, a new live profile and changes of the prefix index."""
+    ) -> bool:
+        """Queue the deltas of a step, a new live profile and changes of the prefix index.
+
+        Returns False where the reader is too far behind: the channel is closed, and what was queued is gone.
+        """
+        if len(self._message.deltas) + len(deltas) > _MOST_DELTAS:
+            self._message = Message()
+            self.close()
+            return False
         self._message.deltas.extend(deltas)
         if live is not None:
             self._live = self._message.live = live
@@ -33,6 +41,7 @@ class Channel:
                 del behind[0]  # the reader sees by the numbers that one is missing
             self._message.pages = behind
         self._ready.set()
+        return True
 
     def close(self) -> None:
         """End `messages` after the deltas that are queued."""

@@ -1,7 +1,8 @@
 """One replica's engine: schedule, execute, update. Synchronous, single-threaded, on the clock it is given."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,11 +19,11 @@ from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.gang import Gang
-from crossdock.workers.replica.pipeline import Pipeline
+from crossdock.workers.replica.pipeline import FinishedStep, Pipeline
 from crossdock.workers.replica.pool_layout import held_layers, pool_spec
 from crossdock.workers.replica.step_sampler import StepSampler
 from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.cost import StepCostFit, StepWork
+from crossdock.workers.schedule.cost import IntervalShare, StepCostFit, StepWork
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import FinishReason, InvalidField, Request, Submission, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
@@ -37,6 +38,7 @@ class Step:
     started: float
     seconds: float = 0.0
     predicted: float = 0.0  # seconds; 0 before the engine is calibrated
+    interval: float = 0.0  # seconds since it began or the step before it ended, whichever was later
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +50,7 @@ class Engine:
     tokenizer_dir: Path | None = None  # needed for grammars only
     clock: Callable[[], float] = time.monotonic  # seconds
     cost_fit: StepCostFit | None = None  # set by `calibrate`
+    intervals: IntervalShare = field(default_factory=lambda: IntervalShare(()))  # set by `calibrate`
     gang: Gang | None = None  # the other ranks, where `model` is one rank's part
     on_scheduled: Callable[[Batch], None] = lambda batch: None  # called with each step before it is executed
     pages: PagePool = field(init=False)
@@ -99,6 +102,12 @@ class Engine:
         held = self.gang.held_by_rank if self.gang is not None else [held_layers(self.model)]
         rank = self.model.part.position.rank
         return pool_spec(held, rank, self.model, name, self.config.page_size, self.pages.num_pages)
+
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of one KV page at all ranks together. Ranks that hold the same head count both."""
+        spec = self.pool_spec("")
+        return sum(spec.layout_of(rank).page_bytes for rank in range(len(spec.shards)))
 
     @property
     def has_work(self) -> bool:
@@ -199,14 +208,14 @@ class Engine:
 
     def finish_step(self) -> Step:
         """Wait for the oldest step in flight, and update its requests."""
-        batch, sampled, started, ended, is_alone = self.pipeline.finish()
-        deltas = self.scheduler.update(batch, sampled, ended)
+        step = self.pipeline.finish()
+        batch, seconds = step.batch, step.ended - step.started
+        deltas = self.scheduler.update(batch, step.sampled, step.ended)
         for delta in deltas:
             delta.prompt_logprobs = self._sampler.take_prompt_logprobs(delta.request_id)
             if delta.finish_reason is not None:
                 self._sampler.remove(delta.request_id)
-        seconds = ended - started
-        return Step(batch, deltas, started, seconds, self._learn(batch, seconds, is_alone))
+        return Step(batch, deltas, step.started, seconds, self._learn(step), step.interval)
 
     def fail_all(self, error: str) -> list[tuple[Request, TokenDelta]]:
         """End every request with an error, after a step raised. Pages are freed; the engine can go on."""
@@ -225,29 +234,48 @@ class Engine:
         """Execute and sample `batch` past the scheduler, which does not know its requests. Returns the seconds.
 
         For measurements, with no step in flight. The caller owns the requests' pages."""
+        with self._sampling(batch):
+            started = self.clock()
+            self.pipeline.compute(batch)
+            return self.clock() - started
+
+    def run_batch_often(self, batch: Batch) -> list[float]:
+        """Do what `run_batch` does, often and with a step in every stage. Returns the seconds between two ends."""
+        with self._sampling(batch):
+            return self.pipeline.compute_often(batch)
+
+    @contextmanager
+    def _sampling(self, batch: Batch) -> Iterator[None]:
         for part in batch.scheduled:
             self._sampler.add(part.request)
-        started = self.clock()
-        self.pipeline.compute(batch)
-        seconds = self.clock() - started
-        for part in batch.scheduled:
-            self._sampler.remove(part.request.id)
-        return seconds
+        try:
+            yield
+        finally:
+            for part in batch.scheduled:
+                self._sampler.remove(part.request.id)
 
-    def calibrate(self, sweep: Sequence[tuple[StepWork, float]]) -> StepCostFit:
-        """Predict the seconds of steps from now on, beginning with the measurements in `sweep`."""
-        self.cost_fit = StepCostFit(sweep)
-        self.scheduler.learn(self.cost_fit.cost, self.cost_fit.overrun)
+    def calibrate(
+        self, sweep: Sequence[tuple[StepWork, float]], intervals: Sequence[tuple[float, float]] = ()
+    ) -> StepCostFit:
+        """Predict the seconds of steps from now on, beginning with the measurements in `sweep`.
+
+        `intervals`: (interval, seconds alone) of the steps of a full pipeline.
+        """
+        self.cost_fit, self.intervals = StepCostFit(sweep), IntervalShare(intervals)
+        self.scheduler.learn(self.cost_fit.cost, self.cost_fit.overrun, self.intervals.share)
         return self.cost_fit
 
-    def _learn(self, batch: Batch, seconds: float, is_alone: bool) -> float:
+    def _learn(self, step: FinishedStep) -> float:
         """Compare a step with its prediction, and refine the next predictions. Returns the predicted seconds."""
         if self.cost_fit is None:
             return 0.0
-        if not is_alone:
-            return self.cost_fit.cost.seconds(batch.work)
-        predicted = self.cost_fit.observe(batch.work, seconds)
-        self.scheduler.learn(self.cost_fit.cost, self.cost_fit.overrun)
+        predicted = self.cost_fit.cost.seconds(step.batch.work)
+        if step.is_alone:
+            self.cost_fit.observe(step.batch.work, step.ended - step.started)
+        elif step.is_full:
+            self.intervals.observe(step.interval, predicted)
+            predicted *= max(self.pipeline.depth * self.intervals.share, 1.0)
+        self.scheduler.learn(self.cost_fit.cost, self.cost_fit.overrun, self.intervals.share)
         return predicted
 
 

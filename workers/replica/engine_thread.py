@@ -1,15 +1,11 @@
 """The engine in a thread of its own, with asyncio in front: everything a replica does for an ingress, without Ray."""
 
 import asyncio
-import json
 import logging
 import threading
-import time
 import uuid
-from collections import Counter as Tally
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import asdict
+from contextlib import suppress
 from typing import Any
 
 from crossdock.kvtransfer.events import Event, Figures
@@ -17,37 +13,32 @@ from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.replica.channel import Channel
 from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.replica.handover import Handover
-from crossdock.workers.replica.metrics import EngineMetrics
+from crossdock.workers.replica.inbox import Inbox
+from crossdock.workers.replica.observed import ObservedEngine, log_ended, request_logger
+from crossdock.workers.replica.readers import AttemptKey, Readers, Superseded
 from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile, Message, PageChanges, Publisher
 from crossdock.workers.report.profile import Role
-from crossdock.workers.report.recent_steps import RecentSteps
-from crossdock.workers.report.timeline import Progress, Timeline, Timelines
+from crossdock.workers.report.timeline import Progress, Timeline
 from crossdock.workers.schedule.request import Overloaded, Status, Submission, TokenDelta
 
 logger = logging.getLogger(__name__)
-request_logger = logging.getLogger("crossdock.requests")
-"""One line of JSON for each request that ended, at INFO: `Timeline.summary`, which has nothing of its text."""
+_MOST_FAILURES = 3  # one after the other outside of steps, before the replica ends
 
 
-class EngineThread:
+class EngineThread(ObservedEngine):
     """Steps an engine for as long as it has work. All public methods belong to the event loop that constructed it."""
 
     def __init__(self, engine: Engine, connect: Callable[[Callable[[Event], None]], Handover] | None = None) -> None:
         """`connect` makes the engine's handover, given a callback for its dock's events; None: all work is local."""
-        self.engine = engine
-        self.metrics = EngineMetrics(engine)
-        unix_at_zero = time.time() - engine.clock()
-        self.timelines = Timelines(engine.config.slo_classes, unix_at_zero)
-        self.steps = RecentSteps(unix_at_zero)
-        self.channels: dict[str, Channel] = {}
-        self._num_turns = 0
+        super().__init__(engine)
+        self._readers = Readers()
+        self._num_computed = 0  # tokens, since the start
+        self._num_failures = 0  # outside of steps, since the last step
         self._publisher = Publisher(engine.scheduler, uuid.uuid4().hex)
-        self._page_bytes = engine.model.layout(engine.config.page_size).page_bytes
-        self._channel_of: dict[str, tuple[Channel, int]] = {}  # by request, with the epoch of its placement
+        self._page_bytes = engine.page_bytes
         self._loop = asyncio.get_running_loop()
-        self._inbox: deque[Callable[[], None]] = deque()  # actions for the engine's thread, between two steps
-        self._wake = threading.Condition()
-        self._stopping = False
+        self._inbox = Inbox()
+        self._awaited: set[asyncio.Future[Any]] = set()  # answers of the engine's thread
         self._is_gang_lost = False  # then nothing may be computed or ended any more
         self._is_blocked = False  # every request waits for pages on their way in or out: no step can do anything
         self.handover = connect(self._on_event) if connect is not None else None
@@ -66,6 +57,11 @@ class EngineThread:
     def num_posted(self) -> int:
         """How many actions wait for the engine's thread."""
         return len(self._inbox)
+
+    @property
+    def channels(self) -> Mapping[str, Channel]:
+        """Return the open channels, by ingress."""
+        return self._readers.channels
 
     # -- for one ingress ---------------------------------------------------------------------------------------------
 
@@ -91,64 +87,59 @@ class EngineThread:
 
     def channel(self, ingress: str) -> Channel:
         """Open the channel of a reader. A second call replaces the first channel, and ends its reader."""
-        if ingress in self.channels:
-            self.channels[ingress].close()
-        self.channels[ingress] = channel = Channel()
-        self._post(lambda: self._introduce(channel))
+        channel = self._readers.open(ingress)
+        self._inbox.post(lambda: self._introduce(channel))
         return channel
 
     async def close_channel(self, ingress: str, channel: Channel) -> None:
         """Forget a reader, and abort the requests whose deltas went to it."""
-        if self.channels.get(ingress) is channel:
-            del self.channels[ingress]
-        orphans = [request for request, (reader, _) in self._channel_of.items() if reader is channel]
-        await self.abort(orphans)
+        await self.abort(self._readers.close(ingress, channel))
 
     async def submit(self, ingress: str, submission: Submission) -> int:
-        """Queue a request whose deltas go to the channel of `ingress`.
+        """Queue an attempt at a request, whose deltas go to the channel of `ingress`. It ends any earlier attempt here.
 
-        Returns the number of the last live profile that does not include the request. Raises what `Engine.add` raises.
+        Returns the number of the last live profile that does not include the request. Raises what `Engine.add` raises,
+        and Superseded where the attempt was aborted before this call, or a later attempt is here.
         """
-        channel = self.channels.get(ingress)
-        if channel is None:
-            raise RuntimeError(f"no channel {ingress!r} is open")
-        done: asyncio.Future[int] = self._loop.create_future()
-        self._channel_of[submission.id] = reader = channel, submission.epoch
+        self._readers.claim(ingress, submission)
         arrived = self.engine.clock()  # here, not between two steps: the step that runs now is time the request waits
+        sequence: list[int] = []
 
         def add() -> None:
-            try:
-                self._add(submission, arrived, grammar)
-            except Exception as error:
-                self._loop.call_soon_threadsafe(_settle, done, error)
-            else:
-                self._loop.call_soon_threadsafe(_settle, done, self._publisher.sequence)
+            self._add(submission, arrived, grammar)
+            sequence.append(self._publisher.sequence)
 
         try:
             grammar = await self.engine.compiled(submission)
-            if self._channel_of.get(submission.id) is not reader:
-                raise RuntimeError(f"{submission.id} was aborted while its grammar was compiled")
-            self._post(add)
-            return await done
+            self._readers.check(submission)
+            await self.call(add)
         except asyncio.CancelledError:
-            await self.abort([submission.id])
+            await self.abort([(submission.id, submission.epoch)])
             raise
         except Exception:
-            if self._channel_of.get(submission.id) is reader:
-                del self._channel_of[submission.id]
+            self._readers.release(submission.id, submission.epoch)
             raise
+        return sequence[0]
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests and free their pages before the next step. No delta follows; unknown ids are ignored."""
-        for request_id in request_ids:
-            self._channel_of.pop(request_id, None)
+    async def abort(self, attempts: Sequence[AttemptKey]) -> None:
+        """End attempts at requests, each (request id, epoch), and earlier ones of these requests.
 
-        if request_ids:
-            self._post(lambda: self._abort(request_ids))
+        Their pages are free before the next step, and no delta follows. An attempt whose submission has not come yet
+        will not start.
+        """
+        self._end_attempts(attempts)
 
-    async def progress(self, request_id: str) -> int | None:
-        """Return how often the engine's thread has looked for work; None where it does not have the request."""
-        return self._num_turns if self.engine.scheduler.get(request_id) is not None else None
+    async def progress(self, request_id: str, epoch: int) -> list[int | str] | None:
+        """Return how far an attempt is: numbers of which one differs whenever it has moved. None: it is not here.
+
+        An attempt that waits for its turn moves with everything that is computed here.
+        """
+        request = self.engine.scheduler.get(request_id)
+        if request is None or request.epoch != epoch:
+            return None
+        own = [request.status.value, request.num_computed_tokens, request.num_tokens, request.num_preemptions]
+        waits = request.status is not Status.HELD and not request.is_decoding
+        return [*own, self._num_computed] if waits else own
 
     # -- for all of them ---------------------------------------------------------------------------------------------
 
@@ -166,89 +157,74 @@ class EngineThread:
         if self.handover is not None:
             self.handover.dock.peer_dead(peer)
 
-    async def find_timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
-        """Return the timelines of all that a client's request led to here; see `Timelines.find`."""
-        return self.timelines.find(request_id, tenant, self.engine.clock())
-
-    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
-        """Return the requests that have not ended here; see `Timelines.live`."""
-        return self.timelines.live(tenant, self.engine.clock())
-
-    async def metrics_text(self) -> str:
-        """Return the metrics of this replica, in Prometheus' text format."""
-        return self.metrics.text()
-
-    def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
-        """Return the replica's state and its steps after those already `seen`, by incarnation: JSON for a dashboard.
-
-        May be called while the engine steps: a number may be one step older than its neighbour.
-
-        `tenant`: who reads, and sees its own requests alone; None: one who may see all.
-        """
-        engine = self.engine
-        own = None if tenant is None else self.timelines.ids(tenant)
-        requests = Tally(
-            request.status.value for request in engine.scheduler.requests() if own is None or request.id in own
-        )
-        fit = engine.cost_fit
-        return {
-            "now": time.time(),
-            "pages": asdict(engine.pages.counts())
-            if tenant is None
-            else None,  # they show how long others' prompts are
-            "requests": {status.value: requests[status.value] for status in Status if status is not Status.FINISHED},
-            "cost": None if fit is None else fit.cost.model_dump(),
-            "overrun": None if fit is None else fit.overrun,
-            "step_error": None if fit is None else fit.error(0.5),
-            **self.steps.after(seen, tenant),
-        }
-
     async def call(self, function: Callable[[], None]) -> None:
-        """Run `function` between two steps, in the engine's thread."""
+        """Run `function` between two steps, in the engine's thread. Raises what it raises.
+
+        Raises:
+            RuntimeError: the replica has ended.
+        """
         done: asyncio.Future[None] = self._loop.create_future()
 
         def run() -> None:
-            function()
-            self._loop.call_soon_threadsafe(_settle, done, None)
+            try:
+                function()
+            except Exception as error:
+                self._loop.call_soon_threadsafe(_settle, done, error)
+            else:
+                self._loop.call_soon_threadsafe(_settle, done, None)
 
-        self._post(run)
+        self._inbox.post(run)
+        self._awaited.add(done)
+        done.add_done_callback(self._awaited.discard)
         await done
 
     async def close(self) -> None:
         """Stop after the running step. Open channels end."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        self._inbox.close()
         await asyncio.to_thread(self._thread.join)
         if self.handover is not None:
             await asyncio.to_thread(self.handover.dock.close)
-        for channel in self.channels.values():
-            channel.close()
+        self._ended()
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
 
-    def _post(self, action: Callable[[], None]) -> None:
-        with self._wake:
-            self._inbox.append(action)
-            self._wake.notify()
-
     def _run(self) -> None:
-        while True:
-            patience = self.handover.patience if self.handover is not None else None
-            with self._wake:
-                self._wake.wait_for(lambda: self._inbox or self._stopping or self._can_step, patience)
-                if self._stopping:
-                    return
-            while self._inbox:
-                self._inbox.popleft()()
-            self._num_turns += 1
-            self._publish()
-            if self.handover is not None:
-                self.handover.grant()  # before the step, or a request that has just come waits for the end of two
-            step = self._attempt(self.engine.step) if self.engine.has_work else None
-            self._is_blocked = step is not None and not step.batch
-            if self.handover is not None:
-                self._end(self.handover.step(step))
+        try:
+            while self._inbox.wait(lambda: self._can_step, self.handover.patience if self.handover else None):
+                self._turn()
+        except BaseException:
+            logger.exception("the engine thread has failed: this replica ends")
+        finally:
+            self._inbox.close()
+            with suppress(RuntimeError):  # the event loop is closed
+                self._loop.call_soon_threadsafe(self._ended)
+
+    def _turn(self) -> None:
+        for action in self._inbox.due():
+            self._guard(action)
+        self._publish()
+        handover = self.handover
+        if handover is not None:
+            self._guard(handover.grant)  # before the step, or a new request waits for the end of two
+        step = self._attempt(self.engine.step) if self.engine.has_work and not self._is_gang_lost else None
+        self._is_blocked = step is not None and not step.batch
+        if handover is not None:
+            self._guard(lambda: self._end(handover.step(step)))
+
+    def _guard(self, action: Callable[[], object]) -> None:
+        """Run what is no step. Where it fails, all requests end with an error, and the replica goes on.
+
+        After `_MOST_FAILURES` without a step between them the thread ends: the replica cannot serve any more.
+        """
+        if self._is_gang_lost:
+            return
+        try:
+            action()
+        except Exception as error:
+            self._num_failures += 1
+            self._fail_all(error)
+            if self._num_failures == _MOST_FAILURES:
+                raise
 
     @property
     def _can_step(self) -> bool:
@@ -257,26 +233,28 @@ class EngineThread:
     def _attempt(self, run: Callable[[], Step]) -> Step | None:
         """Run a step, or the rest of one. Returns None where it failed.
 
-        Then all requests end with an error, and the replica goes on. A gang ends instead:
-        ranks that disagree on the steps done cannot go on.
+        Then all requests end with an error, and the replica goes on. A gang ends: its ranks disagree on the steps done.
         """
         try:
             step = run()
+            self._stepped(step)
         except Exception as error:
-            if self.engine.gang is not None:
-                self.engine.gang.fail(error)
-                self._is_gang_lost = self._stopping = True
-                return None
-            logger.exception("a step failed; its requests end with an error")
-            failed = self.engine.fail_all(f"{type(error).__name__}: {error}")
-            if self.handover is not None:
-                for request, _ in failed:
-                    self.handover.aborted(request)
-            deltas = [delta for _, delta in failed]
-            self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
+            self._fail_all(error)
             return None
-        self._stepped(step)
         return step
+
+    def _fail_all(self, error: Exception) -> None:
+        if self.engine.gang is not None:
+            self.engine.gang.fail(error)
+            self._is_gang_lost = True
+            self._inbox.close()
+            return
+        logger.error("the engine failed; its requests end with an error", exc_info=error)
+        failed = self.engine.fail_all(f"{type(error).__name__}: {error}")
+        self._end([delta for _, delta in failed])
+        if self.handover is not None:
+            for request, _ in failed:
+                self.handover.aborted(request)
 
     def _finish_steps_of(self, request_ids: Sequence[str]) -> None:
         """Finish the steps in flight if one of them computes any of these requests, which may be about to end."""
@@ -295,22 +273,25 @@ class EngineThread:
     def _stepped(self, step: Step) -> None:
         progress = self.timelines.stepped(step.batch, step.deltas, step.started, step.seconds, step.predicted)
         if step.batch:
+            self._num_failures = 0
+            self._num_computed += sum(part.num_tokens for part in step.batch.scheduled)
             self.metrics.stepped(step)
             self.steps.record(step.batch, progress.chunks, step.started, step.seconds, step.predicted)
-        self._progressed(progress, step.deltas, step.seconds)
+        self._progressed(progress, step.deltas, step.interval)
 
-    def _progressed(self, progress: Progress, deltas: Sequence[TokenDelta], seconds: float = 0.0) -> None:
+    def _progressed(self, progress: Progress, deltas: Sequence[TokenDelta], interval: float = 0.0) -> None:
         self.metrics.progressed(progress)
-        self._publish(deltas, seconds)
+        self._publish(deltas, interval)
         self._log(progress.finished)
 
-    def _publish(self, deltas: Sequence[TokenDelta] = (), seconds: float = 0.0) -> None:
-        """Send the deltas of a step that took `seconds` and, when it is due, the replica's live profile."""
+    def _publish(self, deltas: Sequence[TokenDelta] = (), interval: float = 0.0) -> None:
+        """Send the deltas of a step that ended `interval` seconds after the one before it and, when it is due, the
+        replica's live profile."""
         now = self.engine.clock()
         live: LiveProfile | None = None
         pages: Sequence[PageChanges] = ()
         if self._publisher.is_due(now):
-            live = self._publisher.live(now, seconds)
+            live = self._publisher.live(now, interval)
             pages = self._publisher.page_changes()
         if deltas or live is not None:
             self._loop.call_soon_threadsafe(self._deliver, deltas, live, pages)
@@ -334,7 +315,7 @@ class EngineThread:
                 return
             self._end(self.handover.handle(event))
 
-        self._post(handle)
+        self._inbox.post(handle, is_urgent=True)
 
     def _transferred(self, request_id: str, is_sent: bool, figures: Figures, outcome: str) -> None:
         self.metrics.transferred(is_sent, figures, outcome)
@@ -343,6 +324,11 @@ class EngineThread:
         self.timelines.transferred(request_id, is_sent, figures, outcome, self.engine.clock())
 
     def _add(self, submission: Submission, arrived: float, grammar: GrammarState | None) -> None:
+        if self._readers.has_ended(submission.id, submission.epoch):
+            raise Superseded(f"attempt {submission.epoch} at {submission.id} was aborted")
+        earlier = self.engine.scheduler.get(submission.id)
+        if earlier is not None and earlier.epoch < submission.epoch:
+            self._abort([(earlier.id, earlier.epoch)])
         try:
             self.engine.add(submission, arrived, grammar)
         except Overloaded:
@@ -350,21 +336,30 @@ class EngineThread:
             raise
         request = self.engine.scheduler.get(submission.id)
         assert request is not None
-        if self.handover is not None:
-            self.handover.add(submission)
-        self.timelines.add(submission, request, arrived, self.engine.scheduler.prefill_seconds(request))
+        try:
+            if self.handover is not None:
+                self.handover.add(submission)
+            self.timelines.add(submission, request, arrived, self.engine.scheduler.seconds_alone(request))
+        except Exception:
+            self.engine.abort(submission.id)  # a request without a timeline would fail the steps that compute it
+            raise
 
-    def _abort(self, request_ids: Sequence[str]) -> None:
-        self._finish_steps_of(request_ids)
+    def _abort(self, attempts: Sequence[AttemptKey]) -> None:
+        found = [self.engine.scheduler.get(request_id) for request_id, _ in attempts]
+        requests = [
+            request
+            for request, (_, epoch) in zip(found, attempts, strict=True)
+            if request is not None and request.epoch <= epoch
+        ]
+        self._finish_steps_of([request.id for request in requests])
         if self._is_gang_lost:
             return
         pages, aborted = self.engine.pages, []
-        for request_id in request_ids:
+        for request in requests:
             before = pages.num_available
-            request = self.engine.abort(request_id)
-            if request is not None:
+            if self.engine.abort(request.id) is not None:
                 freed = (pages.num_available - before) * self._page_bytes
-                aborted.append(self.timelines.aborted(request_id, self.engine.clock(), freed))
+                aborted.append(self.timelines.aborted(request.id, self.engine.clock(), freed))
                 if self.handover is not None:
                     self.handover.aborted(request)
         for timeline in aborted:
@@ -373,30 +368,29 @@ class EngineThread:
 
     def _log(self, ended: Sequence[Timeline]) -> None:
         if ended and request_logger.isEnabledFor(logging.INFO):
-            self._loop.call_soon_threadsafe(_log, ended)  # the engine's time is dearer than the event loop's
+            self._loop.call_soon_threadsafe(log_ended, ended)  # the engine's time is dearer than the event loop's
 
     # -- the event loop ----------------------------------------------------------------------------------------------
 
     def _deliver(
         self, deltas: Sequence[TokenDelta], live: LiveProfile | None = None, pages: Sequence[PageChanges] = ()
     ) -> None:
-        by_channel: dict[int, list[TokenDelta]] = {}
-        for delta in deltas:
-            channel, epoch = self._channel_of.get(delta.request_id, (None, -1))
-            if channel is None or epoch != delta.epoch:
-                continue  # aborted while its last step ran; it may have been placed here again since
-            by_channel.setdefault(id(channel), []).append(delta)
-            if delta.finish_reason is not None:
-                del self._channel_of[delta.request_id]
-        for channel in self.channels.values():
-            found = by_channel.get(id(channel), ())
-            if found or live is not None:
-                channel.put(found, live, pages)
+        unread = self._readers.deliver(deltas, live, pages)
+        if unread:
+            logger.error("an ingress does not read its tokens: its %d requests are aborted", len(unread))
+            self._end_attempts(unread)
 
+    def _end_attempts(self, attempts: Sequence[AttemptKey]) -> None:
+        for request_id, epoch in attempts:
+            self._readers.end(request_id, epoch)
+        if attempts:
+            self._inbox.post(lambda: self._abort(attempts), is_urgent=True)
 
-def _log(ended: Sequence[Timeline]) -> None:
-    for timeline in ended:
-        request_logger.info(json.dumps(timeline.summary(timeline.ended)))
+    def _ended(self) -> None:
+        """End every reader and fail every call: the thread has ended."""
+        self._readers.close_all()
+        for answer in [*self._awaited]:
+            _settle(answer, RuntimeError("the replica has ended"))
 
 
 def _settle(future: "asyncio.Future[Any]", outcome: object) -> None:

@@ -117,9 +117,13 @@ class EventMerger:
 
 
 def _merged(figures: Sequence[Figures]) -> Figures:
-    """Return the bytes and writes of all ranks, and the times of the slowest."""
+    """Return the bytes and writes of all ranks, and the times of the slowest: in all, and in writing."""
+    writer = max(figures, key=lambda rank: rank.write_seconds)
     return replace(
         max(figures, key=lambda rank: rank.total_seconds),
+        write_seconds=writer.write_seconds,
+        hidden_seconds=writer.hidden_seconds,
+        num_pages=max(rank.num_pages for rank in figures),
         num_bytes=sum(rank.num_bytes for rank in figures),
         hidden_bytes=sum(rank.hidden_bytes for rank in figures),
         num_writes=sum(rank.num_writes for rank in figures),

@@ -31,7 +31,7 @@ class EngineMetrics:
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
-        self._token_bytes = engine.model.layout(engine.config.page_size).token_bytes
+        self._token_bytes = engine.page_bytes // engine.config.page_size
         self._define_step_metrics()
         self._define_chunk_metrics()
         self._define_latency_metrics([slo.name for slo in engine.config.slo_classes])
@@ -274,6 +274,13 @@ class _Gauges(Collector):
             "Coefficients of StepCost, the prediction of a step's duration.",
             ("coefficient",),
             cost,
+        )
+        yield _gauge(
+            "crossdock_step_interval_share",
+            "Interval at which steps end while there is enough to do, as a share of what each takes; "
+            "below 1 in a pipeline.",
+            (),
+            {(): self._engine.intervals.share},
         )
         yield _gauge(
             "crossdock_step_relative_error",

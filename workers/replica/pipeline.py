@@ -41,7 +41,9 @@ class FinishedStep(NamedTuple):
     sampled: dict[str, SampledToken]
     started: float
     ended: float
+    interval: float  # seconds since it began or the step before it ended, whichever was later
     is_alone: bool
+    is_full: bool  # every stage had a step to compute since the step before it ended
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +55,7 @@ class Pipeline:
     clock: Callable[[], float]  # seconds
     is_ahead: bool  # steps begin before the host has the tokens of the step before
     _steps: deque[StepInFlight] = field(default_factory=deque)
+    _ended: float = 0.0  # when the last step did
 
     @property
     def depth(self) -> int:
@@ -93,18 +96,33 @@ class Pipeline:
 
     def finish(self) -> FinishedStep:
         """Wait for the oldest step in flight."""
+        is_full = len(self._steps) == self.depth > 1 and not self.is_ahead and self._steps[0].started < self._ended
         step = self._steps.popleft()
         sampled = {id_: token for id_, token in step.result().items() if id_ not in step.recomputed}
         ended = self.clock()
         if self.is_ahead:
             for later in self._steps:
                 later.started = ended  # the device computes one step after the other
-        return FinishedStep(step.batch, sampled, step.started, ended, step.is_alone)
+        interval, self._ended = ended - max(step.started, self._ended), ended
+        return FinishedStep(step.batch, sampled, step.started, ended, interval, step.is_alone, is_full)
 
     def compute(self, batch: Batch) -> dict[str, SampledToken]:
         """Execute `batch` from its begin to its end, with no step in flight."""
         assert self.is_empty, "steps end in the order in which they began"
         return self._compute(batch, self.runner.begin(batch))
+
+    def compute_often(self, batch: Batch) -> list[float]:
+        """Execute `batch` three times for every stage, with no step in flight before. Returns the seconds between the
+        ends, of those times when every stage had a step to compute."""
+        assert self.is_empty, "steps end in the order in which they began"
+        intervals = []
+        for number in range(3 * self.depth + self.depth - 1):
+            if number < 3 * self.depth:
+                self.begin(batch, self.clock())
+            if number >= self.depth - 1:
+                step = self.finish()
+                intervals += [step.interval] * step.is_full
+        return intervals
 
     def clear(self) -> None:
         """Drop the steps in flight, after one of them failed. Returns when the device no longer computes them."""

@@ -47,7 +47,7 @@ def gloo_on(host: str) -> str:
     if name not in dist.Backend.backend_list:
 
         def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-            gloo = dist.ProcessGroupGloo  # type: ignore[attr-defined]
+            gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._timeout, options._devices = timeout, [gloo.create_device(hostname=host)]
             return gloo(store, rank, size, options)

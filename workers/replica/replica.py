@@ -30,6 +30,7 @@ from crossdock.workers.replica.handover import connect
 from crossdock.workers.replica.rank_loader import RankFailed, driver_of, position_of
 from crossdock.workers.replica.rank_network import LOOPBACK
 from crossdock.workers.replica.rank_socket import GangAddress
+from crossdock.workers.replica.readers import Superseded
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.request import InvalidField, Overloaded, Submission
 
@@ -75,7 +76,7 @@ class Replica:
 
     # -- remote calls that add to the engine thread's own ------------------------------------------------------------
 
-    async def submit(self, ingress: str, submission: Submission) -> int | ValueError | Overloaded:
+    async def submit(self, ingress: str, submission: Submission) -> int | ValueError | RuntimeError:
         """Call `EngineThread.submit`, and return the reason where the request is refused.
 
         Serve would log each raised refusal with its traceback, and most refusals come when there is the least time for
@@ -84,7 +85,7 @@ class Replica:
         end_if_marked(submission.prompt_token_ids, self._fault_token_ids)
         try:
             return await self.engine_thread.submit(ingress, submission)
-        except (Overloaded, InvalidField) as refusal:
+        except (Overloaded, InvalidField, Superseded) as refusal:
             return refusal
         except ValueError as refusal:
             return ValueError(str(refusal))  # plain: a library's own subclass may not survive the journey

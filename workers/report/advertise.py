@@ -59,10 +59,11 @@ class LiveProfile:
     free_pages: tuple[int, ...] = ()  # by priority: without those for waiting requests, with those of less urgent ones
     prompt_shares: tuple[float, ...] = ()  # recent share of time that went into prompts, by priority
     stream_share: float = 0.0  # recent share of time that streams did not leave to prompts
-    step_seconds: float = 0.0  # of the last step; 0: no request is running
+    step_seconds: float = 0.0  # from the step before to the last step's end; 0: no request is running
     bytes_per_second: float = 0.0  # recent rate of page transfers to other replicas; 0: none
     done_seconds: float = 0.0  # of prompts computed since the start, in the unit of `Prompts.seconds`
     role: Role | None = None  # that the replica is assigned to now; None: the role in its static profile
+    interval_share: float = 1.0  # interval of steps / seconds of one, as learnt so far, with `cost`
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ def observe(
         bytes_per_second,
         scheduler.prefilled.seconds,
         role,
+        scheduler.interval_share,
     )
 
 
@@ -155,7 +157,7 @@ def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return, by priority, how many more requests could start, and the pages that are free for them.
 
     Waiting requests go before new ones of their own class and of less urgent ones. A class can take the pages of less
-    urgent requests.
+    urgent requests. Room for the outputs of requests that run is not free.
     """
     num_classes = len(scheduler.config.slo_classes)
     places = [scheduler.num_places(priority) for priority in range(num_classes)]
@@ -165,11 +167,11 @@ def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...]]:
         for priority in range(request.priority, num_classes):
             places[priority] -= 1
             pages[priority] -= num_pages
-    for request in scheduler.running:
-        if request.priority and request.leg is not Leg.SEND:
-            num_pages = len(scheduler.pages.pages_of(request.owner))
-            for priority in range(request.priority):
-                pages[priority] += num_pages
+    for request in (*scheduler.running, *scheduler.held):
+        if request.leg is not Leg.SEND:
+            num_pages, growth = len(scheduler.pages.pages_of(request.owner)), scheduler.num_growth_pages(request)
+            for priority in range(num_classes):
+                pages[priority] += num_pages if priority < request.priority else -growth
     return tuple(places), tuple(pages)
 
 
@@ -194,6 +196,7 @@ class TimeShares:
         self.streams = old * self.streams + (1 - old) * self._streams_then
         self._streams_then = 1 - self.scheduler.prefill_share(0)
         cost = self.scheduler.cost.per_prefill_token if self.scheduler.cost is not None else 0.0
+        cost *= self.scheduler.interval_share  # several steps in flight compute at the same time
         tokens = [self.scheduler.prefilled.tokens_by_priority[priority] for priority in range(len(self.prompts))]
         before, self._tokens = self._tokens or tokens, tokens
         if seconds > 0:
@@ -241,7 +244,10 @@ class Publisher:
         return self._published + (self.interval_s if self._current_activity != self._activity else self.steady_s)
 
     def live(self, now: float, step_seconds: float = 0.0) -> LiveProfile:
-        """Return the live profile at `now`. `step_seconds`: of the last step; 0: there was none since the last call."""
+        """Return the live profile at `now`.
+
+        `step_seconds`: of the last step, without the time before another ended; 0: there was none since the last call.
+        """
         self.sequence += 1
         self._was_busy, self._activity, self._published = self._is_busy, self._current_activity, now
         self._step_seconds = step_seconds or self._step_seconds

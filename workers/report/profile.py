@@ -35,4 +35,5 @@ class SchedulingProfile(BaseModel):
     pipeline_parallel_size: int = 1
     peer: bytes = b""  # address for KV transfers; empty: the replica makes none
     cost: StepCost  # as measured at the start
+    interval_share: float = 1.0  # interval of the steps of a full pipeline / seconds of one; see `IntervalShare`
     overrun: float = 1.0  # see `StepCostFit`

@@ -77,11 +77,11 @@ class StepCost(BaseModel):
             + self.decode_seconds(work.decodes, work.context)
         )
 
-    def decode_seconds(self, decodes: int, context: int) -> float:
+    def decode_seconds(self, decodes: float, context: float) -> float:
         """Return the seconds that `decodes` streams of `context` tokens in total add to a step."""
         return self.per_decode * decodes + self.per_context * context
 
-    def chunk_seconds(self, start: int, num_tokens: int) -> float:
+    def chunk_seconds(self, start: int, num_tokens: float) -> float:
         """Return the seconds that a chunk of `num_tokens` after `start` tokens of context adds to a step."""
         if num_tokens <= 0:
             return 0.0
@@ -107,6 +107,13 @@ class StepCost(BaseModel):
         num_chunks = -(-tokens // chunk)
         read_again = self.per_context * (num_chunks - 1) * (start + chunk * num_chunks / 2) if num_chunks else 0.0
         return num_chunks * self.base + self.chunk_seconds(start, tokens) + read_again
+
+    def last_step_seconds(self, start: int, end: int, chunk: int) -> float:
+        """Return the seconds of the last of the steps that `prefill_seconds` is the sum of; 0 where there is none."""
+        if end <= start:
+            return 0.0
+        tokens = (end - start - 1) % chunk + 1
+        return self.base + self.chunk_seconds(end - tokens, tokens)
 
 
 _NO_LIMIT = 1 << 40
@@ -203,6 +210,42 @@ class StepCostFit:
 _OUTLIER = 3.0  # actual / predicted, or the inverse; predictions err by a quarter at the 90th percentile
 _PATIENCE = 8  # outliers in a row that are left out; after so many the device has changed, and they count
 _FIT_EVERY = 16  # steps; a fit takes 1.2 ms of CPU time (Zen 4), too much for every step
+
+
+@dataclass(slots=True)
+class IntervalShare:
+    """Learns how soon the steps of a full pipeline follow each other, as a share of the seconds that one takes.
+
+    A step alone in a pipeline takes the seconds of all stages: that is its latency, which `StepCost` predicts. With a
+    step in every stage, one ends whenever the slowest stage has done its part. The share is the mean of these
+    intervals, divided by the mean predicted latency. It is 1 / stages where stages are alike, more where one is slower
+    or waits for others, and 1 for a replica of one stage. What prompts wait for is the interval of steps; what a
+    stream waits for is their latency.
+
+    Both means are over the warm-up and, with exponential forgetting, over the full steps since. A single step's
+    interval also depends on its neighbours' work, so the single ratios are not averaged.
+    """
+
+    measured: Iterable[tuple[float, float]]  # (interval, predicted latency) of steps in the warm-up, in seconds
+    memory: int = 256  # steps after which a step's weight is 1/e
+    _intervals: float = field(init=False)
+    _latencies: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        measured = list(self.measured)
+        self._intervals = sum(interval for interval, _ in measured)
+        self._latencies = sum(latency for _, latency in measured)
+
+    @property
+    def share(self) -> float:
+        """Seconds between the ends of two steps of a full pipeline, as a share of a step's predicted seconds."""
+        return self._intervals / self._latencies if self._latencies else 1.0
+
+    def observe(self, interval: float, latency: float) -> None:
+        """Learn from a step that ended `interval` after the one before it, and is predicted to take `latency` alone."""
+        forget = 1 - 1 / self.memory
+        self._intervals = forget * self._intervals + min(interval, _OUTLIER * latency)  # one pause must not count more
+        self._latencies = forget * self._latencies + latency
 
 
 def _accumulate(

@@ -34,22 +34,33 @@ class Forecast:
     table: RequestTable
     cost: StepCost | None = None  # without a cost nothing is predicted: chunks are fixed and no request is refused
     overrun: float = 1.0  # factor by which some steps take longer than predicted, see `StepCostFit.overrun`
+    depth: int = 1  # steps in flight, the number of pipeline stages
+    interval_share: float = 1.0  # interval of steps / seconds of one, see `IntervalShare`; 1 where `depth` is 1
     _queue: list[Request] = field(default_factory=list)  # the waiting requests at the last look
     _seconds: list[float] = field(default_factory=list)  # of their prompts
-    _looked: tuple[StepCost | None, float] = (None, 0.0)  # the cost at that look, and the time of the step before it
+    _looked: tuple[StepCost | None, float, float] = (None, 0.0, 0.0)  # cost, interval share and step time at that look
+
+    @property
+    def overrun_when_full(self) -> float:
+        """Return the factor by which some steps take longer than predicted while the pipeline is full.
+
+        A step then ends after as many intervals as there are steps in flight, which is more than its latency where the
+        stages are not alike.
+        """
+        return self.overrun * max(self.depth * self.interval_share, 1.0)
 
     def ttft(self, request: Request) -> tuple[float, float]:
         """Return the seconds until a new request's first token, now and on an idle replica; (0, 0) without a cost."""
-        alone = self.prefill_seconds(request)
-        share = self.prefill_share(request.priority)
-        return predicted_ttft(alone, request.priority, self._backlog(), share), alone
+        own, drain = self.prefill_seconds(request), self._drain_seconds(request)
+        ttft = predicted_ttft(own, request.priority, self._backlog(), self.prefill_share(request.priority))
+        return ttft + drain, own + drain
 
     def _backlog(self) -> list[tuple[int, float]]:
         """Return (priority, seconds) of every unfinished prompt.
 
         Between two steps prompts only arrive, at times by the thousand: seconds of those before are computed once.
         """
-        waiting, now = self.table.waiting, (self.cost, self.table.now)
+        waiting, now = self.table.waiting, (self.cost, self.interval_share, self.table.now)
         if now != self._looked or waiting[: len(self._queue)] != self._queue:
             self._queue, self._seconds, self._looked = [], [], now
         arrived = waiting[len(self._queue) :]
@@ -63,11 +74,28 @@ class Forecast:
         ]
 
     def prefill_seconds(self, request: Request) -> float:
-        """Return the seconds that the rest of a request's prompt takes on an idle replica; 0 without a cost."""
+        """Return the seconds of this replica's time that the rest of a request's prompt takes; 0 without a cost.
+
+        Another prompt waits for so long. In a pipeline its steps follow each other before the first has ended.
+        """
         if self.cost is None:
             return 0.0
-        end, chunk = request.num_tokens, self.table.config.max_num_batched_tokens
-        return self.cost.prefill_seconds(end - request.num_uncached_tokens, end, chunk)
+        return self.interval_share * self.cost.prefill_seconds(*self._rest(request))
+
+    def seconds_alone(self, request: Request) -> float:
+        """Return the seconds until the rest of a request's prompt is computed on an idle replica; 0 without a cost."""
+        return self.prefill_seconds(request) + self._drain_seconds(request)
+
+    def _drain_seconds(self, request: Request) -> float:
+        """Return the seconds from when another step could end after a prompt's last one to when the last one ends."""
+        if self.cost is None or self.interval_share >= 1:
+            return 0.0
+        return (1 - self.interval_share) * self.cost.last_step_seconds(*self._rest(request))
+
+    def _rest(self, request: Request) -> tuple[int, int, int]:
+        """Return first and last position of the uncached tokens of a request, and the tokens of a step at most."""
+        end = request.num_tokens
+        return end - request.num_uncached_tokens, end, self.table.config.max_num_batched_tokens
 
     def prefill_share(self, priority: int) -> float:
         """Return the share of the time that goes into prompts of a class, beside the streams that run or arrive."""
@@ -75,8 +103,9 @@ class Forecast:
         cost, config = self.cost, self.table.config
         if cost is None or not (streams or arriving):
             return 1.0
-        num_streams = len(streams) + len(arriving)
-        seconds = cost.base + cost.decode_seconds(num_streams, sum(stream.num_tokens for stream in streams))
+        num_streams = (len(streams) + len(arriving)) / self.depth  # in a step: each has its share of the streams
+        context = sum(stream.num_tokens for stream in streams) / self.depth
+        seconds = cost.base + cost.decode_seconds(num_streams, context)
         if config.chunk_policy == "fixed":
             left = config.max_num_batched_tokens - num_streams
             return 1 - seconds / (seconds + cost.chunk_seconds(0, left))
@@ -84,7 +113,7 @@ class Forecast:
         return share_of_prompts(
             seconds,
             min(config.slo_classes[each].tpot_s for each in priorities),
-            self.overrun,
+            self.overrun_when_full,
             cost.per_prefill_token * config.chunk_floor if priority <= min(priorities) else 0.0,
             cost.per_prefill_token * self.table.pages.page_size,
         )
@@ -95,4 +124,4 @@ class Forecast:
         The other replica is assumed to compute the rest alone and as fast as this one. A step that ends by then does
         not delay the request.
         """
-        return now + self.prefill_seconds(request) + self.table.tpot_s(request)
+        return now + self.seconds_alone(request) + self.table.tpot_s(request)

@@ -27,7 +27,10 @@ def admit(table: RequestTable, request: Request, hits: Sequence[int], set_aside:
     """
     pages = table.pages
     num_new = -(-request.num_tokens // pages.page_size) - len(hits)
-    needed = num_new + set_aside + _num_growth_pages(table, request)
+    room = sum(map(table.num_growth_pages, (*table.running, *table.held)))
+    if table.running or table.held:  # a request that is alone can have the whole pool
+        room += table.num_growth_pages(request)
+    needed = num_new + set_aside + room
     if not pages.can_allocate(needed, shared=hits) and not _make_way(table, request, needed, hits):
         return False
     pages.share(request.owner, hits)
@@ -75,15 +78,6 @@ def index_full_pages(table: RequestTable, request: Request, start: int) -> None:
     num_full = request.num_computed_tokens // size
     if num_full > start // size and table.pages.enable_prefix_caching:
         table.pages.index(request.owner, _page_hashes(request, size)[:num_full], first=start // size)
-
-
-def _num_growth_pages(table: RequestTable, request: Request) -> int:
-    """Return the pages to leave for outputs: of the requests that run or arrive, and of `request` beside them.
-
-    A request that would be alone needs no room: it can have the whole pool.
-    """
-    others = [other for other in (*table.running, *table.held) if other.leg is not Leg.SEND]
-    return sum(map(table.num_growth_pages, (*others, request))) if others else 0
 
 
 def _make_way(table: RequestTable, request: Request, needed: int, hits: Sequence[int]) -> bool:

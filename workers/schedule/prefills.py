@@ -64,7 +64,7 @@ class PrefillScheduler:
                 IDLE_SHARE * min(slo.ttft_s for slo in config.slo_classes),
                 cost,
                 min([stream.priority for stream in streams], default=len(config.slo_classes)),
-                self.forecast.overrun,
+                self.forecast.overrun_when_full,
             )
         if config.max_prefill_tokens and config.max_prefill_tokens < budget.tokens:
             budget.tokens, budget.reason = config.max_prefill_tokens, "max_prefill_tokens"
@@ -134,4 +134,4 @@ class PrefillScheduler:
         totals.tokens += num_tokens
         totals.tokens_by_priority[request.priority] += num_tokens
         if self.forecast.cost is not None:
-            totals.seconds += self.forecast.cost.chunk_seconds(start, num_tokens)
+            totals.seconds += self.forecast.interval_share * self.forecast.cost.chunk_seconds(start, num_tokens)

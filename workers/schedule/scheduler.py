@@ -45,6 +45,7 @@ class Scheduler:
         cost: StepCost | None = None,
         overrun: float = 1.0,
         depth: int = 1,
+        interval_share: float = 1.0,
     ) -> None:
         """Create a scheduler without requests.
 
@@ -56,6 +57,7 @@ class Scheduler:
             cost: what steps take. Without it chunks are fixed, and no request is refused.
             overrun: factor by which some steps take longer than `cost` predicts.
             depth: most steps in flight, the number of pipeline stages.
+            interval_share: interval of the steps of a full pipeline / seconds that one takes, see `IntervalShare`.
 
         Raises:
             ValueError: a request of `max_model_len` could not be served.
@@ -67,7 +69,7 @@ class Scheduler:
         self.eos_token_ids = eos_token_ids
         self.depth = depth
         self._table = RequestTable(config, pages, max_model_len)
-        self._forecast = Forecast(self._table, cost, overrun)
+        self._forecast = Forecast(self._table, cost, overrun, depth, interval_share)
         self._prefills = PrefillScheduler(self._table, self._forecast)
         self._computed_chunks = False  # in the last step; used without mixed_chunks
 
@@ -111,9 +113,11 @@ class Scheduler:
         for request in self._table.requests():
             request.num_in_flight_tokens = 0
 
-    def learn(self, cost: StepCost, overrun: float) -> None:
-        """Predict with a new cost from now on, and with the factor by which some steps overrun it."""
+    def learn(self, cost: StepCost, overrun: float, interval_share: float = 1.0) -> None:
+        """Predict with a new cost from now on, with the factor by which some steps overrun it, and the share of it
+        after which the steps of a full pipeline follow each other."""
         self._forecast.cost, self._forecast.overrun = cost, overrun
+        self._forecast.interval_share = interval_share
 
     # -- schedule: what the next step computes -----------------------------------------------------------------------
 
@@ -135,12 +139,12 @@ class Scheduler:
         """Return the streams to decode in this step, and the ids of those that skip it for more urgent ones."""
         streams = [request for request in self._table.running if request.is_decoding]
         skipped: set[str] = set()
-        if self._forecast.cost is not None and self.config.chunk_policy == "adaptive":
-            skipped = skip_decodes(streams, self._table.now, self._forecast.cost)
         if self.depth > 1:
             share = -(-len(streams) // self.depth)
             landed = [stream for stream in streams if not stream.num_in_flight_tokens]
             streams = sorted(landed, key=lambda stream: stream.due)[:share]
+        if self._forecast.cost is not None and self.config.chunk_policy == "adaptive":
+            skipped = skip_decodes(streams, self._table.now, self._forecast.cost)
         if skipped:
             streams = [stream for stream in streams if stream.id not in skipped]
         return streams, skipped
@@ -267,6 +271,15 @@ class Scheduler:
         """Return the factor by which some steps take longer than predicted."""
         return self._forecast.overrun
 
+    @property
+    def interval_share(self) -> float:
+        """Return the interval at which steps end while there is enough to do, as a share of what each takes."""
+        return self._forecast.interval_share
+
+    def num_growth_pages(self, request: Request) -> int:
+        """Return the available pages that admission leaves to the output of a request that runs or arrives."""
+        return self._table.num_growth_pages(request)
+
     def get(self, request_id: str) -> Request | None:
         """Return the request of that id, None if it has ended."""
         return self._table.get(request_id)
@@ -286,8 +299,12 @@ class Scheduler:
         return self._table.prefills()
 
     def prefill_seconds(self, request: Request) -> float:
-        """Return the seconds that the rest of a request's prompt takes on an idle replica; 0 without a cost."""
+        """Return the seconds of this replica's time that the rest of a request's prompt takes; 0 without a cost."""
         return self._forecast.prefill_seconds(request)
+
+    def seconds_alone(self, request: Request) -> float:
+        """Return the seconds until the rest of a request's prompt is computed on an idle replica; 0 without a cost."""
+        return self._forecast.seconds_alone(request)
 
     def prefill_share(self, priority: int) -> float:
         """Return the share of the time that goes into prompts of a class, beside the streams that run or arrive."""

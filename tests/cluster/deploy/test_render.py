@@ -230,6 +230,21 @@ def test_autoscaler_is_enabled_when_node_counts_may_change() -> None:
             "have gpus: 0; one of its replicas needs 1",
         ),
         ({"deploy.nodes": [{"pool": "decode", "cpus": 1, "gpus": 1, "memory": "1Gi"}]}, "pools.decode.num_cpus"),
+        (
+            {
+                "pools.decode.tensor_parallel_size": 2,
+                "deploy.nodes": [{"pool": "decode", "cpus": 64, "gpus": 1, "memory": "1Gi"}],
+            },
+            "have gpus: 1; one of its replicas needs 2 .*2 ranks, which placement STRICT_PACK keeps together",
+        ),
+        (
+            {
+                "pools.decode.tensor_parallel_size": 2,
+                "pools.decode.placement": "STRICT_SPREAD",
+                "deploy.nodes": [{"pool": "decode", "cpus": 64, "gpus": 1, "memory": "1Gi"}],
+            },
+            "there are 1 of pool 'decode'; one of its replicas needs 2, one for each rank",
+        ),
         ({"deploy.nodes": [{"pool": "decode", "cpus": 8, "gpus": 1, "memory": "lots"}]}, "deploy.nodes.0.memory"),
         ({"deploy.name": "Über"}, "deploy.name"),
         ({"deploy.imag": "x"}, "deploy.imag: no such setting; did you mean image?"),

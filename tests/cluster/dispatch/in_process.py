@@ -43,6 +43,8 @@ class InProcess:
         self.is_killed = False
 
     async def messages(self) -> AsyncIterator[Message]:
+        if self.is_killed:
+            raise ConnectionError("killed")
         async with aclosing(cast(AsyncGenerator[Message, None], self.engine_thread.messages("test"))) as messages:
             yield await anext(messages)
             async for message in messages:
@@ -55,6 +57,9 @@ class InProcess:
 
     async def close(self) -> None:
         await self.engine_thread.close_stream("test")
+
+    async def is_dead(self) -> bool:
+        return self.is_killed
 
     async def call(self, method: RemoteMethod, *arguments: Any) -> Any:
         """Call a method of this class, or else the engine thread's of that name."""
@@ -95,18 +100,18 @@ class Forgetful(InProcess):
         sequence = await super().submit(submission)
         self.num_taken += 1
         if self.num_taken % 2:
-            await self.engine_thread.abort([submission.id])
+            await self.engine_thread.abort([(submission.id, submission.epoch)])
         return sequence
 
 
 class Hung(InProcess):
-    """A replica whose engine is stuck: it reports that it has the request, and no token ever comes."""
+    """A replica whose engine is stuck: it reports that it has the request, which never moves."""
 
     async def submit(self, submission: Submission) -> int:
         return 0
 
-    async def progress(self, request_id: str) -> int | None:
-        return 7
+    async def progress(self, request_id: str, epoch: int) -> list[int | str] | None:
+        return ["waiting", 7]
 
 
 async def ready(dispatcher: Dispatcher, num_replicas: int = 1) -> None:

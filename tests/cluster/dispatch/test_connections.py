@@ -1,12 +1,14 @@
 """Connections to replicas in this process: opened, lost, opened again, and closed when a replica leaves."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from crossdock.cluster.dispatch.connections import ReplicaDead
-from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost
+from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost, Timeouts
+from crossdock.cluster.dispatch.loop_clock import LoopClock
+from crossdock.router.actions import ReplicaDead
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.schedule.request import TokenDelta
 from tests.cluster.dispatch.in_process import InProcess, ready, tokens
@@ -42,16 +44,23 @@ class Mortal(InProcess):
         super().__init__()
         self.profile = self.profile.model_copy(update={"peer": peer})
         self.deaths: list[bytes] = []
+        self.num_probes = 0
+        self.has_ended = False
         self.error: Exception = ReplicaDead("its process has ended")
 
     async def peer_dead(self, peer: bytes) -> None:
         self.deaths.append(peer)
 
     async def messages(self) -> AsyncIterator[Message]:
-        async for message in super().messages():
-            if self.is_killed:
-                raise self.error
-            yield message
+        try:
+            async for message in super().messages():
+                yield message
+        except ConnectionError:
+            raise self.error from None
+
+    async def is_dead(self) -> bool:
+        self.num_probes += 1
+        return self.has_ended
 
     def die(self) -> None:
         """Fail the stream now, with a message that no request waits for."""
@@ -61,10 +70,11 @@ class Mortal(InProcess):
 
 def test_death_of_a_replica_is_reported_to_all_others() -> None:
     """Also to those that have no request with it: they may hold pages from it for one that was aborted. Also to one
-    that was out of reach at that moment. A lost replica counts as dead once Serve has given it up."""
+    that was out of reach at that moment. Of a lost replica that Serve has given up, the process may still write."""
 
     async def main() -> None:
-        dispatcher, clients = Dispatcher("tiny"), [Mortal(b"%d" % number) for number in range(4)]
+        dispatcher = Dispatcher("tiny", timeouts=Timeouts(rejoin_s=0.05))
+        clients = [Mortal(b"%d" % number) for number in range(4)]
         for number, client in enumerate(clients[:3]):
             dispatcher.join(f"{number}", client, client.profile)
         await ready(dispatcher, 3)
@@ -76,8 +86,10 @@ def test_death_of_a_replica_is_reported_to_all_others() -> None:
         clients[1].error = ConnectionError("out of reach")
         clients[1].die()
         await until(lambda: len(dispatcher.fleet) == num_up - 1)
-        assert clients[3].deaths == [b"0"]
         dispatcher.leave("1")
+        await until(lambda: clients[1].num_probes > 2)
+        assert clients[3].deaths == [b"0"]
+        clients[1].has_ended = True
         await until(lambda: clients[3].deaths == [b"0", b"1"])
         for client in clients:
             await client.engine_thread.close()
@@ -87,7 +99,7 @@ def test_death_of_a_replica_is_reported_to_all_others() -> None:
 
 def test_lost_replica_that_is_still_a_member_is_connected_again() -> None:
     async def main() -> None:
-        client, dispatcher = InProcess(), Dispatcher("tiny")
+        client, dispatcher = InProcess(), Dispatcher("tiny", timeouts=Timeouts(answer_s=0.1))
         dispatcher.join("one", client, client.profile)
         await ready(dispatcher)
         client.is_killed = True
@@ -118,3 +130,91 @@ def test_replica_that_leaves_finishes_its_streams_and_is_disconnected() -> None:
         await client.engine_thread.close()
 
     asyncio.run(main())
+
+
+def test_request_waits_for_a_lost_replica_that_is_connected_again() -> None:
+    """Every stream of the ingress broke at once, as after a pause of the network: no request need fail."""
+
+    async def main() -> None:
+        client, dispatcher = InProcess(), Dispatcher("tiny", timeouts=Timeouts(rejoin_s=0.2, answer_s=30.0))
+        dispatcher.join("one", client, client.profile)
+        await ready(dispatcher)
+        wanted = await tokens(dispatcher, "alone")
+        client.is_killed = True
+        asking = asyncio.create_task(tokens(dispatcher, "lost"))
+        await until(lambda: not dispatcher.ready())
+        client.is_killed = False
+        assert await asking == wanted
+        await client.engine_thread.close()
+
+    asyncio.run(main())
+
+
+class Late(InProcess):
+    """A replica whose stream opens late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_open, self.has_ended = asyncio.Event(), asyncio.Event()
+
+    async def messages(self) -> AsyncIterator[Message]:
+        await self.may_open.wait()
+        async for message in super().messages():
+            yield message
+        self.has_ended.set()
+
+
+def test_replica_that_leaves_before_its_stream_opens_is_disconnected() -> None:
+    """An open stream would hold up its drain."""
+
+    async def main() -> None:
+        client, dispatcher = Late(), Dispatcher("tiny")
+        dispatcher.join("one", client, client.profile)
+        dispatcher.leave("one")
+        client.may_open.set()
+        await client.has_ended.wait()
+        assert not client.engine_thread.channels
+        assert not len(dispatcher.fleet)
+        await client.engine_thread.close()
+
+    asyncio.run(main())
+
+
+def test_silent_replica_is_lost_and_a_pause_of_the_ingress_is_not_its_silence() -> None:
+    """The loop stands still for longer than a replica may be silent; streams go on. Then one replica says nothing."""
+
+    class Silent(InProcess):
+        is_silent = False
+
+        async def messages(self) -> AsyncIterator[Message]:
+            async for message in super().messages():
+                while self.is_silent:
+                    await asyncio.sleep(0.01)
+                yield message
+
+    async def main() -> None:
+        clients = [Silent(), Silent()]
+        dispatcher = Dispatcher("tiny", timeouts=Timeouts(silence_s=2.5, answer_s=1.5, patience_s=0.5))
+        for name, client in zip("ab", clients, strict=True):
+            dispatcher.join(name, client, client.profile)
+        await ready(dispatcher, 2)
+        running = asyncio.create_task(tokens(dispatcher, "running", 200))
+        while not any(dispatcher.fleet.num_booked(name) for name in "ab"):
+            await asyncio.sleep(0)
+        time.sleep(4.0)  # every timer of the ingress is overdue, and everything is in its queues
+        assert len(await running) == 200
+        assert len(dispatcher.fleet) == 2
+        assert "crossdock_ingress_placed_again_total 0.0" in dispatcher.metrics.text()
+        clients[0].is_silent = True
+        await until(lambda: len(dispatcher.fleet) == 1)
+        for client in clients:
+            client.is_silent = False
+            await client.engine_thread.close()
+
+    asyncio.run(main())
+
+
+def test_clock_of_a_loop_counts_a_pause_as_a_second() -> None:
+    readings = iter([5.0, 5.5, 20.5, 20.6])
+    clock = LoopClock(lambda: next(readings))
+    assert [round(clock.now(), 3) for _ in range(3)] == [5.5, 6.5, 6.6]

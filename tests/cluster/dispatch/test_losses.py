@@ -155,7 +155,7 @@ def test_every_request_has_a_deadline_while_replicas_come_and_go() -> None:
         num_events = 0
         while not all(task.done() for task in clients):
             await asyncio.sleep(0.02)
-            now, deadlines = asyncio.get_running_loop().time(), dispatcher.deadlines
+            now, deadlines = dispatcher.clock.now(), dispatcher.deadlines
             for name in in_flight:
                 assert deadlines[name] - now < 10.5, name  # armed, and not for later than a silent replica's
                 assert deadlines[name] > now - 10.0, name  # and not over without a consequence
@@ -194,7 +194,7 @@ def test_every_request_has_a_deadline_while_replicas_come_and_go() -> None:
 
 def test_death_of_the_last_replica_fails_its_requests() -> None:
     async def main() -> None:
-        client, dispatcher = InProcess(), Dispatcher("tiny")
+        client, dispatcher = InProcess(), Dispatcher("tiny", timeouts=Timeouts(answer_s=0.1))
         dispatcher.join("one", client, client.profile)
         await ready(dispatcher)
         running = asyncio.create_task(tokens(dispatcher, "running", 200))

@@ -17,10 +17,12 @@ from unittest.mock import patch
 import httpx
 import psutil
 import ray
+import torch
 from pydantic import ByteSize
 from ray import serve
 from ray.serve._private.common import DeploymentID
 from ray.serve.config import ProxyLocation
+from transformers import PreTrainedModel
 
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
@@ -86,6 +88,17 @@ def expected(engine: Engine, prompts: list[list[int]], **params: Any) -> list[li
         for delta in engine.step().deltas:
             tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
     return [tokens[f"{number}"] for number in range(len(prompts))]
+
+
+def assert_greedy(oracle: PreTrainedModel, asked: list[int], tokens: list[int], count: int) -> None:
+    """Assert that each token is transformers' likeliest after the ones before. Ranks add up in another order than one
+    does: of two tokens whose logits are within 1e-3 of each other either will do."""
+    assert len(tokens) == count
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([asked + tokens[:-1]])).logits[0, len(asked) - 1 :]
+    behind = logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert behind.max() < 1e-3, behind
+    assert (behind == 0).float().mean() > 0.99
 
 
 def prompt(number: int, num_tokens: int) -> list[int]:
@@ -198,6 +211,14 @@ def wait_until_whole(url: str) -> None:
             return
         assert time.monotonic() < deadline, f"owned {owned}, quarantined {quarantined}"
         time.sleep(0.1)
+
+
+def wait_until_up(url: str, replicas: int) -> None:
+    """Wait until so many replicas answer for their metrics."""
+    deadline = time.monotonic() + 120
+    while len(samples(url, 'crossdock_pages{state="owned"')) < replicas:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from ray.serve.config import ProxyLocation
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from crossdock.cluster.config_file import load
-from crossdock.cluster.serve.app import build
-from tests.cluster.serve.pools import Stream, prompt, samples, timelines
+from crossdock.cluster.serve.app import build, engine_deployment
+from tests.cluster.serve.pools import Stream, assert_greedy, prompt, samples, timelines, wait_until_up
 from tests.workers.architectures import build as build_model
 
 APP = "gang"
@@ -61,7 +61,7 @@ def url(ray_cluster: None, tiny: Path) -> Iterator[str]:
     serve.start(proxy_location=ProxyLocation.Disabled)
     serve.run(build(config), name=APP)
     address = f"http://127.0.0.1:{port}"
-    wait_until_whole(address)
+    wait_until_up(address, 2)
     yield address
     serve.shutdown()
 
@@ -72,22 +72,16 @@ def oracle(tiny: Path) -> PreTrainedModel:
     return model
 
 
-def assert_greedy(oracle: PreTrainedModel, asked: list[int], tokens: list[int], count: int) -> None:
-    """Assert that each token is transformers' likeliest after the ones before. Two ranks add up in another order than
-    one: of two tokens whose logits are within 1e-3 of each other either will do."""
-    assert len(tokens) == count
-    with torch.inference_mode():
-        logits = oracle(torch.tensor([asked + tokens[:-1]])).logits[0, len(asked) - 1 :]
-    behind = logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    assert behind.max() < 1e-3, behind
-    assert (behind == 0).float().mean() > 0.99
-
-
-def wait_until_whole(url: str) -> None:
-    deadline = time.monotonic() + 120
-    while len(samples(url, 'crossdock_pages{state="owned"')) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+def test_node_labels_bind_the_nodes_of_all_ranks() -> None:
+    """A group whose first bundle alone is bound may be placed where its driver, which is bound too, cannot run."""
+    labels = {"ray.io/accelerator-type": "H100"}
+    config = load(
+        None, {"pools": [{"name": "big", "tensor_parallel_size": 4, "node_labels": labels}, {"name": "small"}]}
+    )
+    big, small = (engine_deployment(config, pool)._bound_deployment._replica_config for pool in config.pools)
+    assert big.placement_group_bundle_label_selector == [labels] * 4
+    assert len(big.placement_group_bundles) == 4
+    assert small.placement_group_bundle_label_selector is None
 
 
 def actors(kind: str) -> dict[str, psutil.Process]:
@@ -121,7 +115,7 @@ def test_rank_lost_under_load_ends_its_replica_alone(url: str, oracle: PreTraine
     while not actors("Rank") or not actors(f"SERVE_REPLICA::{APP}#wide"):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    wait_until_whole(url)
+    wait_until_up(url, 2)
     assert not {replica, rank} & {*actors("Rank"), *actors("SERVE_REPLICA")}
     again = prompt(99, 50)
     for stream in [Stream(url, again, 50) for _ in range(4)]:

@@ -1,6 +1,7 @@
 """`crossdock tune`: curves and advice by arithmetic on known costs, reports, and the command on the embedded model."""
 
 import json
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.chunking import SLACK_SHARE
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
+from tests.workers.architectures import build
+from tests.workers.ranks import saved
 
 COST = StepCost(base=9e-3, per_prefill_token=1e-3, per_decode=1e-3, per_context=1e-6)
 PROFILE = SchedulingProfile(
@@ -137,13 +140,41 @@ def test_advice_for_streams_that_were_not_measured_raises() -> None:
         advise(alone, 0.1, None, page_size=16, max_num_seqs=64)
 
 
+def test_advice_for_a_prefill_pool_is_of_chunks_alone() -> None:
+    """Its steps hold no streams, so nothing needs to be measured beside them."""
+    alone = Curves([cell for cell in curves().cells if not cell.decodes])
+    found = advise(alone, 0.05, None, page_size=16, max_num_seqs=64, role="prefill")
+    assert (found.ceiling_chunk, found.ceiling_decodes, found.min_chunk_tokens) == (alone.knee(0), 0, 0)
+    assert found.max_num_batched_tokens == alone.knee(0) + 64
+    text = "\n".join(report.sentences(replace(findings(), curves=alone, advice=found)))
+    assert "min_chunk_tokens needs no setting" in text
+    assert "min_chunk_tokens" not in report.snippet(replace(findings(), curves=alone, advice=found))
+
+
+def test_curves_of_a_pipeline_have_its_rate_and_its_gaps() -> None:
+    """Two stages, the slower one with 0.6 of a step: a step ends every 0.6, and a stream waits for two of them."""
+    single, pipeline = curves(), Curves(curves().cells, depth=2, interval_share=0.6)
+    for chunk, decodes in ((64, 0), (128, 4)):
+        rate, stall = single.rate(chunk, decodes), single.stall(chunk, decodes)
+        assert rate is not None
+        assert stall is not None
+        assert pipeline.rate(chunk, decodes) == pytest.approx(rate / 0.6)
+        assert pipeline.stall(chunk, decodes) == pytest.approx(stall * 1.2)
+    assert pipeline.efficiency(64, 4) == pytest.approx(single.efficiency(64, 4))
+    assert pipeline.fit() == single.fit()
+    wide, narrow = (advise(each, 0.2, 4, page_size=16, max_num_seqs=64) for each in (single, pipeline))
+    assert narrow.min_chunk_tokens < wide.min_chunk_tokens
+    text = "\n".join(report.sentences(replace(findings(), curves=pipeline)))
+    assert "The pipeline has 2 in flight" in text
+
+
 # --- reports
 
 
-def findings(tpot_s: float = 0.1, **config: Any) -> Findings:
-    return Findings(
-        "a device", ClusterConfig(**config), tpot_s, curves(), advice(tpot_s), PROFILE, [Cell(16, 99, 9999)]
-    )
+def findings(tpot_s: float = 0.1, pool: int = 0, **settings: Any) -> Findings:
+    config = ClusterConfig.model_validate(settings)
+    found = curves(), advice(tpot_s), PROFILE, [Cell(16, 99, 9999)]
+    return Findings("a device", config, config.pools[pool], tpot_s, *found)
 
 
 def test_profile_can_be_simulated(tmp_path: Path) -> None:
@@ -166,6 +197,37 @@ def test_snippet_is_a_configuration(tmp_path: Path) -> None:
     assert config.engine.min_chunk_tokens == found.advice.min_chunk_tokens
     file.write_text(report.snippet(findings()))
     assert load(file).model == ClusterConfig().model
+
+
+def test_snippet_of_one_pool_of_several_keeps_the_shape_of_all(tmp_path: Path) -> None:
+    """Only the tuned pool has the new settings; each keeps its ranks, role and own engine settings."""
+    pools: list[dict[str, Any]] = [
+        {"name": "prefill", "tensor_parallel_size": 2, "num_gpus": 1, "engine": {"max_num_batched_tokens": 4096}},
+        {"name": "decode", "replicas": 3, "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "dtype": "float16"},
+    ]
+    pools[1]["engine"] = {"max_num_seqs": 64}  # the default, but not the cluster's
+    settings: dict[str, Any] = {"engine": {"max_num_seqs": 16}, "pools": pools, "transfer": {"transport": "tcp"}}
+    before = load(None, {**settings, "http.api_keys": ["secret"]})
+    found = replace(findings(), config=before, pool=before.pools[1])
+    file = tmp_path / "tune.yaml"
+    file.write_text(report.snippet(found))
+    assert "secret" not in file.read_text()
+    after = load(file)
+    assert (after.engine, after.transfer, after.pools[0]) == (before.engine, before.transfer, before.pools[0])
+    tuned, was = after.pools[1], before.pools[1]
+    assert tuned.model_copy(update={"engine": None}) == was.model_copy(update={"engine": None})
+    assert tuned.engine is not None
+    assert tuned.engine.max_num_seqs == 64
+    assert tuned.engine.max_num_batched_tokens == found.advice.max_num_batched_tokens
+    assert tuned.engine.min_chunk_tokens == found.advice.min_chunk_tokens
+
+
+def test_snippet_of_the_only_pool_keeps_its_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "tune.yaml"
+    file.write_text(report.snippet(findings(pools=({"name": "big", "tensor_parallel_size": 4},))))
+    config = load(file)
+    assert [(pool.name, pool.tensor_parallel_size) for pool in config.pools] == [("big", 4)]
+    assert config.engine.min_chunk_tokens == advice(0.1).min_chunk_tokens
 
 
 @pytest.mark.parametrize("tpot_s", [0.001, 0.1])
@@ -193,6 +255,7 @@ def run(*args: str) -> Any:
         (["--tpot", "0"], "tpot (0.0) must be more than 0 seconds"),
         (["--streams", "3"], "streams (3) must be one of --decodes: 1, 4, 16, 64"),
         (["--config", "absent.yaml"], "absent.yaml: cannot be read"),
+        (["--pool", "absent"], "pool: there is no 'absent'; there are mixed"),
         (["--plot", "/nowhere/tune.png"], "plot: there is no directory /nowhere"),
     ],
 )
@@ -231,3 +294,46 @@ def test_command_on_the_embedded_model_writes_its_files(model_dir: Path, tmp_pat
     assert config.engine.min_chunk_tokens == figures["advice"]["min_chunk_tokens"] > 0
     assert config.engine.max_num_seqs == 8
     assert files["png"].stat().st_size > 0
+
+
+def test_pool_of_several_must_be_named(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("pools: [{name: prefill}, {name: decode}]\n")
+    result = run("--config", str(file))
+    assert result.exit_code == 2
+    assert "pool: the file has prefill, decode, which may differ; name one with --pool" in result.stderr
+    result = run("--config", str(file), "--pool", "prefill", "--streams", "4")
+    assert result.exit_code == 2
+    assert "streams: none run in pool 'prefill'" in result.stderr
+
+
+def test_command_measures_the_ranks_of_the_pool_it_recommends_for(tmp_path: Path) -> None:
+    model = saved(build("llama", {}), tmp_path / "model")
+    files = {name: tmp_path / f"tune.{name}" for name in ("yaml", "json", "profile.json")}
+    (tmp_path / "cluster.yaml").write_text(
+        f"model: {{path: {model}, dtype: float32}}\n"
+        "engine: {max_num_seqs: 8, kv_cache_memory: 4MiB}\n"
+        "pools: [{name: prefill}, {name: decode, pipeline_parallel_size: 2}]\n"
+    )
+    result = run(
+        *("--config", str(tmp_path / "cluster.yaml"), "--pool", "decode", "--tpot", "30", "--repeats", "1"),
+        *("--chunks", "16,32", "--decodes", "1,2", "--contexts", "32"),
+        *("--output", str(files["yaml"]), "--json", str(files["json"]), "--profile", str(files["profile.json"])),
+    )
+    assert result.exit_code == 0, result.output
+    profile = read_profile("tune.profile.json", tmp_path)
+    assert (profile.pipeline_parallel_size, profile.role) == (2, "decode")
+    assert profile.page_bytes == 16 * 4 * 2 * 2 * 12 * 4  # of both stages: tokens, layers, heads, K and V, size, bytes
+    figures = json.loads(files["json"].read_text())
+    assert figures["interval_share"] == profile.interval_share != 1.0
+    assert figures["pool"] == {
+        "name": "decode",
+        "role": "decode",
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 2,
+    }
+    pools = {pool.name: pool for pool in load(files["yaml"]).pools}
+    assert pools["decode"].pipeline_parallel_size == 2
+    assert pools["decode"].engine is not None
+    assert pools["decode"].engine.min_chunk_tokens == figures["advice"]["min_chunk_tokens"] > 0
+    assert not multiprocessing.active_children()

@@ -163,7 +163,7 @@ async def ship(prefill: Side, decode: Side, work: Submission) -> list[int]:
     await start(prefill, decode, work)
     first = await prefill.next(work.id)
     if first.finish_reason is not None:
-        await decode.thread.abort([work.id])
+        await decode.thread.abort([(work.id, work.epoch)])
         return list(first.token_ids)
     rest = await decode.rest(work.id)
     assert (await prefill.next(work.id)).finish_reason is FinishReason.SHIPPED

@@ -159,7 +159,7 @@ def test_abort_after_seven_chunks_frees_all_and_is_counted(monkeypatch: pytest.M
         num_steps = 0
 
         async def abort() -> None:
-            await driven.thread.abort(["a"])
+            await driven.thread.abort([("a", 0)])
             is_aborted.set()
 
         def counted(runner: Runner, *args: Any) -> Any:
@@ -209,12 +209,9 @@ def test_request_that_ends_is_logged_as_one_line_of_json(caplog: pytest.LogCaptu
 
     async def main(driven: Driven) -> None:
         await driven.run("done", 40)
-        gate = await driven.hold()
-        asking = asyncio.create_task(driven.submit("left", 40))
-        await posted(driven.thread, 1)
-        await driven.thread.abort(["left", "never came"])
-        gate.set()
-        await asking
+        await driven.submit("left", 40, max_tokens=200)
+        await driven.thread.abort([("left", 0), ("never came", 0)])
+        await driven.thread.call(lambda: None)
         await driven.thread.call(lambda: None)
         lines = [json.loads(record.getMessage()) for record in caplog.records if record.name == "crossdock.requests"]
         assert [(line["request_id"], line["finish_reason"]) for line in lines] == [

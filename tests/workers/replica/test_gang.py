@@ -18,8 +18,11 @@ from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.gang import common_page_budget
+from crossdock.workers.replica.metrics import EngineMetrics
 from crossdock.workers.replica.step_sampler import StepSampler
+from crossdock.workers.report.timeline import Timelines
 from crossdock.workers.schedule.batch import Batch, SampledToken
+from crossdock.workers.schedule.cost import IntervalShare
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from tests.workers.architectures import SERVED, build
 from tests.workers.gangs import SETTINGS, ganged
@@ -134,6 +137,51 @@ def test_warm_up_of_a_gang_measures_all_ranks(ranks: Ranks, tmp_path: Path) -> N
         expected = tokens(engine, works())
         assert engine.cost_fit is not None
         assert tokens(engine, works()) == expected
+
+
+def test_intervals_of_full_steps_refine_the_prediction_of_a_pipeline(ranks: Ranks, tmp_path: Path) -> None:
+    """Only those: a step that was alone shows its latency, and no interval."""
+    with ganged(ranks, saved(build("llama", {}), tmp_path), 1, 2) as engine:
+        profile = warm_up(engine)
+        measured = profile.interval_share
+        assert engine.scheduler.interval_share == measured != 1.0
+        tokens(engine, works(1))
+        assert engine.intervals.share == measured, "one stream: a step at a time"
+        observed: list[tuple[float, float]] = []
+        observe = IntervalShare.observe
+
+        def recorded(intervals: IntervalShare, interval: float, latency: float) -> None:
+            observed.append((interval, latency))
+            observe(intervals, interval, latency)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(IntervalShare, "observe", recorded)
+            tokens(engine, works(8))
+        assert engine.scheduler.interval_share == engine.intervals.share != measured
+        assert len(observed) > 8
+        assert all(interval > 0 and latency > 0 for interval, latency in observed)
+
+
+def test_kv_bytes_of_a_gang_are_those_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """Advertised, and counted for a request that is aborted after two chunks."""
+    path = saved(build("llama", {}), tmp_path)
+    whole = load_model(ModelSpec(str(path), "float32")).layout(16)
+    with ganged(ranks, path, 2, 2) as engine:
+        assert engine.model.layout(16).page_bytes < whole.page_bytes
+        assert warm_up(engine).page_bytes == engine.page_bytes == whole.page_bytes
+        metrics, timelines = EngineMetrics(engine), Timelines(engine.config.slo_classes, 0.0)
+        work = Submission("long", [5 + at % 80 for at in range(220)], SamplingParams(max_tokens=4))
+        engine.add(work)
+        timelines.add(work, engine.scheduler.requests()[0], engine.clock(), 0.0)
+        engine.step()
+        while not engine.pipeline.is_empty:
+            engine.finish_step()
+        cancelled = engine.abort("long")
+        assert cancelled is not None
+        assert cancelled.num_computed_tokens == 160
+        metrics.aborted(timelines.aborted("long", engine.clock(), 0))
+        found = metrics.registry.get_sample_value("crossdock_cancelled_kv_bytes_total")
+        assert found == 10 * whole.page_bytes
 
 
 def test_page_budget_of_a_gang_is_that_of_the_poorest_rank() -> None:

@@ -12,6 +12,7 @@ from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.replica.handover import CannotPair
 from crossdock.workers.schedule.request import FinishReason, Leg, Status
 
+from .driven import hold
 from .sides import TRANSPORTS, Side, closing, local, pair, prompts, ship, start, submission
 
 LONG = prompts()[6]  # 223 tokens: 13 pages and a part of one
@@ -116,8 +117,8 @@ def test_abort_of_both_legs_frees_both_sides(transport: str, when: str) -> None:
                         await asyncio.sleep(0)
                 elif when == "after the first token":
                     await prefill.next(work.id)
-                await prefill.thread.abort([work.id])
-                await decode.thread.abort([work.id])
+                await prefill.thread.abort([(work.id, work.epoch)])
+                await decode.thread.abort([(work.id, work.epoch)])
                 assert await prefill.is_clean()
                 assert await decode.is_clean()
 
@@ -136,13 +137,13 @@ def test_pages_that_arrive_before_an_abort_is_handled_are_freed(transport: str) 
                 await asyncio.sleep(0)
             go_on = threading.Event()
             busy = asyncio.create_task(decode.on_engine(go_on.wait))
-            leaving = asyncio.create_task(decode.thread.abort([work.id]))
+            leaving = asyncio.create_task(decode.thread.abort([(work.id, work.epoch)]))
             while decode.handover.dock.counts().num_open:
                 await asyncio.sleep(0.001)
             go_on.set()
             await asyncio.gather(busy, leaving)
             assert await decode.is_clean()
-            await prefill.thread.abort([work.id])
+            await prefill.thread.abort([(work.id, work.epoch)])
 
     asyncio.run(main())
 
@@ -157,9 +158,14 @@ def test_decode_side_whose_partner_stops_finishes_alone(transport: str) -> None:
             await decode.on_engine(decode.engine.pages.clear_cache)
             work = submission(LONG)
             await start(prefill, decode, work)
+            gate = await hold(prefill.thread)
+            while not prefill.engine.scheduler.requests()[0].num_computed_tokens:
+                gate.set()
+                gate = await hold(prefill.thread)
             while not (committed := await decode.computed(work.id)):
                 await asyncio.sleep(0)
-            await prefill.thread.abort([work.id])
+            await prefill.thread.abort([(work.id, work.epoch)])
+            gate.set()
             before = decode.num_prompt_tokens
             assert await decode.rest(work.id) == expected
             assert decode.num_prompt_tokens - before <= len(LONG) - committed
@@ -183,7 +189,7 @@ def test_prompt_for_a_full_decode_side_is_computed_before_its_grant(transport: s
             for task in running:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-            await decode.thread.abort([blocker.id for blocker in blockers])
+            await decode.thread.abort([(blocker.id, 0) for blocker in blockers])
 
     asyncio.run(main())
 
@@ -236,13 +242,13 @@ def test_late_events_of_a_lost_placement_do_not_end_the_next() -> None:
             await start(prefill, lost, work)
             while not await prefill.computed(work.id):
                 await asyncio.sleep(0)
-            aborting = asyncio.create_task(prefill.thread.abort([work.id]))
+            aborting = asyncio.create_task(prefill.thread.abort([(work.id, work.epoch)]))
             shipping = asyncio.create_task(ship(prefill, second, replace(work, epoch=1)))
             await aborting
             assert await shipping == expected
             ((_, _, _, outcome),) = [end for end in second.ended if end[0] == work.id]
             assert outcome == "arrived", "the second side did not have to finish alone"
-            await lost.thread.abort([work.id])
+            await lost.thread.abort([(work.id, work.epoch)])
 
     asyncio.run(main())
 

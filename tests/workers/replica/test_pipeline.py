@@ -182,7 +182,7 @@ def test_abort_with_two_steps_in_flight_frees_all() -> None:
         await driven.submit("leaves", 40, max_tokens=200)
         for number in range(4):
             await driven.run(f"short {number}", 5)
-        await driven.thread.abort(["leaves"])
+        await driven.thread.abort([("leaves", 0)])
         await driven.ended["stays"].wait()
         await driven.thread.call(lambda: None)
         found = driven.timeline("leaves")
@@ -208,7 +208,7 @@ def test_step_in_flight_that_fails_during_an_abort_ends_its_requests_and_not_the
         with monkeypatch.context() as patch:
             patch.setattr(PendingTokens, "read", fail)
             assert driven.engine.is_in_flight("leaves")
-            await driven.thread.abort(["leaves"])
+            await driven.thread.abort([("leaves", 0)])
             gate.set()
             await driven.ended["stays"].wait()
             assert driven.timeline("stays")["finish_reason"] == "error"

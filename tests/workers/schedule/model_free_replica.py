@@ -43,12 +43,15 @@ def new_scheduler(
     caching: bool = True,
     cost: StepCost | None = None,
     depth: int = 1,
+    interval_share: float = 1.0,
     **config: Any,
 ) -> Scheduler:
     """Return a small scheduler: pages of 4 tokens, 8 places, 32 tokens in a step, unless `config` differs."""
     settings = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "page_size": 4} | config
     pool = PagePool(num_pages, settings["page_size"], caching)
-    return Scheduler(SchedulerConfig(**settings), pool, max_model_len, {EOS}, cost, depth=depth)
+    return Scheduler(
+        SchedulerConfig(**settings), pool, max_model_len, {EOS}, cost, depth=depth, interval_share=interval_share
+    )
 
 
 def new_request(name: str, prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -> Request:

@@ -4,9 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crossdock.workers.schedule.batch import SampledToken
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pace import next_due, skip_decodes
 from crossdock.workers.schedule.request import Request, SamplingParams
+from tests.workers.schedule.model_free_replica import new_request, new_scheduler
 
 COST = StepCost(base=6e-3, per_prefill_token=5e-4, per_attended=5e-8, per_decode=8e-4, per_context=1.5e-7)
 
@@ -33,6 +35,23 @@ def test_batch_streams_skip_for_an_interactive_one() -> None:
 def test_stream_near_its_own_deadline_does_not_skip() -> None:
     streams = [new_stream("a", 0, 0.03), *(new_stream(f"b{n}", 2, 0.05) for n in range(60))]
     assert skip_decodes(streams, 0.0, COST) == set()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_stream_of_a_pipeline_skips_only_for_those_in_its_step(depth: int) -> None:
+    """A step of all nine streams takes 13 ms, one of half of them 10 ms."""
+    scheduler = new_scheduler(cost=COST, depth=depth, max_num_seqs=16, max_num_batched_tokens=64)
+    streams = [new_request("a", [1, 2, 3], 20), *(new_request(f"b{number}", [number] * 3, 20) for number in range(8))]
+    for stream in streams:
+        stream.slo_class = "interactive" if stream.id == "a" else "batch"
+        scheduler.add(stream)
+    batch = scheduler.schedule(0.0)
+    scheduler.update(batch, {stream.id: SampledToken(5) for stream in streams}, 0.01)
+    for stream in streams:
+        stream.due = 1.0115 if stream.id == "a" else 2.0
+    batch = scheduler.schedule(1.0)
+    assert "a" in {part.request.id for part in batch.scheduled}
+    assert (batch.num_skipped > 0) is (depth == 1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(-1, 3), st.integers(1, 5000)), max_size=40))

@@ -1,0 +1,98 @@
+"""The engine of one replica of a pool, with all its ranks as processes of this machine."""
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from crossdock.workers.model.model import PagedModel
+    from crossdock.workers.replica.config import ReplicaSpec
+    from crossdock.workers.replica.engine import Engine
+    from crossdock.workers.replica.gang import Gang
+    from crossdock.workers.replica.rank_socket import GangAddress
+
+_END_S = 20.0  # for a rank to end after the driver has
+
+
+@contextmanager
+def local_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
+    """Yield the engine of a replica. The other ranks end with the context, or with this process.
+
+    Raises:
+        ValueError: the model or its settings cannot be served, or this machine has fewer GPUs than ranks.
+    """
+    from crossdock.workers.replica.engine import load_engine
+
+    if spec.num_ranks == 1:
+        yield load_engine(spec)
+        return
+    with _gang_engine(spec) as engine:
+        yield engine
+
+
+@contextmanager
+def _gang_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
+    from crossdock.workers.model.checkpoint import resolve_model
+    from crossdock.workers.model.weights import check_division
+    from crossdock.workers.replica.engine import Engine
+    from crossdock.workers.replica.gang import Gang
+
+    path = resolve_model(spec.model.path)
+    check_division(path, spec.tensor_parallel_size, spec.pipeline_parallel_size)
+    gpus = _gpus(spec.num_ranks)
+    gang = Gang(spec, "127.0.0.1", lambda _why: None)  # a lost rank fails the driver's next step, with the reason
+    driver = gang.position.rank
+    spawn = multiprocessing.get_context("spawn")
+    followers = [
+        spawn.Process(target=_follow, args=(spec, rank, gang.address, gpus[rank]), daemon=True)
+        for rank in range(spec.num_ranks)
+        if rank != driver
+    ]
+    try:
+        for process in followers:
+            process.start()
+        _see_only(gpus[driver])
+        yield Engine(_load(gang), spec.engine, path, gang=gang)
+    finally:
+        gang.close()
+        for process in followers:
+            if process.pid is not None:
+                process.join(_END_S)
+                process.kill()
+
+
+def _load(gang: "Gang") -> "PagedModel":
+    from crossdock.workers.replica.rank_loader import RankFailed
+
+    try:
+        return gang.load()
+    except RankFailed as error:
+        raise ValueError(str(error)) from None
+
+
+def _follow(spec: "ReplicaSpec", rank: int, address: "GangAddress", gpu: str | None) -> None:
+    _see_only(gpu)
+    from crossdock.workers.replica.follower import follow
+
+    follow(spec, rank, address)
+
+
+def _gpus(num_ranks: int) -> list[str | None]:
+    """Return the name of a GPU for each rank; None for each where there are none. ValueError: there are too few."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()  # does not begin to use them: each rank still may choose
+    if not num_gpus:
+        return [None] * num_ranks
+    if num_gpus < num_ranks:
+        raise ValueError(f"a replica of {num_ranks} ranks needs a GPU for each; this machine has {num_gpus}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(number) for number in range(num_gpus)]
+    return list(names[:num_ranks])
+
+
+def _see_only(gpu: str | None) -> None:
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu

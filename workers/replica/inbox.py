@@ -1,0 +1,52 @@
+"""The actions that other threads ask of the engine's thread, to be done between two steps."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+_MOST_AT_ONCE = 16
+"""Submissions and calls that are handled between two steps. Each takes up to a millisecond behind a long queue, and
+running streams wait for all of them: so a thousand at once delay each step by 16 ms instead of one step by a second."""
+
+
+class Inbox:
+    """Actions in two queues. Aborts and events of transfers go first, because they free pages; all others are limited.
+
+    So an abort may go before the submission that came before it.
+    """
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self._urgent: deque[Callable[[], None]] = deque()
+        self._others: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._urgent) + len(self._others)
+
+    def post(self, action: Callable[[], None], is_urgent: bool = False) -> None:
+        """Queue an action, from any thread. RuntimeError: the engine's thread has ended; urgent ones are dropped."""
+        with self._wake:
+            if self.is_closed and not is_urgent:
+                raise RuntimeError("the replica has ended")
+            (self._urgent if is_urgent else self._others).append(action)
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Let `wait` return False from now on."""
+        with self._wake:
+            self.is_closed = True
+            self._wake.notify()
+
+    def wait(self, can_step: Callable[[], bool], seconds: float | None) -> bool:
+        """Wait for an action, or until a step is possible, at most so many seconds. Return False after `close`."""
+        with self._wake:
+            self._wake.wait_for(lambda: len(self) or self.is_closed or can_step(), seconds)
+            return not self.is_closed
+
+    def due(self) -> Iterator[Callable[[], None]]:
+        """Yield the actions to run before the next step."""
+        for _ in range(len(self._urgent)):
+            yield self._urgent.popleft()
+        for _ in range(min(len(self._others), _MOST_AT_ONCE)):
+            yield self._others.popleft()
