@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -68,6 +69,8 @@ class Ingress:
             async with asyncio.timeout(_FIRST_REPLICA_S):
                 while not self.dispatcher.ready():
                     await asyncio.sleep(0.02)
+        gc.collect()
+        gc.freeze()  # the collector need not look at libraries and the tokenizer again: that took 0.1 to 1 s each time
         if config.http.is_open_to_others:
             logger.warning(OPEN_TO_OTHERS, config.http.host, config.http.port)
         if config.http.direct:
