@@ -88,6 +88,7 @@ class _Run:
         sampling = SamplingParams(max_tokens=2 * _MOST_STEPS, ignore_eos=True)
         request = Request(name, [0] * num_tokens, sampling, slo_class="streams", arrival_time=self.now, leg=leg)
         self.scheduler.add(request)
+        self.scheduler.offer(name)
 
     def step(self) -> Batch:
         batch = self.scheduler.schedule(self.now)
