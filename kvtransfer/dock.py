@@ -126,8 +126,7 @@ class Dock:
         def call(now: float) -> list[ProtocolOutput]:
             self._peers.meet((peer for peer, _ in targets.values()), self._busy)
             wanted = {name: target for name, (_, target) in targets.items()}
-            shipped = self._sender.ship(request, epoch, wanted, deadline_seconds, now)
-            return shipped + self._lose_dead(targets, now)
+            return self._sender.ship(request, epoch, wanted, deadline_seconds, now) + self._lose_dead(targets, now)
 
         self._call(call)
 
@@ -186,8 +185,7 @@ class Dock:
         def call(now: float) -> list[ProtocolOutput]:
             self._peers.meet((peer for peer, _ in sources.values()), self._busy)
             ranks = {name: (peer.spec.rank, page_bytes) for name, (peer, page_bytes) in sources.items()}
-            expected = self._receiver.expect(request, epoch, ranks, deadline_seconds, now)
-            return expected + self._lose_dead(sources, now)
+            return self._receiver.expect(request, epoch, ranks, deadline_seconds, now) + self._lose_dead(sources, now)
 
         self._call(call)
 
@@ -279,16 +277,13 @@ class Dock:
             self._last_event_at = self._clock()
         while self._calls:
             self._perform(self._calls[0](self._clock()))
-            self._count()
             self._calls.popleft()  # only now: `drain` sees the call or the transfer that it began
         for event in events:
             self._perform(self._handle(event, self._clock()))
-            self._count()
         # Arrivals come before deadlines: a process that was stopped for a while must not blame others for its silence.
         now = self._clock()
         if now >= self._next_deadline():
             self._perform(self._sender.tick(now) + self._receiver.tick(now))
-            self._count()
 
     def _poll(self) -> Sequence[TransportEvent]:
         """Poll the transport. A poll may fail for a passing reason; raises what many polls in a row raise."""
@@ -347,8 +342,8 @@ class Dock:
             return self._receiver.receive(peer, message, now)
         except Exception as error:  # of any kind: no message of another process may end this dock
             self._num_malformed += 1
-            is_expected = isinstance(error, MalformedMessage | ValueError)
-            logger.warning("dropped a message of %s: %s", peer, error, exc_info=not is_expected)
+            is_bug = not isinstance(error, MalformedMessage | ValueError)
+            logger.warning("dropped a message of %s: %s", peer, error, exc_info=is_bug)
             return []
 
     def _lose(self, peer: str, is_dead: bool, detail: str, now: float) -> list[ProtocolOutput]:
@@ -378,6 +373,7 @@ class Dock:
                     self._write(output)
                 case _:
                     self._on_event(output)
+        self._count()
 
     def _write(self, write: Write) -> None:
         peer, message = write.peer, write.message

@@ -187,7 +187,7 @@ class Receiver:
                 self._answer(expected, peer, now)
             case Wait():
                 source.silent_until += message.seconds
-            case Stopped():
+            case Stopped() if not source.is_complete:  # else this crossed its last pages, and answers an older message
                 stops_at = now + (0.0 if message.is_clean else self.grace_seconds)
                 source.stops_at = max(stops_at, source.stops_at or 0.0)  # a repeated answer cuts no grace period short
                 self._fail(expected, Reason.PEER_STOPPED, f"{peer} stopped", now)

@@ -193,10 +193,12 @@ class Sender:
         delivery = shipment.deliveries.get(peer) if shipment else None
         if shipment is None or delivery is None:
             self.num_unknown += 1
-            if isinstance(message, Abort) and shipment is None:
-                # The target waits for this answer. It is a promise, which the fence keeps: ship() may still be called.
-                self._out.append(Send(peer, self._ended(message.request, message.epoch)))
-                self._fence.end(message.request, message.epoch)
+            key = message.request, message.epoch
+            if shipment is None and (isinstance(message, Abort) or self._fence.has_ended(*key)):
+                # The target waits for this answer, or has not received it. The answer to an Abort is a promise, which
+                # the fence keeps: ship() may still be called.
+                self._out.append(Send(peer, self._ended(*key)))
+                self._fence.end(*key)
             return self._flush()
         if not delivery.is_heard:
             delivery.is_heard = True

@@ -24,7 +24,7 @@ _WHOLE_WITHIN_S = 240.0
 
 @dataclass(slots=True)
 class Chaos:
-    """What happens to the fleet, and the count of it."""
+    """Causes faults in a fleet, and counts them."""
 
     fleet: NodeFleet
     clients: Clients
@@ -34,6 +34,15 @@ class Chaos:
     problems: list[str] = field(default_factory=list)
     _paused: dict[str, psutil.Process] = field(default_factory=dict)  # by deployment: one at a time
     _pausing: list[threading.Thread] = field(default_factory=list)
+
+    def begin(self, fault: "Fault") -> bool:
+        """Cause a fault; False where that may not happen now. A fleet that does not become whole is a problem."""
+        try:
+            return fault(self)
+        except TimeoutError as late:
+            self.problems.append(f"{late}")
+            print("PROBLEM", late, flush=True)
+            return True
 
     # -- what may happen now -------------------------------------------------------------------------------------------
 
@@ -177,14 +186,14 @@ class Chaos:
                 asyncio.run(Exchange(self.fleet.port, Reader()).run(body))
                 problem: str | None = "was served"
             except Told as told:
-                problem = None if told.status != 503 and told.status != 429 else f"was told to retry: {told}"
-                print(f"poison: {told}", flush=True)
+                problem = None if told.code == "suspect_request" else f"was told {told}"
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
             killed = before - sum(len(self.fleet.processes(pool)) for pool in self.fleet.pools)
             self.counts["replica killed by poison"] += max(0, killed)
             if problem:
                 self.problems.append(f"poison: {problem}")
+                print("PROBLEM", self.problems[-1], flush=True)
         return True
 
 

@@ -99,7 +99,7 @@ def disturb(chaos: Chaos, given: argparse.Namespace, began: float) -> None:
     shown = time.monotonic()
     while not chaos.clients.is_done and time.monotonic() - began < given.seconds:
         pause = chaos.rng.expovariate(1 / given.every)
-        while shares and not chaos.rng.choices(shares, [share for share, _ in shares])[0][1](chaos):
+        while shares and not chaos.begin(chaos.rng.choices(shares, [share for share, _ in shares])[0][1]):
             time.sleep(0.2)
             if chaos.clients.is_done:
                 break
@@ -148,7 +148,8 @@ def run(given: argparse.Namespace, folder: Path) -> bool:
         print(f"whole after {time.monotonic() - began:.0f} s", flush=True)
         does_clients, does_hostile = "clients" in given.faults, "hostile" in given.faults
         may_refuse = chosen["engine.admission"] == "reject" or does_answers
-        habits = Habits(0.1 * does_clients, 0.05 * does_clients, 0.02 * does_hostile, may_refuse)
+        may_suspect = not {"kill", "nodes", "poison"}.isdisjoint(given.faults)
+        habits = Habits(0.1 * does_clients, 0.05 * does_clients, 0.02 * does_hostile, may_refuse, may_suspect)
         clients = Clients(fleet.port, cases, habits, given.seed, given.streams)
         chaos = Chaos(fleet, clients, rng)
         began = time.monotonic()
@@ -186,7 +187,7 @@ def report(
         f"max {gaps[-1]:.1f} s; left: {left}, {leftovers or 'no process, port or shared memory'}"
     )
     for problem, count in collections.Counter(problems).most_common(20):
-        print(count, problem[:500])
+        print(count, problem[:300])
     if given.json:
         given.json.write_text(as_json(chaos, others, dict(clients.outcomes), problems))
     return bool(problems or any(left.values()) or leftovers)

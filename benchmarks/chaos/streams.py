@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from pydantic import ByteSize
 
@@ -129,6 +130,7 @@ class Exchange:
         self.request_id = uuid.uuid4().hex
         self.longest_gap = 0.0  # seconds between two reads
         self.num_bytes = 0  # of the answer
+        self.finish_reason: str | None = None
         self.began_at = time.monotonic()
         self._port, self._reader = port, reader
         self._response = HttpResponse()
@@ -209,6 +211,7 @@ class Exchange:
                     raise Told(200, event["error"], len(self.tokens))
                 for choice in event["choices"]:
                     self.tokens += choice.get("token_ids") or ()
+                    self.finish_reason = choice.get("finish_reason")
 
 
 @dataclass(slots=True)
@@ -219,6 +222,7 @@ class Habits:
     slow: float = 0.0
     hostile: float = 0.0
     may_refuse: bool = False  # 429 before the first token
+    may_suspect: bool = False  # the request was on several replicas when they were killed
 
 
 @dataclass(slots=True)
@@ -305,7 +309,7 @@ class Clients:
         try:
             await exchange.run(body)
         except Told as told:
-            outcome = "429 before the first token" if told.status == 429 and self.habits.may_refuse else None
+            outcome = self._honest(told)
             problem = f"told {told}"
         except Cut as cut:
             outcome = "cut with its killed ingress" if self._is_cut_by_kill(exchange) else None
@@ -317,10 +321,19 @@ class Clients:
         if tokens != expected[: len(tokens)] or (outcome == "complete" and tokens != expected):
             outcome, problem = None, f"wrong tokens {tokens}, not {expected}"
         if outcome is None:
-            self._problem(f"{problem}; {len(case.prompt)} prompt tokens, {case.sampling}, {exchange.request_id}")
+            problem += f"; {len(case.prompt)} prompt tokens, {case.sampling}, finish {exchange.finish_reason}"
+            self._problem(f"{problem}; {exchange.request_id}: {await self._timelines(exchange.request_id)}")
         else:
             self.outcomes[outcome] += 1
         return outcome
+
+    def _honest(self, told: Told) -> str | None:
+        """Return the outcome where the error is an honest one; None: a problem."""
+        if told.status == 429 and self.habits.may_refuse:
+            return "429 before the first token"
+        if told.code == "suspect_request" and self.habits.may_suspect:
+            return "told to be suspect: several of its replicas were killed"
+        return None
 
     def _is_cut_by_kill(self, exchange: Exchange) -> bool:
         """Return whether the connection ended because its ingress was killed.
@@ -345,9 +358,18 @@ class Clients:
         else:
             self._problem(f"hostile: served {str(body)[:200]}")
 
+    async def _timelines(self, request_id: str) -> str:
+        """Return what the replicas know of a request: evidence."""
+        try:
+            async with httpx.AsyncClient(timeout=5) as http:
+                answer = await http.get(f"http://127.0.0.1:{self.port}/v1/requests/{request_id}")
+                return json.dumps(answer.json()["requests"])
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            return f"no timelines: {error!r}"
+
     def _problem(self, text: str) -> None:
         self.problems.append(f"{time.monotonic() - self._started:.0f} s: {text}")
-        print("PROBLEM", self.problems[-1][:600], flush=True)
+        print("PROBLEM", self.problems[-1][:3000], flush=True)
 
 
 def _body(case: Case, rng: random.Random) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import re
+import traceback
 import uuid
 from collections.abc import Awaitable, Collection
 from contextlib import suppress
@@ -97,6 +98,7 @@ class HttpGuard:
                 reason = f"The request took more than {self._timeout_s} s."
                 error = ApiError(reason, status=504, kind="server_error", code="request_timeout")
             await sender.fail(error)
+            _clear_frames(error)
         finally:
             sender.end_on_account()
 
@@ -206,6 +208,16 @@ class _AnswerSender:
 def _request_id(headers: dict[bytes, bytes]) -> str:
     given = headers.get(b"x-request-id", b"").decode("latin-1")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Free what an error's frames hold, such as the body.
+
+    The error and its frames refer to each other, so memory would wait for the garbage collector, which comes rarely.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _replay(body: bytes) -> Receive:

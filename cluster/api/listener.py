@@ -13,10 +13,13 @@ _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close
 
 
 class BoundedHead(HttpToolsProtocol):
-    """Ends connections whose request line and headers are too large or take too long."""
+    """Ends connections whose request line, headers or trailers are too large, or whose next request does not come."""
 
     _head_bytes = 0
     _is_in_head = False
+    _is_in_body = False
+    _has_body_come = False  # since data came before
+    _bytes_beside_body = 0  # in data without any part of a body: trailers
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -34,15 +37,29 @@ class BoundedHead(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end_head()
+        self._is_in_body, self._bytes_beside_body = True, 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._has_body_come = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_in_body = False
+        super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._is_in_head:
             self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.transport.write(_TOO_LARGE)
-                self.transport.close()
+        elif self._is_in_body:
+            self._bytes_beside_body = 0 if self._has_body_come else self._bytes_beside_body + len(data)
+            self._has_body_come = False
+        elif self._late is None and (self.cycle is None or self.cycle.response_complete):
+            self._wait_for_head()  # an empty line: it has ended the wait for the next request that uvicorn began
+        if max(self._head_bytes, self._bytes_beside_body) > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.transport.write(_TOO_LARGE)
+            self.transport.close()
 
     def _wait_for_head(self) -> None:
         self._end_head()

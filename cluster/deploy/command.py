@@ -37,6 +37,8 @@ def render(
         for line in str(error).splitlines():
             typer.echo(f"error: {line}", err=True)
         raise typer.Exit(2) from None
+    if target is Target.KUBERAY and "api_keys_file:" not in text:
+        typer.echo("warning: no http.api_keys_file: every pod of the Kubernetes cluster may use the API", err=True)
     sys.stdout.write(text)
 
 

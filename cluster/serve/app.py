@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -33,7 +34,7 @@ from crossdock.cluster.dispatch.pinning import PinningRouter
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
 from crossdock.cluster.serve.scaler import Scaler
 from crossdock.workers.model.checkpoint import resolve_model
-from crossdock.workers.replica.replica import Replica
+from crossdock.workers.replica.replica import Replica, bind_serve_to_own_node
 
 logger = logging.getLogger("ray.serve")
 
@@ -52,6 +53,7 @@ class Ingress:
         self, config: ClusterConfig, engines: dict[str, DeploymentHandle], scaler: DeploymentHandle | None = None
     ) -> None:
         """Start serving. `scaler` is not called: Serve runs every deployment that an ingress is bound to."""
+        bind_serve_to_own_node()
         path = resolve_model(config.model.path)
         self.dispatcher = Dispatcher(config.model.name, config.router, self._all_ingress_metrics)
         self._name = uuid.uuid4().hex
@@ -67,6 +69,8 @@ class Ingress:
             async with asyncio.timeout(_FIRST_REPLICA_S):
                 while not self.dispatcher.ready():
                     await asyncio.sleep(0.02)
+        gc.collect()
+        gc.freeze()  # the collector need not look at libraries and the tokenizer again: that took 0.1 to 1 s each time
         if config.http.is_open_to_others:
             logger.warning(OPEN_TO_OTHERS, config.http.host, config.http.port)
         if config.http.direct:

@@ -5,7 +5,6 @@ ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # Ray would run the engine at nice 15
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20),  # bytes; a long prompt exceeds gRPC's 4 MiB
 }
-ON_ONE_MACHINE = {
-    "RAY_AUTH_MODE": "token",  # other users of the machine reach the ports, too
+ON_ONE_MACHINE = {  # not RAY_AUTH_MODE: `ray.init` asks for a token by itself, and has read the variable already
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # "no": Ray then listens on loopback alone, on Linux too
 }

@@ -19,6 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.dispatch.client import ReplicaClient, follow_members
 from crossdock.router.scaling import Bounds, Flip, Resize, Scaling
+from crossdock.workers.replica.replica import bind_serve_to_own_node
 from crossdock.workers.report.profile import SchedulingProfile
 
 logger = logging.getLogger("ray.serve")
@@ -36,6 +37,7 @@ class Scaler:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ClusterConfig, engines: dict[str, DeploymentHandle]
     ) -> None:
+        bind_serve_to_own_node()
         self._app = serve.get_replica_context().app_name
         self._interval_s = config.scaling.interval_s
         bounds = {pool.name: Bounds(pool.role, pool.replicas, pool.most) for pool in config.pools}

@@ -178,6 +178,15 @@ def test_abort_of_an_ended_shipment_is_answered_as_if_a_write_had_been_broken() 
     assert sender.receive("t0", Abort(*KEY, b""), 2.1) == [Send("t0", Stopped(*KEY, False))]
 
 
+@pytest.mark.parametrize("message", [Grant(*KEY, 0, (5,)), Wait(*KEY, 1.0, False)])
+def test_stop_that_the_target_has_missed_is_sent_again(message: Grant | Wait) -> None:
+    """Before its grant a target has no deadline of its own."""
+    sender = shipping(granted=False)
+    assert sender.receive("t1", message, 1.0) == [], "another target"
+    sender.cancel(*KEY, 1.0)
+    assert kinds(sender.receive("t0", message, 2.0)) == [Stopped]
+
+
 def test_messages_about_unknown_shipments_are_dropped_and_counted() -> None:
     sender = shipping(granted=False)
     assert sender.receive("t0", Grant("r", 2, 0, (1,)), 0.0) == []
@@ -341,6 +350,14 @@ def test_unanswered_abort_is_repeated_in_growing_intervals_until_the_source_answ
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
     assert receiver.receive("s1", Stopped(*KEY, True), times[-1] + 1) == [WriterStopped(*KEY)]
     assert receiver.next_deadline == float("inf")
+
+
+def test_stop_of_a_source_that_has_delivered_everything_changes_nothing() -> None:
+    """It answers a Grant that was repeated, while another source still writes."""
+    receiver = expecting(num_sources=2)
+    receiver.receive("s0", wrote(0, 0, 1, 3, 0, 2, b"s"), 1.0)
+    assert receiver.receive("s0", Stopped(*KEY, False), 1.1) == []
+    assert kinds(receiver.receive("s1", wrote(0, 0, 1, 3, 1, 2, b""), 2.0)) == [Committed, Arrived]
 
 
 def test_second_answer_does_not_end_a_grace_period_early() -> None:

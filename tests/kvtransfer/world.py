@@ -161,9 +161,10 @@ class World:
             self.run(attempt.goal, attempt.goal.receiver.expect(*attempt.key, sources, DEADLINE, self.now))
 
     def grant(self, index: int) -> None:
-        attempt = self.pick(index, "grant")
-        if not attempt or attempt.goal.is_dead:
-            return
+        if attempt := self.pick(index, "grant"):
+            self.grant_to(attempt)
+
+    def grant_to(self, attempt: Attempt) -> None:
         goal = attempt.goal
         free = [page for page in range(POOL) if page not in goal.owners]
         needed = attempt.num_pages - attempt.first_page
@@ -175,21 +176,21 @@ class World:
         goal.owners.update(dict.fromkeys(attempt.granted, attempt.key))
         self.run(goal, goal.receiver.grant(*attempt.key, attempt.first_page, attempt.granted, self.now))
 
+    def wait_for_room(self, index: int) -> None:
+        if attempt := self.pick(index, "grant"):
+            self.run(attempt.goal, attempt.goal.receiver.wait(*attempt.key, 1.0, self.now))
+
     def offer(self, index: int, rank: int) -> None:
         attempt = self.pick(index, "offer")
         source = attempt.sources[rank % len(attempt.sources)] if attempt else None
         if attempt and source and not source.is_dead:
             self.run(source, source.sender.offer(*attempt.key))
 
-    def wait_for_room(self, index: int) -> None:
-        if attempt := self.pick(index, "grant"):
-            self.run(attempt.goal, attempt.goal.receiver.wait(*attempt.key, 1.0, self.now))
-
     def compute(self, index: int, rank: int, tokens: int) -> None:
-        attempt = self.pick(index, "compute")
-        if attempt is None:
-            return
-        source = attempt.sources[rank % len(attempt.sources)]
+        if attempt := self.pick(index, "compute"):
+            self.compute_at(attempt, attempt.sources[rank % len(attempt.sources)], tokens)
+
+    def compute_at(self, attempt: Attempt, source: Source, tokens: int) -> None:
         if source.is_dead or attempt.num_released[source.name]:
             return
         done = attempt.num_computed.get(source.name, 0)

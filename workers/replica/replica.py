@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve._private import replica as serve_replica
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from crossdock.workers.model.checkpoint import resolve_model
@@ -54,6 +55,7 @@ class Replica:
 
     async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Serve awaits it
         _log_where_serve_does()
+        bind_serve_to_own_node()
         self._fault_token_ids = spec.engine.fault_token_ids
         if self._fault_token_ids:
             logger.warning("fault_token_ids is set, for a test: a marked prompt ends this replica")
@@ -188,6 +190,19 @@ class Replica:
     def _end_followers(self) -> None:
         for actor in self._ranks:
             ray.kill(actor)
+
+
+def bind_serve_to_own_node() -> None:
+    """Have Serve's gRPC server of this process, which reads pickled objects, listen on the node's own address alone.
+
+    Serve starts that server when the constructor of a deployment has returned, and has no setting for its address.
+    """
+    bind, host = serve_replica.add_port_to_grpc_server, ray.util.get_node_ip_address()
+
+    def bound(server: Any, address: str) -> int:
+        return int(bind(server, address.replace("[::]", f"[{host}]" if ":" in host else host)))
+
+    serve_replica.add_port_to_grpc_server = bound
 
 
 def _gang_host() -> str:

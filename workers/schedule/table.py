@@ -106,8 +106,11 @@ class RequestTable:
 
     def num_returning_pages(self) -> int:
         """Return the pages that come back without a further preemption, once other replicas are done with them."""
-        self._read = [owner for owner in self._read if self.pages.pages_of(owner)]
+        self._read = self._still_read()
         return self.pages.num_quarantined + self.pages.num_freed_by(self._read)
+
+    def _still_read(self) -> list[str]:
+        return [owner for owner in self._read if self.pages.pages_of(owner)]
 
     # -- changing ----------------------------------------------------------------------------------------------------
 
@@ -183,7 +186,7 @@ class RequestTable:
         if request.status is Status.HELD and request.leg is Leg.RECEIVE:
             self._quarantine(request)
         elif request.leg is Leg.SEND:
-            self._read.append(request.owner)
+            self._read = [*self._still_read(), request.owner]
         elif not request.num_in_flight_tokens:
             self.pages.release(request.owner)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):

@@ -65,6 +65,55 @@ def test_endless_head_is_refused(line: bytes) -> None:
     with_listener(client)
 
 
+@pytest.mark.parametrize(
+    "line", [b"x: " + b"y" * 4000 + b"\r\n", b"z" * 4000], ids=["many trailers", "one endless trailer"]
+)
+def test_endless_trailers_are_refused(line: bytes) -> None:
+    """Headers may also follow a body that comes in chunks."""
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n")
+        sent = 0
+        try:
+            while sent < 50 * MAX_HEAD_BYTES and not reader.at_eof():
+                writer.write(line)
+                await writer.drain()
+                sent += len(line)
+                await asyncio.sleep(0)
+        except ConnectionError:
+            pass
+        assert sent < 50 * MAX_HEAD_BYTES
+        assert (await answer(reader)).startswith((b"HTTP/1.1 431", b"reset"))
+
+    with_listener(client)
+
+
+def test_body_in_many_small_chunks_with_trailers_is_read_whole() -> None:
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"1\r\nx\r\n" * (2 * MAX_HEAD_BYTES) + b"0\r\nx-trailer: v\r\n\r\n")
+        assert (await answer(reader)).endswith(b"\r\n\r\n" + b"x" * (2 * MAX_HEAD_BYTES))
+
+    with_listener(client)
+
+
+def test_idle_connection_ends_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty line, which HTTP allows before a request, begins none: the next request must still come in time."""
+    monkeypatch.setattr(listener, "HEAD_TIMEOUT_S", 0.2)
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(2):
+            writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            writer.write(b"\r\n")
+        assert await answer(reader) == b""
+
+    with_listener(client)
+
+
 def test_bodies_and_several_requests_do_not_count_as_head() -> None:
     async def client(port: int) -> None:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:

@@ -146,7 +146,7 @@ def test_no_trace_log_or_metric_of_an_engine_shows_a_key_or_a_prompt(
         metrics = asyncio.run(main(endpoint))
     assert received
     assert any(line.startswith("crossdock.requests ") for line in log), "the line of an ended request"
-    assert any("a step failed" in line and "IndexError" in line for line in log)
+    assert any("its requests end with an error" in line and "IndexError" in line for line in log)
     assert_no_secret([*log, *(str(request) for request in received), metrics])
     assert_figures(metrics)
 

@@ -11,9 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.tokenizer import ModelTokenizer
-from tests.cluster.api.engine_api import EngineApi, LiveApi, live_api
+from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.router.fleet import RouterConfig
+from tests.cluster.api.engine_api import EngineApi, LiveApi, all_up, live_api
 from tests.cluster.api.scripted_api import refused
+from tests.cluster.dispatch.in_process import InProcess
 
 KEYS = ("mine", "theirs", {"key": "operator", "sees_all_requests": True})
 LENGTHS = {"mine": 230, "theirs": 187}  # tokens of prompts; no other figure of a test has these
@@ -149,5 +154,46 @@ def test_refusal_for_load_shows_seconds_alone(tokenizer: ModelTokenizer) -> None
                     message,
                 ), message
                 assert {name for name in answer.headers if name.startswith("x-")} == {"x-request-id"}
+
+    asyncio.run(main())
+
+
+# -- cached prefixes ---------------------------------------------------------------------------------------------------
+
+GROUPED: list[Any] = ["mine", "theirs", {"key": "one", "cache_group": "us"}, {"key": "other", "cache_group": "us"}]
+
+
+async def cached(api: httpx.AsyncClient, key: str, **fields: Any) -> int:
+    """Return how many tokens of the same prompt were cached for a key: what its answer says."""
+    body = {"prompt": [5, 6, 7, 8] * 25, "max_tokens": 4, "ignore_eos": True, "temperature": 0, **fields}
+    answer = await api.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize("roles", [("mixed",), ("prefill", "decode")], ids=["one replica", "pages shipped"])
+def test_prefix_cached_for_one_tenant_is_not_found_by_another(tokenizer: ModelTokenizer, roles: Any) -> None:
+    """Neither where it was computed nor where its pages were sent. Keys of one group do share."""
+
+    async def main() -> None:
+        replicas = [InProcess(role=role) for role in roles]
+        dispatcher = Dispatcher("tiny", RouterConfig(shipping="always"))
+        app = build_api(dispatcher, tokenizer, HttpConfig.model_validate({"api_keys": GROUPED}))
+        for number, replica in enumerate(replicas):
+            dispatcher.join(f"r{number}", replica, replica.profile)
+        await all_up(dispatcher, len(replicas))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as http:
+            assert await cached(http, "mine") == 0
+            own = await cached(http, "mine")
+            assert own > 0
+            assert await cached(http, "theirs") == 0
+            assert await cached(http, "mine", cache_salt="s") == 0, "nor with another salt of its own"
+            assert await cached(http, "one") == 0
+            assert await cached(http, "other") == own
+        await dispatcher.close()
+        for replica in replicas:
+            counts = replica.engine_thread.engine.pages.counts()
+            assert counts.cached > 0
+            await replica.engine_thread.close()
 
     asyncio.run(main())

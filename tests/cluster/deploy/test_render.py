@@ -44,6 +44,15 @@ def test_command_prints_the_rendered_text() -> None:
     assert result.stdout == rendered(FLEET, Target.RAY_UP)
 
 
+@pytest.mark.parametrize(("overlay", "warns"), [("cpu", True), ("fleet", False)])
+def test_rendering_for_kubernetes_without_keys_warns(overlay: str, warns: bool) -> None:
+    """There the API listens on every address: the manifest for a demonstration has no keys."""
+    result = CliRunner().invoke(app, ["deploy", "render", str(MANIFESTS / overlay / "crossdock.yaml")])
+    assert result.exit_code == 0
+    assert ("warning: no http.api_keys_file" in result.stderr) == warns
+    assert "warning" not in result.stdout
+
+
 def fleet(**changes: Any) -> Any:
     return load(FLEET, {name.replace("__", "."): value for name, value in changes.items()})
 

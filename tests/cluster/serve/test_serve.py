@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -74,13 +75,8 @@ def test_poisonous_grammars_are_refused_while_a_stream_goes_on(url: str, client:
     short = "start: r0\n" + "\n".join(f"r{i}:r{i + 1}" for i in range(4_000)) + '\nr4000:"b"'
     patterns = {"allOf": [{"type": "string", "pattern": f"^.*{number}.*$"} for number in range(300)]}
     prompt = [5, 6, 7] * 5
-    steady = {
-        "model": "smol",
-        "prompt": prompt,
-        "max_tokens": 400,
-        "temperature": 0,
-        "extra_body": {"ignore_eos": True},
-    }
+    steady: dict[str, Any] = {"model": "smol", "prompt": prompt, "max_tokens": 400, "temperature": 0}
+    steady["extra_body"] = {"ignore_eos": True}
     before = [replica["replica"] for replica in httpx.get(f"{url}/v1/replicas").json()["data"]]
     stream = client.completions.create(**steady, stream=True)
     first = next(stream).choices[0].text

@@ -308,6 +308,7 @@ def test_pool_of_several_must_be_named(tmp_path: Path) -> None:
 
 
 def test_command_measures_the_ranks_of_the_pool_it_recommends_for(tmp_path: Path) -> None:
+    others = {*multiprocessing.active_children()}  # of other tests
     model = saved(build("llama", {}), tmp_path / "model")
     files = {name: tmp_path / f"tune.{name}" for name in ("yaml", "json", "profile.json")}
     (tmp_path / "cluster.yaml").write_text(
@@ -336,4 +337,4 @@ def test_command_measures_the_ranks_of_the_pool_it_recommends_for(tmp_path: Path
     assert pools["decode"].pipeline_parallel_size == 2
     assert pools["decode"].engine is not None
     assert pools["decode"].engine.min_chunk_tokens == figures["advice"]["min_chunk_tokens"] > 0
-    assert not multiprocessing.active_children()
+    assert {*multiprocessing.active_children()} <= others

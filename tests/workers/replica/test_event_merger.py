@@ -90,3 +90,16 @@ def test_epoch_that_begins_again_is_reported_again() -> None:
     assert merged(merger, (0, WriterStopped("r", 1))) == []
     merger.begin(False, "r", 1)
     assert merged(merger, (0, WriterStopped("r", 1))) == [WriterStopped("r", 1)]
+
+
+def test_figures_of_a_transfer_have_all_bytes_and_the_longest_writing() -> None:
+    """The rank that was over last need not have written longest: a rate is all bytes by the longest writing."""
+    merger = EventMerger(range(2))
+    waited = Figures(total_seconds=5.0, num_bytes=100, num_pages=2, num_writes=1, write_seconds=0.1, hidden_seconds=0.1)
+    wrote = Figures(total_seconds=2.0, num_bytes=300, num_pages=2, num_writes=2, write_seconds=1.5, hidden_seconds=0.5)
+    merger.merge(0, Released("r", 1, True, waited))
+    (event,) = merged(merger, (1, Released("r", 1, True, wrote)))
+    assert isinstance(event, Released)
+    found = event.figures
+    assert (found.total_seconds, found.num_bytes, found.num_pages, found.num_writes) == (5.0, 400, 2, 3)
+    assert (found.write_seconds, found.hidden_seconds) == (1.5, 0.5)

@@ -14,7 +14,14 @@ from crossdock.workers.replica.channel import Channel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.engine_thread import EngineThread
-from crossdock.workers.schedule.request import FinishReason, Grammar, InvalidField, SamplingParams, Submission
+from crossdock.workers.schedule.request import (
+    FinishReason,
+    Grammar,
+    InvalidField,
+    SamplingParams,
+    Submission,
+    TokenDelta,
+)
 from tests.workers.architectures import build
 
 CHAINED_RULES = "start: r0\n" + "\n".join(f'r{i}: r{i + 1} "a"' for i in range(20_000)) + '\nr20000: "b"'
@@ -110,5 +117,27 @@ def test_answer_under_a_grammar_goes_on_where_another_replica_ended(model_dir: P
         await thread.submit("test", Submission("a", [5, 6], sampling, output_token_ids=told))
         assert await count_tokens(reader, "a", tokens) is FinishReason.STOP
         assert tokenizer.decode([*told, *tokens], skip_special_tokens=True) == "left right"
+
+    run(model_dir, main)
+
+
+def test_grammar_that_explodes_while_it_is_followed_ends_its_own_request_alone(model_dir: Path) -> None:
+    """It compiles in a millisecond, but after each letter the lexer needs twice as many expressions."""
+    exploding = Grammar("regex", "([a-z ])*(e|t|x)([a-z ]){200}[0-9]+")
+
+    async def main(thread: EngineThread, reader: Channel) -> None:
+        sampling = SamplingParams(max_tokens=1000, temperature=1.0, grammar=exploding, ignore_eos=True)
+        steady = SamplingParams(max_tokens=1000, ignore_eos=True, temperature=0.0)
+        await thread.submit("test", Submission("exploding", [5, 6], sampling))
+        await thread.submit("test", Submission("steady", [5, 6, 7], steady))
+        ends: dict[str, TokenDelta] = {}
+        async for message in reader.messages():
+            ends |= {delta.request_id: delta for delta in message.deltas if delta.finish_reason is not None}
+            if len(ends) == 2:
+                break
+        assert ends["exploding"].finish_reason is FinishReason.ERROR
+        assert ends["exploding"].error is not None
+        assert "too many" in ends["exploding"].error
+        assert ends["steady"].finish_reason is FinishReason.LENGTH
 
     run(model_dir, main)

@@ -3,11 +3,13 @@
 import asyncio
 import threading
 from dataclasses import replace
+from itertools import pairwise
 
 import msgpack
 import pytest
 from pydantic import ByteSize
 
+from crossdock.kvtransfer.transport import TransportEvent
 from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.replica.handover import CannotPair
 from crossdock.workers.schedule.request import FinishReason, Leg, Status
@@ -61,6 +63,48 @@ def test_pages_that_the_decode_side_has_are_not_sent(transport: str) -> None:
             await ship(prefill, decode, replace(work, id="again"))
             sent = {name: figures.num_pages for name, is_sent, figures, _ in prefill.ended if is_sent}
             assert sent == {work.id: 14, "again": 1}
+
+    asyncio.run(main())
+
+
+def test_shipped_pages_are_found_under_their_own_salt_alone() -> None:
+    """On neither side does a request find the pages of another tenant's equal prompt."""
+
+    async def main() -> None:
+        async with pair("tcp") as (prefill, decode):
+            computed = [0]
+            for name, salt in (("a1", "a"), ("b1", "b"), ("a2", "a"), ("b2", "b")):
+                await ship(prefill, decode, replace(submission(LONG), id=name, cache_salt=salt))
+                computed.append(prefill.num_prompt_tokens)
+            sent = {name: figures.num_pages for name, is_sent, figures, _ in prefill.ended if is_sent}
+            assert sent == {"a1": 14, "b1": 14, "a2": 1, "b2": 1}, "the decode side has those of its tenant"
+            last = len(LONG) % 16
+            each = [after - before for before, after in pairwise(computed)]
+            assert each == [len(LONG), len(LONG), last, last], "the prefill side has computed those of its tenant"
+            decoded = decode.num_prompt_tokens
+            await decode.generate(replace(submission(LONG), id="c", cache_salt="c"))
+            assert decode.num_prompt_tokens - decoded == len(LONG)
+            await decode.generate(replace(submission(LONG), id="a3", cache_salt="a"))
+            assert decode.num_prompt_tokens - decoded == len(LONG) + last
+
+    asyncio.run(main())
+
+
+def test_replica_whose_dock_has_failed_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes local requests still, but the router goes on to place pairs on it: Serve must replace it."""
+
+    def broken(seconds: float) -> list[TransportEvent]:
+        raise KeyError("beyond repair")
+
+    async def main() -> None:
+        side = Side("tcp")
+        assert side.thread.is_alive
+        monkeypatch.setattr(side.handover.dock._own._transport, "poll", broken)
+        side.handover.dock._own._transport.wake()
+        while side.thread.is_alive:
+            await asyncio.sleep(0.01)
+        assert side.thread._thread.is_alive(), "nothing has called the dock meanwhile"
+        await side.close()
 
     asyncio.run(main())
 

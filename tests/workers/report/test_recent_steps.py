@@ -71,6 +71,10 @@ def test_chunks_are_shown_to_their_tenant_only() -> None:
     assert [chunk["request_id"] for chunk in step["chunks"]] == ["secret"]
     assert {step[name] for name in ("num_decodes", "num_skipped", "predicted_s", "limit")} == {None}
     assert watched.after(0, "c") == []
+    for name in "ab":
+        watched.add(f"beside {name}", 4, tenant=name)
+    watched.run_steps()
+    assert [len(watched.after(0, tenant)[-1]["chunks"]) for tenant in (None, "a", "b")] == [2, 1, 1], "in one step"
 
 
 def test_tenant_gets_the_steps_after_the_last_it_has_seen() -> None:
@@ -79,7 +83,7 @@ def test_tenant_gets_the_steps_after_the_last_it_has_seen() -> None:
     watched.run_steps(5)
     seen: dict[str, int] = {}
     first = watched.recent.after(seen, "a")
-    assert len(first["steps"]) == 3
+    assert [step["number"] for step in first["steps"]] == [100_000_000, 101_000_000, 102_000_000], "not counted"
     middle = {first["incarnation"]: first["steps"][0]["number"]}
     assert watched.recent.after(middle, "a")["steps"] == first["steps"][1:]
     assert watched.recent.after({first["incarnation"]: first["last_step"]}, "a")["steps"] == []

@@ -62,12 +62,7 @@ class Vetter:
             InvalidField: the grammar cannot be served; the message gives the reason.
             VettingBusy: there is no verdict.
         """
-        if self._process is not None and self._process.poll() is not None:
-            self.close()
-        verdict = self._ask(grammar)
-        if verdict is None:
-            logger.warning("the process that compiles grammars ended or hung; the next grammar starts another")
-            self.close()
+        verdict = self._ask(grammar) or self._ask(grammar)  # it may have ended since the last grammar
         if verdict is None or verdict.get("is_busy"):
             raise VettingBusy("grammars cannot be compiled in time now")
         if error := verdict.get("error"):
@@ -81,18 +76,23 @@ class Vetter:
         self._process, self._closing, self._is_ready = None, None, False
 
     def _ask(self, grammar: Grammar) -> dict[str, Any] | None:
-        """Return the verdict; None where none comes."""
+        """Return the verdict; None where the process ended. VettingBusy: it hung."""
+        verdict: dict[str, Any] | None = None
         self.start()
         assert self._process is not None
-        if not self._is_ready:
-            self._is_ready = _answer(self._process, _START_PATIENCE_S) is not None
-        if not self._is_ready:
-            return None
         try:
+            self._is_ready = self._is_ready or _answer(self._process, _START_PATIENCE_S) is not None
             write_frame(_stdin(self._process), {"kind": grammar.kind, "source": grammar.source})
+            verdict = _answer(self._process, _PATIENCE_S)
+        except TimeoutError as error:
+            self.close()
+            raise VettingBusy("the process that compiles grammars hung") from error
         except OSError:
-            return None
-        return _answer(self._process, _PATIENCE_S)
+            pass  # it has ended
+        if verdict is None:
+            logger.warning("the process that compiles grammars ended; another starts")
+            self.close()
+        return verdict
 
 
 def _stdin(process: "subprocess.Popen[bytes]") -> BinaryIO:
@@ -101,11 +101,12 @@ def _stdin(process: "subprocess.Popen[bytes]") -> BinaryIO:
 
 
 def _answer(process: "subprocess.Popen[bytes]", patience_s: float) -> dict[str, Any] | None:
-    """Return the process's next answer; None where it ends or none comes in time."""
+    """Return the process's next answer; None where it ended. TimeoutError: none came in time."""
     stdout = process.stdout
     assert stdout is not None
-    ready, _, _ = select.select([stdout], [], [], patience_s)
-    answer: dict[str, Any] | None = read_frame(stdout) if ready else None  # type: ignore[arg-type]
+    if not select.select([stdout], [], [], patience_s)[0]:
+        raise TimeoutError
+    answer: dict[str, Any] | None = read_frame(stdout)  # type: ignore[arg-type]
     return answer
 
 
