@@ -81,9 +81,8 @@ class EngineThread(ObservedEngine):
 
     async def close_stream(self, ingress: str) -> None:
         """End the `messages` of an ingress that leaves; its requests are aborted."""
-        channel = self.channels.get(ingress)
-        if channel is not None:
-            channel.close()
+        if ingress in self.channels:
+            self.channels[ingress].close()
 
     def channel(self, ingress: str) -> Channel:
         """Open the channel of a reader. A second call replaces the first channel, and ends its reader."""
@@ -124,8 +123,7 @@ class EngineThread(ObservedEngine):
     async def abort(self, attempts: Sequence[AttemptKey]) -> None:
         """End attempts at requests, each (request id, epoch), and earlier ones of these requests.
 
-        Their pages are free before the next step, and no delta follows. An attempt whose submission has not come yet
-        will not start.
+        Their pages are free before the next step, no delta follows, and none starts whose submission comes later.
         """
         self._end_attempts(attempts)
 

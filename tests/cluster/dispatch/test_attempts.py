@@ -17,7 +17,7 @@ from crossdock.workers.report.advertise import Message
 from crossdock.workers.schedule.request import Leg, Overloaded, SamplingParams, Submission, TokenDelta
 from tests.cluster.dispatch.in_process import IN_TURN, InProcess, Refusing, ready, tokens
 
-PAIRS = RouterConfig(shipping="always")
+PAIRS = RouterConfig(shipping="always", policy="round-robin")
 
 
 async def until(holds: Callable[[], bool]) -> None:
