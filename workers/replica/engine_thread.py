@@ -50,13 +50,11 @@ class EngineThread(ObservedEngine):
 
     @property
     def is_alive(self) -> bool:
-        """Whether this can serve: neither the engine's thread nor the dock's has failed."""
         return self._thread.is_alive() and (self.handover is None or self.handover.dock.is_alive)
 
     @property
     def num_posted(self) -> int:
-        """How many actions wait for the engine's thread."""
-        return len(self._inbox)
+        return len(self._inbox)  # actions that wait for the engine's thread
 
     @property
     def channels(self) -> Mapping[str, Channel]:

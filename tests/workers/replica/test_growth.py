@@ -13,6 +13,7 @@ BOUNDED = (  # the end of a path, and the most entries
     ("timelines._finished", 512),
     ("steps._steps", 2048),
     ("._fence._epochs", 16_384),
+    ("._ended._epochs", 16_384),
     ("._merger._over", 1024),
     ("cost_fit._errors", 4096),
     ("cost_fit._overruns", 4096),
@@ -29,11 +30,11 @@ async def work(prefill: Side, decode: Side) -> None:
         await decode.generate(replace(submission(prompt), id=f"local {next(_numbers)}"))
         aborted = replace(submission(prompts()[6], 200), id=f"aborted {next(_numbers)}")
         await start(prefill, decode, aborted)
-        await prefill.thread.abort([aborted.id])
-        await decode.thread.abort([aborted.id])
+        await prefill.thread.abort([(aborted.id, aborted.epoch)])
+        await decode.thread.abort([(aborted.id, aborted.epoch)])
         alone = replace(submission(prompt), id=f"alone {next(_numbers)}", leg=Leg.RECEIVE, peer=prefill.blob)
         await decode.thread.submit("test", alone)  # the other side never learns of it
-        await decode.thread.abort([alone.id])
+        await decode.thread.abort([(alone.id, alone.epoch)])
         with contextlib.suppress(InvalidField):
             await decode.thread.submit("test", replace(submission([1 << 20]), id=f"refused {next(_numbers)}"))
         channel = decode.thread.channel("reader")
