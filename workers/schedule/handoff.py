@@ -40,9 +40,9 @@ def grant(table: RequestTable, now: float) -> list[Request]:
         elif kv.admit(table, request, hits, set_aside):
             granted.append(request)
             continue
-        else:
-            table.most_urgent_ungranted = min(table.most_urgent_ungranted, request.priority)
         startable = -1 if table.is_starving(request) else min(startable, request.priority)
+        if request.is_offered:
+            table.most_urgent_ungranted = startable
     return granted
 
 
@@ -73,7 +73,8 @@ def take_over(table: RequestTable, request: Request, now: float) -> None:
     until `pages.end_quarantine(owner)`.
     """
     assert request.leg is Leg.RECEIVE
-    request.leg, request.is_offered = Leg.LOCAL, False
+    table.forget_offer(request)
+    request.leg = Leg.LOCAL
     if request.status is Status.HELD:
         table.recall(request, now)
 
