@@ -189,9 +189,7 @@ def expected(model_dir: Path, prompts: list[list[int]], max_tokens: int) -> list
             tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
     return [tokens[f"{number}"] for number in range(len(prompts))]
 
-
     """Two of three replicas die, the third survives. The answer asks clients not to send the request again."""
-    """Of three replicas the third survives. The answer asks clients not to send the request again."""
     prompts = [prompt(700 + number, 50) for number in range(4)]
     wanted = expected(model_dir, prompts, 300)
     scale(3)
