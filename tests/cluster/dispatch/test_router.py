@@ -189,6 +189,8 @@ def expected(model_dir: Path, prompts: list[list[int]], max_tokens: int) -> list
             tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
     return [tokens[f"{number}"] for number in range(len(prompts))]
 
+
+def test_poison_is_refused_after_two_replicas_and_streams_beside_it_go_on(url: str, model_dir: Path) -> None:
     """Two of three replicas die, the third survives. The answer asks clients not to send the request again."""
     prompts = [prompt(700 + number, 50) for number in range(4)]
     wanted = expected(model_dir, prompts, 300)
