@@ -24,14 +24,18 @@ def grant(table: RequestTable, now: float) -> list[Request]:
     between offered requests and the ones that wait to be computed here. Returns the requests that got pages. The first
     `num_computed_tokens` of each are cached here and need no transfer.
     """
-    table.now, table.most_urgent_ungranted = now, inf
+    table.now = now
+    table.kept_back.clear()
     granted: list[Request] = []
     if not any(request.is_offered for request in table.waiting):
         return granted
     waiting = [request for request in table.waiting if request.is_offered or request.leg is not Leg.RECEIVE]
     set_aside, startable = 0, inf
     for request in order_prefills(waiting, now, table.prefilled.tokens, table.config.starvation_s):
-        if request.priority > startable or num_places(table, request.priority) <= 0:
+        if request.priority > startable:
+            table.kept_back.add(request.id)
+            continue
+        if num_places(table, request.priority) <= 0:
             continue
         hits = kv.match_prefix(table, request)
         if not request.is_offered:  # computed here: the next step starts it if there are pages
@@ -43,9 +47,7 @@ def grant(table: RequestTable, now: float) -> list[Request]:
             granted.append(request)
             continue
         startable = -1 if table.is_starving(request) else min(startable, request.priority)
-        if request.is_offered:
-            table.most_urgent_ungranted = startable
-    if table.most_urgent_ungranted < inf and not granted:
+    if not granted:
         _end_circular_wait(table)
     return granted
 

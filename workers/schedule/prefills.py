@@ -73,10 +73,10 @@ class PrefillScheduler:
     def _fill(self, budget: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
         config = self.table.config
         chunks: list[Scheduled] = []
-        startable = self.table.most_urgent_ungranted  # none of a greater priority may start: one before it lacks pages
+        startable = len(config.slo_classes)  # no request of a greater priority may start: one before it lacks pages
         for request in prefills:
             if request.status is Status.WAITING:
-                if request.priority > startable:
+                if request.priority > startable or request.id in self.table.kept_back:
                     continue
                 started = self._start(request, budget)
                 if not started:

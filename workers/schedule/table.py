@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from math import inf
 
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.order import is_starving
@@ -39,7 +38,7 @@ class RequestTable:
     prefilled: PrefillTotals = field(default_factory=PrefillTotals)
     num_preemptions: int = 0
     returned: list[Request] = field(default_factory=list)  # since `Scheduler.take_returned`
-    most_urgent_ungranted: float = inf  # priority after which none may start: an offered request before lacks pages
+    kept_back: set[str] = field(default_factory=set)  # waiting requests behind an offered one that lacks pages
     mean_output: float = 0.0  # tokens of an output, averaged over recent ones
     now: float = 0.0  # time of the step that is being scheduled, in seconds
     assumed_ended: Collection[str] = ()  # requests of a step in flight that is assumed to have ended, see ahead.py
@@ -132,7 +131,8 @@ class RequestTable:
     def forget_offer(self, request: Request) -> None:
         """Note that a request needs no grant any more: none waits for its sake."""
         if request.is_offered:
-            request.is_offered, self.most_urgent_ungranted = False, inf
+            request.is_offered = False
+            self.kept_back.clear()
 
     def hold(self, request: Request) -> None:
         """Stop computing a request, whose pages are sent to another replica."""
