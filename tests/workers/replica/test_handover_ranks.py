@@ -55,11 +55,11 @@ def test_transfer_to_several_ranks_that_ends_early_frees_all(ranks: Ranks, tmp_p
                 while not (committed := await decode.computed(work.id)):
                     await asyncio.sleep(0)
                 if is_cancelled:
-                    await decode.thread.abort([work.id])
-                    await prefill.thread.abort([work.id])
+                    await decode.thread.abort([(work.id, work.epoch)])
+                    await prefill.thread.abort([(work.id, work.epoch)])
                 else:
                     before = decode.num_prompt_tokens
-                    await prefill.thread.abort([work.id])
+                    await prefill.thread.abort([(work.id, work.epoch)])
                     assert await decode.rest(work.id) == expected
                     assert decode.num_prompt_tokens - before <= len(prompt) - committed
 
@@ -76,7 +76,7 @@ def test_request_aborted_in_a_gang_frees_the_bytes_of_all_ranks(ranks: Ranks, tm
             async with closing(Side("tcp", engine=engine), Side("tcp")) as (divided, _):
                 await divided.thread.submit("test", work)
                 await divided.next(work.id)
-                await divided.thread.abort([work.id])
+                await divided.thread.abort([(work.id, work.epoch)])
                 await divided.on_engine(lambda: None)
                 (found,) = await divided.thread.find_timelines(work.request_id, None)
                 pages, rest = divmod(found["freed_bytes"], whole.page_bytes)
