@@ -175,4 +175,4 @@ async def merge(streams: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerato
             for task in tasks:
                 if not task.cancelling():  # where this task too is cancelled meanwhile
                     task.cancel()
-            await asyncio.gather(beginning, *tasks, return_exceptions=True)
+            await asyncio.wait([beginning, *tasks])  # unlike `gather`, this cancels none of them twice
