@@ -13,7 +13,6 @@ from crossdock.cluster.dispatch.loop_clock import TICK_S, LoopClock
 from crossdock.router.actions import Action, ReplicaBroken, ReplicaDead, ReplicaLost, Timeouts
 from crossdock.router.fleet import Fleet
 from crossdock.router.request_life import RequestLife
-from crossdock.workers.replica.readers import AttemptKey
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.request import Submission
@@ -99,7 +98,7 @@ class ReplicaConnection:
     client: EngineClient
     profile: SchedulingProfile
     attempts: dict[str, Attempt] = field(default_factory=dict)  # by request
-    aborting: list[AttemptKey] = field(default_factory=list)  # in the next call
+    aborting: list[tuple[str, int]] = field(default_factory=list)  # (request, attempt), in the next call
     heard_at: float = 0.0  # seconds on the ingress's clock
     following: asyncio.Task[None] | None = None  # reads the stream
     is_silent: bool = False  # for too long
