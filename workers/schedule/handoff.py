@@ -3,6 +3,8 @@
 The two replicas never wait for each other's pages in a circle. A prefill replica admits a prompt without asking the
 decode replica, and offers it then. A decode replica grants pages to offered prompts alone. So every prompt with pages
 on both is being computed, and every prompt that waits for a grant waits for streams, which end without the other side.
+Replicas that prefill for each other can be full of prompts that are computed and wait for grants. One that has nothing
+else gives the last of them back to the router.
 """
 
 from math import inf
@@ -40,10 +42,23 @@ def grant(table: RequestTable, now: float) -> list[Request]:
         elif kv.admit(table, request, hits, set_aside):
             granted.append(request)
             continue
-        else:
-            table.most_urgent_ungranted = min(table.most_urgent_ungranted, request.priority)
         startable = -1 if table.is_starving(request) else min(startable, request.priority)
+        if request.is_offered:
+            table.most_urgent_ungranted = startable
+    if table.most_urgent_ungranted < inf and not granted:
+        _end_circular_wait(table)
     return granted
+
+
+def _end_circular_wait(table: RequestTable) -> None:
+    """Give back a prompt that waits for a grant, where no page comes back here unless the other side moves.
+
+    The least urgent class first, in it the last admitted.
+    """
+    if table.running or any(request.leg is Leg.RECEIVE for request in table.held) or table.num_returning_pages():
+        return
+    if table.held:
+        table.give_back(max(reversed(table.held), key=lambda request: request.priority))
 
 
 def offer(request: Request) -> None:
@@ -73,7 +88,8 @@ def take_over(table: RequestTable, request: Request, now: float) -> None:
     until `pages.end_quarantine(owner)`.
     """
     assert request.leg is Leg.RECEIVE
-    request.leg, request.is_offered = Leg.LOCAL, False
+    table.forget_offer(request)
+    request.leg = Leg.LOCAL
     if request.status is Status.HELD:
         table.recall(request, now)
 

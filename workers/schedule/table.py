@@ -39,7 +39,7 @@ class RequestTable:
     prefilled: PrefillTotals = field(default_factory=PrefillTotals)
     num_preemptions: int = 0
     returned: list[Request] = field(default_factory=list)  # since `Scheduler.take_returned`
-    most_urgent_ungranted: float = inf  # priority; offered requests of it lack pages, so none after them may start
+    most_urgent_ungranted: float = inf  # priority after which none may start: an offered request before lacks pages
     mean_output: float = 0.0  # tokens of an output, averaged over recent ones
     now: float = 0.0  # time of the step that is being scheduled, in seconds
     assumed_ended: Collection[str] = ()  # requests of a step in flight that is assumed to have ended, see ahead.py
@@ -129,6 +129,11 @@ class RequestTable:
             request.status = Status.RUNNING
             self.running.append(request)
 
+    def forget_offer(self, request: Request) -> None:
+        """Note that a request needs no grant any more: none waits for its sake."""
+        if request.is_offered:
+            request.is_offered, self.most_urgent_ungranted = False, inf
+
     def hold(self, request: Request) -> None:
         """Stop computing a request, whose pages are sent to another replica."""
         self.running.remove(request)
@@ -138,7 +143,8 @@ class RequestTable:
     def resume(self, request: Request) -> None:
         """Let a held request, all of whose pages have arrived, continue here."""
         self.held.remove(request)
-        request.status, request.leg, request.is_offered = Status.RUNNING, Leg.LOCAL, False
+        self.forget_offer(request)
+        request.status, request.leg = Status.RUNNING, Leg.LOCAL
         self.running.append(request)
 
     def preempt(self, request: Request) -> None:
@@ -176,6 +182,7 @@ class RequestTable:
         Pages that another replica may write to are quarantined. Pages that a step in flight writes to are released by
         the update of that step. Pages that are being sent are released by the engine, with `pages.release(owner)`.
         """
+        self.forget_offer(request)
         match request.status:
             case Status.RUNNING:
                 self.running.remove(request)

@@ -44,15 +44,18 @@ class Kept(logging.Handler):
 def log() -> Iterator[list[str]]:
     """All that is logged, at any level and by any logger."""
     kept, root = Kept(), logging.getLogger()
-    loggers = [root, *(logging.getLogger(name) for name in ("ray.serve", "crossdock", "uvicorn", "uvicorn.error"))]
-    levels = [logger.level for logger in loggers]
+    names = ("ray", "ray.serve", "crossdock", "uvicorn", "uvicorn.error")
+    loggers = [root, *(logging.getLogger(name) for name in names)]
+    before = [(logger.level, logger.propagate) for logger in loggers]
     root.addHandler(kept)
     for logger in loggers:
         logger.setLevel(logging.DEBUG)
+        logger.propagate = True  # Ray turns this off for its own once it has started
     yield kept.lines
     root.removeHandler(kept)
-    for logger, level in zip(loggers, levels, strict=True):
+    for logger, (level, propagates) in zip(loggers, before, strict=True):
         logger.setLevel(level)
+        logger.propagate = propagates
 
 
 def assert_no_secret(texts: list[str]) -> None:
@@ -163,7 +166,7 @@ LABELS = {  # label: its values, which the configuration and the code know, and 
     "status": "waiting|running|held|preempted",
     "kind": "decodes|chunks|mixed",
     "reason": "[a-z -]+",
-    "finish_reason": "stop|length|abort|error|shipped",
+    "finish_reason": "stop|length|abort|error|shipped|returned",
     "outcome": "met|missed",
     "coefficient": "[a-z_]+",
     "chunk": "[a-z_]+",

@@ -82,9 +82,10 @@ def test_refused_requests_leave_nothing() -> None:
 
 
 async def settled(dispatcher: Dispatcher) -> None:
-    """Wait until calls in the background have ended, but for the streams of the replicas that are up."""
+    """Wait until calls in the background have ended, but for the watch and the streams of the replicas that are up."""
     connections = dispatcher._connections
     for _ in range(1000):
-        if len(connections._background) <= len(connections._connections):
+        if len(connections._background) <= 1 + len(connections._connections):
             return
         await asyncio.sleep(0.01)
+    raise AssertionError(f"calls in the background do not end: {connections._background}")

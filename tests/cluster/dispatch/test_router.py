@@ -30,8 +30,10 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from tests.cluster.ports import free_port
+from tests.cluster.serve.pools import Stream
 
 APP = "router"
+POISON = [499, 3, 499, 3, 498]  # tokens that end every replica that gets them
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,7 @@ def url(ray_cluster: None, model_dir: Path) -> Iterator[str]:
             "http.replicas": 2,
             "engine.kv_cache_memory": "150MiB",
             "engine.admission": "queue",
+            "engine.fault_token_ids": POISON,
             "pools.mixed.replicas": 2,
             "pools.mixed.num_cpus": 1,
         },
@@ -173,19 +176,46 @@ def test_prediction_error_of_each_request_is_measured(url: str) -> None:
     assert metric(url, "crossdock_router_ttft_relative_error_count") == before + 3
 
 
-def test_no_request_is_lost_while_replicas_come_and_go(url: str, model_dir: Path) -> None:
-    """Under load one is added, one is killed, one is drained."""
-    prompts = [prompt(300 + number, length) for number, length in enumerate([5, 40, 200, 500])]
+def expected(model_dir: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Return the output tokens of one engine for each prompt."""
     config = EngineConfig(kv_cache_memory=ByteSize(150 << 20), admission="queue")
     oracle = Engine(load_model(ModelSpec(str(model_dir), max_model_len=2048)), config)
     for number, asked in enumerate(prompts):
-        params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         oracle.add(Submission(f"{number}", asked, params))
-    wanted: dict[str, list[int]] = {}
+    tokens: dict[str, list[int]] = {}
     while oracle.has_work:
         for delta in oracle.step().deltas:
-            wanted.setdefault(delta.request_id, []).extend(delta.token_ids)
+            tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+    return [tokens[f"{number}"] for number in range(len(prompts))]
 
+
+def test_poison_is_refused_after_two_replicas_and_streams_beside_it_go_on(url: str, model_dir: Path) -> None:
+    """Two of three replicas die, the third survives. The answer asks clients not to send the request again."""
+    prompts = [prompt(700 + number, 50) for number in range(4)]
+    wanted = expected(model_dir, prompts, 300)
+    scale(3)
+    wait_for(lambda: len(replicas(url)) == 3)
+    before = {process.pid for process in processes()}
+    streams = [Stream(url, asked, 300) for asked in prompts]
+    wait_for(lambda: all(len(stream.tokens) > 4 for stream in streams))
+    body = {"model": "smol", "prompt": [7, 8, *POISON, 9], "max_tokens": 4}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    assert [stream.result() for stream in streams] == wanted
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"] == "suspect_request"
+    assert answer.headers["x-should-retry"] == "false"
+    wait_for(lambda: len({process.pid for process in processes()} - before) == 2)
+    assert len({process.pid for process in processes()} & before) == 1
+    wait_for(lambda: num_running() == 3)
+    scale(2)
+    wait_for(lambda: len(processes()) == len(replicas(url)) == 2)
+
+
+def test_no_request_is_lost_while_replicas_come_and_go(url: str, model_dir: Path) -> None:
+    """Under load one is added, one is killed, one is drained."""
+    prompts = [prompt(300 + number, length) for number, length in enumerate([5, 40, 200, 500])]
+    wanted = expected(model_dir, prompts, 40)
     ended = threading.Event()
     outcomes: Counter[str] = Counter()
     wrong: list[str] = []
@@ -201,7 +231,7 @@ def test_no_request_is_lost_while_replicas_come_and_go(url: str, model_dir: Path
                 wrong.append(f"{type(error).__name__}: {error}")
                 continue
             got = answer["choices"][0]["token_ids"]
-            if got != wanted[f"{which}"]:
+            if got != wanted[which]:
                 wrong.append(json.dumps({"which": which, "got": got}))
             outcomes["served"] += 1
 

@@ -214,6 +214,7 @@ def test_scrape_has_all_metrics_of_dashboard_and_alerts(url: str) -> None:
     missing = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in scraped} - shown
     assert missing <= {  # in no panel: `crossdock top` shows them, or another panel shows the same better
         "crossdock_step_cost_seconds",
+        "crossdock_step_interval_share",
         "crossdock_step_outliers_total",
         "crossdock_time_to_first_token_seconds",
         "crossdock_time_per_output_token_seconds",

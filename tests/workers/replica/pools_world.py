@@ -198,10 +198,12 @@ class Client:
 
 
 class World:
-    """Two replicas, what travels between them, and a router."""
+    """Two replicas, what travels between them, and a router. `both_ways`: every other request is prefilled by the
+    decode replica, as between two mixed ones."""
 
-    def __init__(self, prefill_pages: int, decode_pages: int, **settings: Any) -> None:
+    def __init__(self, prefill_pages: int, decode_pages: int, both_ways: bool = False, **settings: Any) -> None:
         self.now = 0.0
+        self.both_ways = both_ways
         self.channels: dict[tuple[str, str], deque[Any]] = {}
         self.writes: list[tuple[SansIoDock, Write]] = []
         self.clients: dict[str, Client] = {}
@@ -231,6 +233,8 @@ class World:
     def place(self, client: Client) -> None:
         work = client.submission
         client.prefill, client.decode = self.prefill.name, self.decode.name
+        if self.both_ways and int(work.id[1:]) % 2:
+            client.prefill, client.decode = client.decode, client.prefill
         common = {
             "epoch": client.attempt,
             "output_token_ids": tuple(client.output),

@@ -23,9 +23,14 @@ CLASS = st.sampled_from(["interactive", "standard", "batch"])
 class Pools(RuleBasedStateMachine):
     """Requests of all classes arrive, leave and lose replicas, on page pools that few of them fill."""
 
-    @initialize(prefill_pages=st.integers(16, 30), decode_pages=st.integers(16, 30), seqs=st.integers(2, 8))
-    def begin(self, prefill_pages: int, decode_pages: int, seqs: int) -> None:
-        self.world = World(prefill_pages, decode_pages, max_num_seqs=seqs, starvation_s=5.0)
+    @initialize(
+        prefill_pages=st.integers(16, 30),
+        decode_pages=st.integers(16, 30),
+        both_ways=st.booleans(),
+        seqs=st.integers(2, 8),
+    )
+    def begin(self, prefill_pages: int, decode_pages: int, both_ways: bool, seqs: int) -> None:
+        self.world = World(prefill_pages, decode_pages, both_ways, max_num_seqs=seqs, starvation_s=5.0)
 
     @rule(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=6), slo_class=CLASS, max_tokens=st.integers(1, 12))
     def submit(self, sizes: list[int], slo_class: str, max_tokens: int) -> None:
@@ -160,6 +165,21 @@ def test_overload_of_both_pools_without_offers_never_ends() -> None:
         overload(world)
         with pytest.raises(AssertionError, match="not everything ends"):
             world.settle()
+
+
+def test_overload_of_two_replicas_that_prefill_for_each_other_ends() -> None:
+    """Each is full of prompts that the other has no pages for, and has no stream that could end."""
+    world = World(26, 26, both_ways=True)
+    for _ in range(12):
+        world.submit(40, "standard", 12)
+    for key in world.ready():
+        while world.channels[key]:
+            world.deliver(key)
+    for _ in range(10):
+        world.prefill.step()
+        world.decode.step()
+    world.settle()
+    assert any(client.num_returned for client in world.clients.values())
 
 
 @settings(max_examples=100)
