@@ -1,6 +1,6 @@
 """Do hostile requests disturb the streams beside them, fail in any other way than a clear 4xx, or leave memory behind?
 
-    python benchmarks/hostile.py                     # about 5 minutes
+    python benchmarks/hostile.py                     # about 4 minutes
     python benchmarks/hostile.py --only lists chats
 
 Starts `crossdock serve`, streams one answer after the other from it, and sends the requests of hostile_requests.py one
@@ -23,19 +23,25 @@ from hostile_requests import GROUPS, HostileRequest, hostile_requests
 from servers import add_server_options, crossdock_command, log_of, serving
 from tables import Row, hardware, table, today, write
 
-STREAM = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
-SETTLED_S = 5.0  # after the last request; the ingress returns its memory within a second
+STREAM: dict[str, Any] = {
+    "prompt": "Once upon a time",
+    "max_tokens": 400,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+}
+SETTLED_S = 2.0  # after a group of requests; the processes return their memory within a second
 ROLES = ("ingress", "mixed")  # deployments, as Serve names their processes
 
 
-def read_streams(address: str, orders: Connection) -> None:
-    """Read streams until told to stop. Sends the arrivals of each stream's tokens (s), and its text."""
+def read_streams(address: str, slo_class: str, orders: Connection) -> None:
+    """Read streams of a class until told to stop. Sends the arrivals of each stream's tokens (s), and its text."""
     streams: list[tuple[list[float], str]] = []
     with httpx.Client(base_url=address, timeout=120) as http:
         while not orders.poll():
             arrivals: list[float] = []
             text = ""
-            with http.stream("POST", "/v1/completions", json=STREAM) as answer:
+            with http.stream("POST", "/v1/completions", json={**STREAM, "service_tier": slo_class}) as answer:
                 if answer.status_code != 200:
                     text = f"status {answer.status_code}"
                     time.sleep(0.2)
@@ -48,13 +54,13 @@ def read_streams(address: str, orders: Connection) -> None:
     orders.send(streams)
 
 
-def gaps(streams: list[tuple[list[float], str]], begin: float, end: float) -> Row:
-    """Return the gaps between tokens that ended between two times, in ms."""
+def gaps(streams: list[tuple[list[float], str]], phases: list[tuple[float, float]]) -> Row:
+    """Return the gaps between tokens that ended in one of the phases, each (begin, end), in ms."""
     found = sorted(
         1000 * (after - before)
         for arrivals, _ in streams
         for before, after in pairwise(arrivals)
-        if begin <= after <= end
+        if any(begin <= after <= end for begin, end in phases)
     )
     p50, p99 = (found[int(share * len(found))] for share in (0.5, 0.99))
     return {"gaps": len(found), "p50": p50, "p99": p99, "longest": found[-1]}
@@ -90,36 +96,46 @@ def send(http: httpx.Client, request: HostileRequest) -> tuple[str, float, str]:
     return status, time.monotonic() - begin, text
 
 
-def attack(address: str, groups: list[str]) -> list[dict[str, Any]]:
-    """Send all requests of the groups, one after the other."""
+def attack(address: str, requests: list[HostileRequest]) -> list[dict[str, Any]]:
+    """Send requests, one after the other."""
     results = []
     with httpx.Client(base_url=address, timeout=120) as http:
-        for request in hostile_requests():
-            if request.group in groups:
-                status, seconds, text = send(http, request)
-                results.append(
-                    {
-                        "group": request.group,
-                        "name": request.name,
-                        "status": status,
-                        "s": seconds,
-                        "at": time.monotonic(),
-                    }
-                )
-                print(f"{status:>12} {seconds:7.3f} s  {request.group}: {request.name}: {text[:150]}", flush=True)
+        for request in requests:
+            status, seconds, text = send(http, request)
+            found = {"group": request.group, "name": request.name, "status": status, "s": seconds}
+            results.append({**found, "at": time.monotonic()})
+            print(f"{status:>12} {seconds:7.3f} s  {request.group}: {request.name}: {text[:150]}", flush=True)
     return results
 
 
-def add_gaps(results: list[dict[str, Any]], streams: list[tuple[list[float], str]]) -> None:
-    """Add to each request the longest gap (ms) of the stream that overlaps with it."""
-    found = [pair for arrivals, _ in streams for pair in pairwise(arrivals)]
-    for one in results:
-        begin = one["at"] - one["s"]
-        beside = [1000 * (after - before) for before, after in found if before <= one["at"] and after >= begin]
-        one["gap"] = max(beside, default=0.0)
+def slow_gaps(results: list[dict[str, Any]], streams: list[tuple[list[float], str]], over: float) -> dict[str, Row]:
+    """Return, by request, the number and the longest (ms) of the stream's gaps of more than `over` ms beside it.
+
+    A gap counts for the request with which it overlaps most.
+    """
+    found: dict[str, list[float]] = {}
+    for arrivals, _ in streams:
+        for before, after in pairwise(arrivals):
+            if 1000 * (after - before) <= over:
+                continue
+            overlaps = [
+                (min(after, one["at"]) - max(before, one["at"] - one["s"]), f"{one['group']}: {one['name']}")
+                for one in results
+            ]
+            overlap, name = max(overlaps)
+            if overlap > 0:
+                found.setdefault(name, []).append(1000 * (after - before))
+    rows = {name: Row(gaps=len(each), longest=max(each)) for name, each in found.items()}
+    return dict(sorted(rows.items(), key=lambda row: -max(found[row[0]])))
 
 
-def report(results: list[dict[str, Any]], rows: dict[str, Row], memories: dict[str, Row], texts: set[str]) -> str:
+def report(
+    results: list[dict[str, Any]],
+    rows: dict[str, Row],
+    slow: dict[str, Row],
+    memories: dict[str, Row],
+    texts: set[str],
+) -> str:
     """Return the results as Markdown."""
     statuses: dict[str, Row] = {}
     for group in dict.fromkeys(one["group"] for one in results):
@@ -131,15 +147,13 @@ def report(results: list[dict[str, Any]], rows: dict[str, Row], memories: dict[s
         for one in results
         if not one["status"][:3].isdecimal() or one["status"] >= "5"
     ]
-    longest = sorted(results, key=lambda one: -one["gap"])[:20]
     lines = [
         f"{today()}, {hardware()}; {len(results)} requests\n",
         table(rows, "gaps of the stream, ms"),
         table(statuses, "answers"),
         table(memories, "resident memory, MiB"),
         f"texts of the stream: {len(texts)} different\n",
-        "longest gaps beside:\n",
-        *(f"- {one['gap']:.0f} ms: {one['group']}: {one['name']} ({one['s']:.2f} s)" for one in longest),
+        table(slow, "gaps of more than twice the quiet p99, ms"),
         "\nno clear answer:\n",
         *(f"- {one}" for one in wrong),
     ]
@@ -152,33 +166,34 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), help="groups of requests")
     parser.add_argument("--quiet", type=float, default=30.0, help="seconds of the stream alone (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="how often all requests are sent (default: %(default)s)")
+    parser.add_argument("--slo-class", default="standard", help="class of the stream (default: %(default)s)")
     add_server_options(parser, "hostile", 18360)
     args = parser.parse_args()
+    requests = [one for one in hostile_requests() if one.group in args.only]  # made here: that takes CPU time too
     command = [part for part in crossdock_command(args) if part]
     with serving("crossdock", command, args, log_of(args, "crossdock")) as server:
         ours, theirs = multiprocessing.Pipe()
-        reader = multiprocessing.Process(target=read_streams, args=(server.address, theirs))
+        reader = multiprocessing.Process(target=read_streams, args=(server.address, args.slo_class, theirs))
         reader.start()
         time.sleep(3)
-        memories, begin = [memory(server.processes)], time.monotonic()
+        memories, begin = {"before": Row(memory(server.processes))}, time.monotonic()
         time.sleep(args.quiet)
-        quiet_end = time.monotonic()
-        rounds = []
-        for _ in range(args.rounds):
-            rounds.append(attack(server.address, args.only))
-            time.sleep(SETTLED_S)
-            memories.append(memory(server.processes))
-        results = [one for each in rounds for one in each]
-        end = time.monotonic()
+        quiet, beside, results = (begin, time.monotonic()), [], []
+        for number in range(1, args.rounds + 1):
+            for group in args.only:
+                begin = time.monotonic()
+                results += attack(server.address, [one for one in requests if one.group == group])
+                beside.append((begin, time.monotonic()))
+                time.sleep(SETTLED_S)
+                memories[f"after {group}, round {number}"] = Row(memory(server.processes))
         ours.send("stop")
         streams = ours.recv()
         reader.join()
-    rows = {"quiet": gaps(streams, begin, quiet_end), "beside hostile requests": gaps(streams, quiet_end, end)}
-    add_gaps(results, streams)
-    names = ["before", *(f"after round {number}" for number in range(1, args.rounds + 1))]
-    kept = {name: Row(found) for name, found in zip(names, memories, strict=True)}
+    rows = {"quiet": gaps(streams, [quiet]), "beside hostile requests": gaps(streams, beside)}
+    slow = slow_gaps(results, streams, 2 * rows["quiet"]["p99"])
     texts = {text for _, text in streams[:-1]}
-    write(args.output, report(results, rows, kept, texts), {"rows": rows, "memory": kept, "results": results})
+    found = {"rows": rows, "slow": slow, "memory": memories, "results": results}
+    write(args.output, report(results, rows, slow, memories, texts), found)
 
 
 if __name__ == "__main__":

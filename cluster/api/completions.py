@@ -15,7 +15,7 @@ from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.generation import Generation, Generations
 from crossdock.cluster.api.http_json import event_stream, json_answer, long_json, long_json_answer
 from crossdock.cluster.api.prompts import LONG_TEXT, PromptEncoder, truncate
-from crossdock.cluster.api.slices import slices
+from crossdock.cluster.api.slices import PAUSE_S, slices
 from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
 
@@ -54,7 +54,7 @@ class Completions:
             prompts.append(await self._prompt(one, body, card))
             num_read += len(one)
             if num_read >= LONG_TEXT:
-                await asyncio.sleep(0)
+                await asyncio.sleep(PAUSE_S)
                 num_read = 0
         return prompts
 

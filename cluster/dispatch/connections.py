@@ -98,6 +98,7 @@ class ReplicaConnection:
     client: EngineClient
     profile: SchedulingProfile
     attempts: dict[str, Attempt] = field(default_factory=dict)  # by request
+    aborting: list[tuple[str, int]] = field(default_factory=list)  # (request, attempt), in the next call
     heard_at: float = 0.0  # seconds on the ingress's clock
     following: asyncio.Task[None] | None = None  # reads the stream
     is_silent: bool = False  # for too long
@@ -185,7 +186,9 @@ class ReplicaConnections:
             submitting.cancel()
         connection.attempts.pop(request_id, None)
         if is_running and not connection.is_dead:
-            self.spawn(connection.client.call("abort", [(request_id, attempt.number)]))
+            if not connection.aborting:
+                self.spawn(_abort(connection))
+            connection.aborting.append((request_id, attempt.number))
         self._close_if_done(connection)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -304,3 +307,9 @@ class ReplicaConnections:
         await asyncio.sleep(self._timeouts.rejoin_s)
         if name in self._members and name not in self._connections:
             self._open(name)
+
+
+async def _abort(connection: ReplicaConnection) -> None:
+    """Abort, with one call, all attempts that ended in one turn of the event loop: a request may have a thousand."""
+    attempts, connection.aborting = connection.aborting, []
+    await connection.client.call("abort", attempts)

@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -34,6 +33,7 @@ from crossdock.cluster.dispatch.pinning import PinningRouter
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
 from crossdock.cluster.serve.scaler import Scaler
 from crossdock.workers.model.checkpoint import resolve_model
+from crossdock.workers.replica.interpreter import prepare_interpreter
 from crossdock.workers.replica.replica import Replica, bind_serve_to_own_node
 
 logger = logging.getLogger("ray.serve")
@@ -69,8 +69,7 @@ class Ingress:
             async with asyncio.timeout(_FIRST_REPLICA_S):
                 while not self.dispatcher.ready():
                     await asyncio.sleep(0.02)
-        gc.collect()
-        gc.freeze()  # the collector need not look at libraries and the tokenizer again: that took 0.1 to 1 s each time
+        prepare_interpreter()
         if config.http.is_open_to_others:
             logger.warning(OPEN_TO_OTHERS, config.http.host, config.http.port)
         if config.http.direct:

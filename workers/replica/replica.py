@@ -28,6 +28,7 @@ from crossdock.workers.replica.fault import end_if_marked
 from crossdock.workers.replica.follower import follow
 from crossdock.workers.replica.gang import Gang
 from crossdock.workers.replica.handover import connect
+from crossdock.workers.replica.interpreter import prepare_interpreter
 from crossdock.workers.replica.rank_loader import RankFailed, driver_of, position_of
 from crossdock.workers.replica.rank_network import LOOPBACK
 from crossdock.workers.replica.rank_socket import GangAddress
@@ -66,6 +67,7 @@ class Replica:
         name = await asyncio.to_thread(_fingerprint, spec)
         self.engine_thread = thread = _start(engine, name, spec)
         self._starting = None
+        await asyncio.to_thread(prepare_interpreter)
         # Remote calls: Serve finds the engine thread's own methods here, under the names that `ReplicaClient` calls.
         self.messages, self.close = thread.messages, thread.close_stream
         self.abort, self.progress = thread.abort, thread.progress

@@ -3,9 +3,11 @@
 import asyncio
 import gc
 import json
+import selectors
 import threading
 from collections import Counter
 from collections.abc import Coroutine
+from contextlib import aclosing
 from types import FrameType
 from typing import Any
 
@@ -13,7 +15,7 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from crossdock.cluster.api import stop_strings
+from crossdock.cluster.api import json_size, stop_strings
 from crossdock.cluster.api.bodies import GenerationBody
 from crossdock.cluster.api.choices import merge
 from crossdock.cluster.api.endpoints import build_api
@@ -151,7 +153,30 @@ def test_slices_let_other_tasks_run_between() -> None:
         seen: list[tuple[int, list[int]]] = await turns.during(cut())
         return seen
 
-    assert asyncio.run(main()) == [(0, [0, 1, 2]), (1, [3, 4, 5]), (2, [6, 7])]
+    turns, parts = zip(*asyncio.run(main()), strict=True)
+    assert parts == ([0, 1, 2], [3, 4, 5], [6, 7])
+    assert turns[0] < turns[1] < turns[2]
+
+
+def test_slices_let_other_threads_run_between() -> None:
+    """A loop that never waits keeps the interpreter from the threads that bring tokens."""
+
+    waits = 0
+
+    class Selector(selectors.DefaultSelector):
+        def select(self, timeout: float | None = None) -> Any:
+            nonlocal waits
+            waits += timeout is not None and timeout > 0
+            return super().select(timeout)
+
+    async def cut() -> list[list[int]]:
+        nonlocal waits
+        waits = 0
+        return [part async for part in slices(range(8), 3)]
+
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(Selector())) as runner:
+        assert runner.run(cut()) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert waits >= 2
 
 
 def test_many_short_prompts_are_encoded_over_many_turns(watched: Watched) -> None:
@@ -181,6 +206,64 @@ def test_many_choices_are_submitted_over_many_turns(watched: Watched) -> None:
         return turns
 
     assert asyncio.run(main()).most("begin") <= 4
+
+
+def test_many_choices_are_ended_over_many_turns() -> None:
+    async def main() -> Turns:
+        turns = Turns()
+
+        async def stream(number: int) -> Any:
+            try:
+                yield number
+                await asyncio.Event().wait()
+            finally:
+                turns.record("end", 1)
+
+        async def read() -> None:
+            async with aclosing(merge([stream(number) for number in range(100)])) as numbers:
+                assert {await anext(numbers) for _ in range(100)} == set(range(100))
+
+        await turns.during(read())
+        return turns
+
+    turns = asyncio.run(main())
+    assert turns.most("end") <= 16
+    assert sum(turns.work["end"].values()) == 100
+
+
+def test_cancelled_reader_of_many_choices_ends_all() -> None:
+    ended = 0
+
+    async def stream(number: int) -> Any:
+        nonlocal ended
+        try:
+            yield number
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            ended += 1
+
+    async def read(begun: asyncio.Event) -> None:
+        num_begun = 0
+        async with aclosing(merge([stream(number) for number in range(100)])) as numbers:
+            async for _ in numbers:
+                num_begun += 1
+                if num_begun == 100:
+                    begun.set()
+
+    async def main() -> None:
+        begun = asyncio.Event()
+        reading = asyncio.create_task(read(begun))
+        await begun.wait()
+        reading.cancel()
+        await asyncio.sleep(0.002)
+        reading.cancel()  # while the choices are being ended
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await asyncio.sleep(0.1)
+
+    asyncio.run(main())
+    assert ended == 100
 
 
 def test_refusal_of_first_choice_keeps_most_others_from_being_submitted() -> None:
@@ -327,6 +410,19 @@ def test_marks_in_texts_are_no_values(value: Any) -> None:
         return turns.number
 
     assert asyncio.run(main()) >= 1
+
+
+@pytest.mark.parametrize("piece", [1, 2, 7, 64])
+def test_size_of_body_is_the_same_in_pieces_of_any_length(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(json_size, "_PIECE", piece)
+    texts = ["", "\\", '\\"', '"', '"[,', "a\\\\", '\\\\"{', "é,", ",[{"]
+    body = json.dumps({"a": texts, "b": [1, [2, {}]]}).encode()
+    assert [*json_size._count(body)][-1] == (1 + 1 + 1 + len(texts) + 1 + 1 + 1 + 1, len(texts) - 1 + 1 + 2)
+
+
+def test_strings_of_body_are_counted_many_at_a_time() -> None:
+    body = json.dumps({"prompt": ["a"] * 131_072}).encode()
+    assert len([*json_size._count(body)]) <= len(body) / (1 << 16) + 1
 
 
 def test_refused_request_leaves_nothing_for_the_garbage_collector(watched: Watched) -> None:

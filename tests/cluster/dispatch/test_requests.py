@@ -135,3 +135,33 @@ def test_step_that_raises_ends_its_requests_and_not_the_replica(caplog: pytest.L
 
 def _fail(*_: object) -> None:
     raise RuntimeError("broken on purpose")
+
+
+def test_requests_that_end_together_are_aborted_by_one_call() -> None:
+    calls: list[int] = []
+
+    class Counting(InProcess):
+        async def abort(self, attempts: list[tuple[str, int]]) -> None:
+            calls.append(len(attempts))
+            await self.engine_thread.abort(attempts)
+
+    async def main() -> None:
+        client, dispatcher = Counting(), Dispatcher("tiny")
+        dispatcher.join("one", client, client.profile)
+        await ready(dispatcher)
+        sampling = SamplingParams(max_tokens=200, ignore_eos=True)
+        streams = [dispatcher.generate(Submission(f"{i}", [1, 2, 3], sampling)) for i in range(8)]
+        for stream in streams:
+            await anext(stream)
+        reading = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        while await client.owned_pages():
+            await asyncio.sleep(0.001)
+        assert sum(calls) == 8
+        assert len(calls) < 4
+        await dispatcher.close()
+        await client.engine_thread.close()
+
+    asyncio.run(main())

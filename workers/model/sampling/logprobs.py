@@ -25,15 +25,15 @@ def logprobs_of(logits: Tensor, token_ids: Sequence[int] | Tensor, top_n: int) -
         ids = chosen_ids[start : start + step]
         chosen = logprobs.gather(-1, ids)
         ranks = (logprobs > chosen).sum(-1) + 1
-        top = logprobs.topk(min(top_n, vocab_size))  # [n, top_n]
+        top_ids, tops = _likeliest(logprobs, min(top_n, vocab_size))
         answer += [
-            TokenLogprobs(token_id, logprob, rank, tuple(sorted(zip(top_ids, tops, strict=True), key=_likeliest_first)))
-            for token_id, logprob, rank, top_ids, tops in zip(
+            TokenLogprobs(token_id, logprob, rank, tuple(zip(row_ids, row_tops, strict=True)))
+            for token_id, logprob, rank, row_ids, row_tops in zip(
                 ids.squeeze(-1).tolist(),
                 chosen.squeeze(-1).tolist(),
                 ranks.tolist(),
-                top.indices.tolist(),
-                top.values.tolist(),
+                top_ids.tolist(),
+                tops.tolist(),
                 strict=True,
             )
         ]
@@ -57,5 +57,12 @@ def sampled_logprobs(logits: Tensor, token_ids: Sequence[int], rows: Sequence[Sa
     return answer
 
 
-def _likeliest_first(pair: tuple[int, float]) -> tuple[float, int]:
-    return -pair[1], pair[0]
+def _likeliest(logprobs: Tensor, top_n: int) -> tuple[Tensor, Tensor]:
+    """Return the ids [N, top_n] of the likeliest tokens and their log-probabilities; of equal ones the lower id first.
+
+    Ordered here, not in Python: for a long prompt with 20 alternatives that took as long as half of the forward pass.
+    """
+    tops, top_ids = logprobs.topk(top_n)
+    top_ids, by_id = top_ids.sort(dim=-1)
+    tops, by_value = tops.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
+    return top_ids.gather(-1, by_value), tops
