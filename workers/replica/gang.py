@@ -213,6 +213,7 @@ class Gang:
             if not isinstance(message, JoinGang) or message.rank not in free:
                 raise MalformedRankMessage(f"{message} does not name a rank that is awaited")
             self._followers[message.rank] = _Follower(link)
+            self._changed.notify_all()
             if len(free) == 1:  # it was the last
                 self._stop_listening()
         return message.rank

@@ -156,6 +156,11 @@ def test_merged_streams_end_together() -> None:
         finally:
             closed.append(index)
 
+    async def late(stream: AsyncIterator[tuple[int, int]]) -> AsyncIterator[tuple[int, int]]:
+        await asyncio.sleep(0.1)  # until all streams have begun
+        async for item in stream:
+            yield item
+
     async def collect(*streams: Any) -> list[Any]:
         return [item async for item in merge(streams)]
 
@@ -164,5 +169,5 @@ def test_merged_streams_end_together() -> None:
     assert [i for index, i in items if index == 0] == list(range(50))
     closed.clear()
     with pytest.raises(RuntimeError, match="one"):
-        asyncio.run(collect(stream(0, 5), stream(1, 2, RuntimeError("one")), stream(9, 0)))
+        asyncio.run(collect(stream(0, 5), stream(9, 0), late(stream(1, 2, RuntimeError("one")))))
     assert sorted(closed) == [0, 1, 9]

@@ -81,4 +81,17 @@ def test_pool_grows_under_load_and_shrinks_without_failing_a_request(ray_cluster
     finally:
         ended.set()
         serve.shutdown()
+        wait_until_serve_has_ended()
     assert not failed
+
+
+def wait_until_serve_has_ended() -> None:
+    """Wait for the end of Serve's controller, or the next module would deploy to one that is about to end."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+        except ValueError:
+            return
+        time.sleep(0.1)
+    raise AssertionError("Serve does not end")
