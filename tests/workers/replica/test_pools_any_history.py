@@ -107,8 +107,9 @@ TestPools.settings = HISTORIES
 
 
 @pytest.mark.soak
-def test_pools_in_ten_thousand_histories_all_end() -> None:
-    run_state_machine_as_test(Pools, settings=settings(HISTORIES, max_examples=10_000))
+@pytest.mark.timeout(3600)
+def test_pools_in_five_thousand_histories_all_end() -> None:
+    run_state_machine_as_test(Pools, settings=settings(HISTORIES, max_examples=5000))
 
 
 @contextmanager
