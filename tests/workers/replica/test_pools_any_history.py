@@ -4,15 +4,17 @@ pages that less urgent ones hold."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgpack
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from crossdock.kvtransfer.events import Arrived, Figures
 from crossdock.workers.schedule import handoff, kv
 from crossdock.workers.schedule.admission import num_places
 from crossdock.workers.schedule.order import order_prefills
-from crossdock.workers.schedule.request import Leg, Request
+from crossdock.workers.schedule.request import Leg, Request, Status
 from crossdock.workers.schedule.table import RequestTable
 
 from .pools_world import World
@@ -139,6 +141,20 @@ def test_pools_that_grant_without_offers_deadlock() -> None:
     search = settings(HISTORIES, max_examples=500, database=None, **once)
     with grants_without_offers(), pytest.raises(AssertionError, match="not everything ends"):
         run_state_machine_as_test(Pools, settings=search)
+
+
+def test_prompt_that_arrives_with_another_length_is_computed_here() -> None:
+    """Its pages are of another prompt, or of another output before it: decoding from them would give wrong tokens."""
+    world = World(26, 26)
+    client = world.submit(40, "standard", 12)
+    while not world.decode.scheduler.held:
+        world.go_round()
+    (request,) = world.decode.scheduler.held
+    state = msgpack.packb(7)
+    world.decode.handover.handle(Arrived(request.id, request.epoch, request.num_tokens - 1, state, Figures()))
+    assert (request.leg, request.status) == (Leg.LOCAL, Status.WAITING)
+    world.settle()
+    assert client.is_over
 
 
 def overload(world: World) -> None:
