@@ -40,6 +40,7 @@ class RequestTable:
     returned: list[Request] = field(default_factory=list)  # since `Scheduler.take_returned`
     kept_back: set[str] = field(default_factory=set)  # waiting requests behind an offered one that lacks pages
     mean_output: float = 0.0  # tokens of an output, averaged over recent ones
+    num_outputs: int = 0  # that have ended
     now: float = 0.0  # time of the step that is being scheduled, in seconds
     assumed_ended: Collection[str] = ()  # requests of a step in flight that is assumed to have ended, see ahead.py
     needs_preemption: bool = False  # see Scheduler.needs_preemption
@@ -197,7 +198,9 @@ class RequestTable:
         elif not request.num_in_flight_tokens:
             self.pages.release(request.owner)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.mean_output += (request.num_output_tokens - self.mean_output) * _OUTPUT_WEIGHT
+            self.num_outputs += 1
+            weight = max(_OUTPUT_WEIGHT, 1 / self.num_outputs)
+            self.mean_output += (request.num_output_tokens - self.mean_output) * weight
         request.status = Status.FINISHED
         request.finish_reason = reason
         del self._by_id[request.id]

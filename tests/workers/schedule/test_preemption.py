@@ -73,3 +73,15 @@ def test_request_is_preempted_only_if_the_urgent_one_can_start() -> None:
         assert replica.step().batch, "there is work, so a step must do some"
         assert scheduler.num_preemptions == 0 or urgent.num_computed_tokens
     assert urgent.num_cached_tokens == 20
+
+
+def test_streams_are_not_preempted_once_the_length_of_outputs_is_known() -> None:
+    """Admission leaves room for as many tokens as recent outputs had; 30 are preempted where it leaves a page each."""
+    replica = ModelFreeReplica(new_scheduler(num_pages=64, caching=False))
+    for number in range(60):
+        replica.add(f"{number}", 20, max_tokens=40)
+    while len(replica.scheduler.requests()) > 56:
+        replica.step()
+    before = replica.scheduler.num_preemptions
+    replica.run()
+    assert replica.scheduler.num_preemptions <= before + 4, "those that were admitted before"
