@@ -257,7 +257,7 @@ def test_clients_that_disconnect_at_any_moment_leave_no_owned_page(url: str) -> 
 
     asyncio.run(crowd())
     wait_until_idle(url)
-    assert metric(url, 'crossdock_requests_total{finish_reason="abort"') > 100  # others left sooner, or were refused
+    assert metric(url, 'crossdock_requests_total{finish_reason="abort"') > 20  # others left sooner, or were refused
     assert metric(url, "crossdock_requests_total{") > before
     assert metric(url, "crossdock_cancelled_kv_bytes_total") > 0
 

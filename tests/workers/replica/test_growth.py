@@ -15,6 +15,7 @@ BOUNDED = (  # the end of a path, and the most entries
     ("._fence._epochs", 16_384),
     ("._ended._epochs", 16_384),
     ("._merger._over", 1024),
+    ("._early_offers", 4096),
     ("cost_fit._errors", 4096),
     ("cost_fit._overruns", 4096),
     (".pages._free", 512),  # of all pages there are
