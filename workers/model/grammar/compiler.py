@@ -26,7 +26,7 @@ from crossdock.workers.schedule.request import Grammar, InvalidField, Overloaded
 logger = logging.getLogger(__name__)
 
 _MOST_CACHED = 128  # compiled grammars and refusals
-_MOST_CACHED_BYTES = 64 << 20
+_MOST_CACHED_BYTES = 256 << 20
 _MOST_WAITING = 16  # different grammars; most compile within 50 ms
 _PATIENCE_S = 6.0  # of a request for its grammar; a router waits 10 s for a replica's answer
 _RETRY_S = 2.0
