@@ -345,6 +345,8 @@ class RequestLife:
         assert self._prefill is not None
         prefill, self._prefill = self._prefill, None
         self._working.remove(prefill)
+        if prefill in self._watch.asked:  # its answer is not awaited any more
+            self._watch.asked.remove(prefill)
         return [Detach(prefill, self.attempt, is_running), *self._check_gap(now)]
 
     def _lose(self, error: ReplicaLost, now: float, *blamed: str) -> list[Action]:

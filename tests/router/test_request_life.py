@@ -540,7 +540,7 @@ class AnyLife(RuleBasedStateMachine):
         self.asked: set[str] = set()
 
     def sample(self, output: Sequence[int], replica: str) -> int:
-        return hash((*output, ord(replica) if self.are_unlike else 0))
+        return abs(hash((*output, ord(replica) if self.are_unlike else 0))) % 1000
 
     def do(self, actions: Sequence[Action]) -> None:
         """Carry out actions as a driver does, and check each of them."""
