@@ -352,6 +352,14 @@ def test_progress_of_either_replica_of_a_pair_counts_and_without_any_the_request
     assert "has not moved at replica d and p for 121 s" in str(again.loss)
 
 
+def test_prefill_replica_that_ships_while_it_is_asked_is_not_waited_for() -> None:
+    life = paired_life()
+    ask_both(life, 100.0)
+    life.shipped("p", 0, 100.5)
+    assert life.progress("d", 0, ["held", 1], 101.0) == []
+    assert life.tick(life.deadline) == [Ask("d", 0)]
+
+
 @pytest.mark.parametrize("forgets", [False, True])
 def test_prefill_replica_that_forgot_the_request_or_is_silent_is_left_out(forgets: bool) -> None:
     """The decode replica has the pages, or computes the prompt."""
