@@ -21,7 +21,6 @@ _FIRST_REPEAT_S = 0.5
 """Seconds until an unanswered Abort is repeated. The pause doubles with every repetition."""
 _MAX_REPEAT_S = 30.0
 
-
 _MAX_OFFERED = 4096
 """Transfers whose offers are remembered, also before they are expected. A forgotten offer is repeated after a Wait."""
 
@@ -171,9 +170,7 @@ class Receiver:
         if expected is None or source is None:
             if isinstance(message, Hello | Offer) and self._fence.has_ended(*key):
                 self._out.append(Send(peer, Abort(*key, self.blob)))
-            elif not isinstance(
-                message, Hello | Offer
-            ):  # an early one is no error: the source may start before the target
+            elif not isinstance(message, Hello | Offer):  # these may come early: the source may start first
                 self.num_unknown += 1
             return self._flush()
         if not source.is_heard:

@@ -15,7 +15,7 @@ _CONFIGS = (
     "quant_config.json",
     "quantize_config.json",
 )
-"""What changes logits besides weights. The first includes rope, data type and most quantisations."""
+"""Files that change logits besides weights. The first includes rope, data type and most quantisations."""
 _OTHER_WEIGHTS = ("*.gguf", "*.bin", "*.pt", "*.pth")
 _BLOCK = 4096  # bytes of one sample
 _STRIDE = 1 << 20  # bytes from one sample of a tensor to the next
