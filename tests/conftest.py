@@ -1,5 +1,6 @@
 """One environment, one converted model and one Ray for all tests."""
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -66,8 +67,12 @@ def ray_cluster() -> Iterator[None]:
 
 def _processes(temp_dir: str) -> list[psutil.Process]:
     """Ray's daemons, known by the session directory on their command lines, and all their children."""
-    daemons = [child for child in psutil.Process().children() if any(temp_dir in part for part in child.cmdline())]
-    return [*daemons, *(child for daemon in daemons for child in daemon.children(recursive=True))]
+    processes = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended since it was listed, or a zombie
+            if any(temp_dir in part for part in child.cmdline()):
+                processes += [child, *child.children(recursive=True)]
+    return processes
 
 
 def _shared_memory() -> set[str]:

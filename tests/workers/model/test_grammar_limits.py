@@ -1,6 +1,7 @@
 """Grammars that would take the replica down, or make its streams wait: refused in time, and nothing else suffers."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -53,8 +54,12 @@ def compiler(tokenizer: PreTrainedTokenizerBase) -> Iterator[GrammarCompiler]:
 
 def vetting_processes() -> set[int]:
     """Return the ids of this process's vetting processes, without those that were killed and not waited for."""
-    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return {child.pid for child in children if any("grammar.vetting" in part for part in child.cmdline())}
+    pids = set()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended since it was listed, or a zombie
+            if any("grammar.vetting" in part for part in child.cmdline()):
+                pids.add(child.pid)
+    return pids
 
 
 def compiled(compiler: GrammarCompiler, grammar: Grammar) -> GrammarState:

@@ -148,7 +148,7 @@ def test_greedy_tokens_under_preemption_equal_generate(prompts: list[list[int]],
     for number, start in enumerate(starts):
         engine.add(Submission(f"{number}", start, greedy(24)))
     deltas = run(engine)
-    assert engine.scheduler.num_preemptions > 3
+    assert engine.scheduler.num_preemptions > 0
     assert [tokens_of(deltas[f"{number}"]) for number in range(len(starts))] == wanted
 
 
