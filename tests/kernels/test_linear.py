@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crossdock.kernels.build import cpu_flags
-from crossdock.kernels.decoder import PackedLinear
+from crossdock.kernels.linear import OwnLinear
 
 pytestmark = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="the kernel needs AVX512-BF16")
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="the ke
 @pytest.mark.parametrize(("N", "K"), [(16, 2), (48, 64), (80, 576), (960, 30), (1616, 128)])
 def test_product_is_exact_to_rounding_and_rows_are_independent(N: int, K: int) -> None:
     weight = torch.randn(N, K).bfloat16()
-    linear = PackedLinear(weight)
+    linear = OwnLinear(weight)
     x = torch.randn(211, K).bfloat16()
     exact = x.double() @ weight.double().T
     whole = linear(x)
