@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from crossdock.kernels import backend
-from crossdock.kernels.backend import CPP, TORCH, choose_attention
+from crossdock.kernels.backend import TORCH, choose_attention
 
 from .test_attention import MIXED, Case
 
