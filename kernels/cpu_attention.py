@@ -44,6 +44,10 @@ class CpuAttention:
                 self._choices[heads] = single, single
         return self._choices[heads]
 
+    def chosen(self) -> list[tuple[Heads, tuple[Choice, Choice]]]:
+        """Return the shapes of heads seen so far, and their choices."""
+        return list(self._choices.items())
+
     def paged_attention(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, **options: Any
     ) -> Tensor:
