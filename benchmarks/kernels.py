@@ -103,7 +103,7 @@ def attention(seconds: float) -> None:
         (t,) = milliseconds(seconds, lambda x=x, y=y: F.scaled_dot_product_attention(x, y, y, is_causal=True))
         print(f"for comparison, torch SDPA is_causal on contiguous {dtype} 2048: {t:.1f} ms")
     for count in (8, 512):
-        q, k, v, batch = batch_of([(count, count)], torch.bfloat16)
+        _, k, v, batch = batch_of([(count, count)], torch.bfloat16)
         new = torch.randn(count, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
         (t,) = milliseconds(seconds / 4, lambda new=new, k=k, v=v, batch=batch: store_kv(new, new, k, v, batch.slots))
         print(f"store_kv of {count} tokens: {1e3 * t:.1f} us")
