@@ -146,5 +146,5 @@ def _cells(past: int, heads: Heads) -> Cells:
 
         calls: dict[Kernel, Callable[[], None]] = {"own": own, "torch": flash}
         for kernel, call in calls.items():
-            cells[kernel, rows] = [Timed(call)]
+            cells[kernel, rows] = [Timed([call])]
     return cells

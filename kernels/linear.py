@@ -4,6 +4,7 @@ import ctypes
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ _HUGE_PAGE = 2 << 20
 _ROW_MULTIPLE = 8
 ROWS = (1, 4, 8, 16, 32, 64, 256)  # numbers of rows that are measured; 1,024 chooses as 256 does
 _MAX_BYTES = 32 << 20  # of weights measured per shape: more than stays in a core's cache, as a model's layers are
-_MAX_FLOPS = 5e8  # of one timed call: with many rows a few weights are enough
+_SLICE_BYTES = 8 << 20  # of a weight that is larger, so many are measured at a time
 
 
 def padded(rows: int) -> int:
@@ -131,25 +132,35 @@ def linear_choice(
 
 
 def linear_cells(weights: Sequence[Weights], dtype: torch.dtype, kernels: Sequence[Kernel]) -> Cells:
-    """Return calls whose scaled seconds are those of all `weights`, for each kernel and each number of `ROWS`."""
+    """Return calls whose scaled seconds are those of all `weights`, for each kernel and each number of `ROWS`.
+
+    A call is one matrix, or a slice of its outputs small enough for a short call. The slices of several matrices are
+    called in turn: a weight that stays in the cache would make all kernels too fast.
+    """
     cells: Cells = {}
     for each in weights:
-        height = min(each.out_features, max(_MAX_BYTES // (each.in_features * dtype.itemsize) // 16 * 16, 16))
-        one = torch.full((height, each.in_features), 0.01, dtype=dtype)
-        copies = max(1, min(each.count, _MAX_BYTES // (one.numel() * dtype.itemsize)))
-        for kernel in kernels:
-            linears = [FORMATS[kernel](one.clone()) for _ in range(copies)]
-            for rows in ROWS:
-                used = linears[: max(1, int(_MAX_FLOPS / (2 * rows * one.numel())))]
-                x = torch.full((rows, each.in_features), 0.01, dtype=dtype)
-
-                def call(used: Sequence[Callable[[Tensor], Tensor]] = used, x: Tensor = x) -> None:
-                    for linear in used:
-                        linear(x)
-
-                scale = each.count / len(used) * each.out_features / height
-                cells.setdefault((kernel, rows), []).append(Timed(call, scale))
+        heights = [_slice_height(each, rows, dtype) for rows in ROWS]
+        for height in set(heights):
+            scale = each.count * each.out_features / height
+            one = torch.full((height, each.in_features), 0.01, dtype=dtype)
+            copies = max(1, min(int(scale), _MAX_BYTES // (one.numel() * dtype.itemsize)))
+            for kernel in kernels:
+                linears = [FORMATS[kernel](one.clone()) for _ in range(copies)]
+                for rows in (rows for rows, own in zip(ROWS, heights, strict=True) if own == height):
+                    used = linears[: max(1, int(5 * _call_flops() / (2 * rows * one.numel())))]
+                    x = torch.full((rows, each.in_features), 0.01, dtype=dtype)
+                    cells.setdefault((kernel, rows), []).append(Timed([partial(linear, x) for linear in used], scale))
     return cells
+
+
+def _slice_height(weights: Weights, rows: int, dtype: torch.dtype) -> int:
+    """Return how many outputs of a matrix one call computes, a multiple of 48 unless it is all of them."""
+    most = min(_SLICE_BYTES / dtype.itemsize, _call_flops() / (2 * rows)) / weights.in_features
+    return min(weights.out_features, max(int(most) // 48 * 48, 48))
+
+
+def _call_flops() -> float:
+    return 1e8 * torch.get_num_threads()
 
 
 class ChosenLinear:

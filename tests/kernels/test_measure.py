@@ -36,7 +36,7 @@ def cells(clock: list[float]) -> Cells:
         def call() -> None:
             clock[0] += seconds
 
-        return Timed(call, scale=10)
+        return Timed([call], scale=10)
 
     return {
         ("own", 1): [taking(0.01)],
@@ -109,7 +109,7 @@ def _ask_at_once(folder: str, number: int, barrier: object, answers: object) -> 
         def call() -> None:
             sum(range(20_000 * (number + 1)))
 
-        return {(kernel, rows): [Timed(call)] for kernel in ("own", "torch") for rows in ROWS}  # type: ignore[misc]
+        return {(kernel, rows): [Timed([call])] for kernel in ("own", "torch") for rows in ROWS}  # type: ignore[misc]
 
     barrier.wait()  # type: ignore[attr-defined]
     measured_choice("products", {}, ("own", "torch"), ROWS, slower_with_every_process)

@@ -135,8 +135,5 @@ def test_fused_rows_depend_on_no_batch_and_no_chunks() -> None:
             assert torch.equal(ours, theirs)
 
 
-def test_float32_model_is_fused_only_where_the_cpu_has_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
-    assert not is_fused(wrap_module(build("llama", WIDE)))
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    assert is_fused(wrap_module(build("llama", WIDE)))
+def test_float16_model_is_not_fused() -> None:
+    assert not is_fused(wrap_module(build("llama", WIDE).to(torch.float16)))
