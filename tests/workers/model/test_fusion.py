@@ -38,6 +38,7 @@ FUSED: dict[str, dict[str, Any]] = {
 NOT_FUSED: dict[str, dict[str, Any]] = {
     "llama head_dim": {},  # 12 is no multiple of 32
     "granite": {**WIDE, "attention_multiplier": 0.5, "residual_multiplier": 0.3},  # same parts, other arithmetic
+    "gemma": WIDE,  # other norms
     "gemma2": {**WIDE, "query_pre_attn_scalar": 32},
     "phi3": WIDE,
     "olmo2": WIDE,
