@@ -226,7 +226,8 @@ def _classes(now: Scrape, change: Scrape) -> RenderableType:
         every = change.total(name, **which)
         return _percent((change.total(name, **which, **{scrape.OUTCOME: "met"}) or 0.0) / every if every else None)
 
-    table = Table("class", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("class", no_wrap=True)
     for title in ("TTFT p50", "p99", "met", "token gap p50", "p99", "TPOT met", "refused", "tokens waiting"):
         table.add_column(title, justify="right")
     for name in sorted({name for metric in listed for name in now.by(metric, scrape.CLASS)}, key=_class_order):
@@ -249,7 +250,11 @@ def _flights(requests: Sequence[Mapping[str, Any]] | None, rows: int) -> Rendera
         return Text("requests in flight: -", "dim")
     if not requests:
         return Text("no requests in flight", "dim")
-    table = Table("request", "class", "state", "prefill", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("request", no_wrap=True)
+    table.add_column("class")
+    table.add_column("state", no_wrap=True)
+    table.add_column("prefill", max_width=20)  # the bar, which is shorter on a narrow terminal
     for title in ("computed", "prompt", "output", "waiting"):
         table.add_column(title, justify="right")
     for request in sorted(requests, key=_flight_order)[:rows]:
@@ -258,7 +263,7 @@ def _flights(requests: Sequence[Mapping[str, Any]] | None, rows: int) -> Rendera
             escape(str(request.get("request_id") or request.get("id", "-"))[-24:]),
             str(request.get("slo_class", "-")),
             str(request.get("state", "-")),
-            ProgressBar(prompt, computed, width=20) if _is_prefilling(request) else "",
+            ProgressBar(prompt, computed) if _is_prefilling(request) else "",
             _number(computed),
             _number(prompt),
             _number(request.get("num_output_tokens")),
