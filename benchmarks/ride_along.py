@@ -2,16 +2,16 @@
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/ride_along.py       # four chunks, 0 to 16 decodes, seven rounds
 
-Prints a row per size of chunk: prompt tokens/s of steps with the chunk alone and, for 1, 4, 8 and 16 decodes in the same
-step, three shares:
+Prints a row per size of chunk: prompt tokens/s of steps with the chunk alone and, for 1, 4, 8 and 16 decodes in the
+same step, three shares:
 
 - prompt tokens/s, relative to the chunk alone,
 - all tokens/s, decodes included, likewise,
 - seconds of the step, relative to the same work in two steps, one of the chunk and one of the decodes.
 
-Every round measures all steps of a chunk size side by side, so that a load from elsewhere on the machine affects all of
-them alike. A share is the median over the rounds, with the range of the first one in brackets. The chunk and each stream
-have the same number of tokens before them.
+Every round measures all steps of a chunk size side by side, so that a load from elsewhere on the machine affects all
+of them alike. A share is the median over the rounds, with the range of the first one in brackets. The chunk and each
+stream have the same number of tokens before them.
 """
 
 import argparse

@@ -15,7 +15,7 @@ Report = Callable[[float, float | None], None]  # what is done, and the total; N
 
 
 @contextmanager
-def progress(console: Console, what: str, unit: str = "", every_s: float = LINE_S) -> Iterator[Report]:
+def progress(console: Console, what: str, unit: str = "") -> Iterator[Report]:
     """Yield a function that takes how much is done and of how much in all.
 
     `unit` names what is counted, e.g. requests; without it the progress is shown in percent.
@@ -54,7 +54,7 @@ def progress(console: Console, what: str, unit: str = "", every_s: float = LINE_
     started, is_over = time.monotonic(), threading.Event()
 
     def write_lines() -> None:
-        while not is_over.wait(every_s):
+        while not is_over.wait(LINE_S):
             shown = ", ".join(part for part in (text(), f"{time.monotonic() - started:.0f} s") if part)
             console.print(escape(f"{what}: {shown}"), soft_wrap=True, highlight=False)
 

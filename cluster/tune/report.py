@@ -50,7 +50,7 @@ def stalls(curves: Curves) -> Table:
         if stall is None:
             return _EMPTY
         mark = "" if curves.is_measured(chunk, decodes) else "~"
-        return f"{mark}{stall * 1e3:.0f}" + (f" {efficiency:4.0%}" if efficiency is not None else "")
+        return f"{mark}{_short(stall * 1e3)}" + (f" {efficiency:4.0%}" if efficiency is not None else "")
 
     title = "Worst stall in ms, and prefill tokens/s relative to the best, by streams"
     return _by_chunk(title, caption, (0, *curves.chunks), curves.decodes, cell)
@@ -62,10 +62,15 @@ def trade_off(found: Findings) -> Table:
 
     def cell(chunk: int, decodes: int) -> str:
         ttft, tpot = curves.ttft(found.prompt, chunk, decodes), curves.tpot(chunk, decodes)
-        return _EMPTY if ttft is None or tpot is None else f"{ttft:.2f} {tpot * 1e3:5.0f}"
+        return _EMPTY if ttft is None or tpot is None else f"{_short(ttft)} {_short(tpot * 1e3):>5}"
 
     title = f"TTFT in s of a prompt of {found.prompt} tokens, and TPOT in ms, by streams beside it"
     return _by_chunk(title, None, curves.chunks, [decodes for decodes in curves.decodes if decodes], cell)
+
+
+def _short(value: float) -> str:
+    """Return three digits, or all digits of a larger number."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 _EMPTY = "–"  # noqa: RUF001  # the en dash of an empty table cell

@@ -7,9 +7,13 @@ import time
 import pytest
 from rich.console import Console
 
+from crossdock.cluster.bench import progress as module
 from crossdock.cluster.bench.progress import progress
 
-OFTEN_S = 0.001
+
+@pytest.fixture
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINE_S", 0.001)
 
 
 def wait_for(file: io.StringIO, text: str) -> None:
@@ -25,9 +29,10 @@ def log() -> tuple[Console, io.StringIO]:
     return Console(file=file, width=80), file
 
 
+@pytest.mark.usefixtures("_often")
 def test_log_has_a_plain_line_now_and_then() -> None:
     console, file = log()
-    with progress(console, "chat [mix]", "requests", every_s=OFTEN_S) as report:
+    with progress(console, "chat [mix]", "requests") as report:
         report(3, 10)
         wait_for(file, "chat [mix]: 3 of 10 requests, 0 s\n")
         report(4, None)
@@ -37,26 +42,29 @@ def test_log_has_a_plain_line_now_and_then() -> None:
     assert all(len(line.split()) <= 9 for line in written.splitlines())
 
 
+@pytest.mark.usefixtures("_often")
 def test_log_shows_percent_without_a_unit_and_never_more_than_all() -> None:
     console, file = log()
-    with progress(console, "Measuring", every_s=OFTEN_S) as report:
+    with progress(console, "Measuring") as report:
         report(1, 4)
         wait_for(file, "Measuring: 25%, ")
         report(5, 4)
         wait_for(file, "Measuring: 100%, ")
 
 
+@pytest.mark.usefixtures("_often")
 def test_log_has_lines_before_anything_is_done() -> None:
     console, file = log()
-    with progress(console, "Loading", every_s=OFTEN_S):
+    with progress(console, "Loading"):
         wait_for(file, "Loading: 0 s\n")
 
 
+@pytest.mark.usefixtures("_often")
 def test_no_thread_is_left_after_an_error() -> None:
     console, file = log()
 
     def fail() -> None:
-        with progress(console, "Loading", every_s=OFTEN_S):
+        with progress(console, "Loading"):
             wait_for(file, "Loading")
             raise ValueError("failed")
 
@@ -72,10 +80,11 @@ def test_short_command_writes_nothing_to_a_log() -> None:
     assert not file.getvalue()
 
 
+@pytest.mark.usefixtures("_often")
 def test_terminal_has_a_bar_that_goes_away() -> None:
     file = io.StringIO()
     console = Console(file=file, width=80, force_terminal=True)
-    with progress(console, "chat", "requests", every_s=OFTEN_S) as report:
+    with progress(console, "chat", "requests") as report:
         report(3, 10)
     assert "3 of 10 requests" in file.getvalue()
     assert file.getvalue().endswith("\x1b[2K")  # the line is erased

@@ -214,7 +214,7 @@ def test_scrape_has_vllm_metrics_that_its_dashboards_query(url: str) -> None:
                 assert re.sub("_(total|bucket|sum|count)$", "", name) in absent, f"{dashboard}: {name}"
             else:
                 assert {*labels} <= {*samples[name].labels}, f"{dashboard}: {name}"
-    assert {sample.labels["replica"] for sample in families["vllm:num_requests_running"].samples} == pools.everyone()
+    assert {sample.labels["replica"] for sample in families["vllm:num_requests_running"].samples} == {*pools.everyone()}
 
 
 def test_scrape_has_all_metrics_of_dashboard_and_alerts(url: str) -> None:
