@@ -44,6 +44,8 @@ def stalls(curves: Curves) -> Table:
     caption = f"100 % are {curves.best_rate:.0f} tokens/s; contexts of {', '.join(map(str, contexts))} tokens"
     if len(curves.measured) < len(curves.cells):
         caption += "; ~ is interpolated"
+    if any("≤" in _head(curves, decodes) for decodes in curves.decodes):
+        caption += "; ≤: only contexts up to this size fit"
 
     def cell(chunk: int, decodes: int) -> str:
         stall, efficiency = curves.stall(chunk, decodes), curves.efficiency(chunk, decodes) if chunk else None
@@ -52,8 +54,8 @@ def stalls(curves: Curves) -> Table:
         mark = "" if curves.is_measured(chunk, decodes) else "~"
         return f"{mark}{_short(stall * 1e3)}" + (f" {efficiency:4.0%}" if efficiency is not None else "")
 
-    title = "Worst stall in ms, and prefill tokens/s relative to the best, by streams"
-    return _by_chunk(title, caption, (0, *curves.chunks), curves.decodes, cell)
+    title = "Worst stall in ms; prefill tokens/s, % of the best; by streams"
+    return _by_chunk(title, caption, curves, cell, with_decodes_alone=True)
 
 
 def trade_off(found: Findings) -> Table:
@@ -64,8 +66,8 @@ def trade_off(found: Findings) -> Table:
         ttft, tpot = curves.ttft(found.prompt, chunk, decodes), curves.tpot(chunk, decodes)
         return _EMPTY if ttft is None or tpot is None else f"{_short(ttft)} {_short(tpot * 1e3):>5}"
 
-    title = f"TTFT in s of a prompt of {found.prompt} tokens, and TPOT in ms, by streams beside it"
-    return _by_chunk(title, None, curves.chunks, [decodes for decodes in curves.decodes if decodes], cell)
+    title = f"TTFT in s of {found.prompt} tokens; TPOT in ms; by streams"
+    return _by_chunk(title, None, curves, cell)
 
 
 def _short(value: float) -> str:
@@ -77,11 +79,17 @@ _EMPTY = "–"  # noqa: RUF001  # the en dash of an empty table cell
 
 
 def _by_chunk(
-    title: str, caption: str | None, chunks: Sequence[int], decodes: Sequence[int], cell: Callable[[int, int], str]
+    title: str,
+    caption: str | None,
+    curves: Curves,
+    cell: Callable[[int, int], str],
+    *,
+    with_decodes_alone: bool = False,
 ) -> Table:
     """Return a table with a row for each chunk and a column for each number of streams.
 
-    Where it is too wide for the terminal, cells take two lines, and the column of the chunks stays.
+    `with_decodes_alone`: also a row without a chunk, and a column without streams. Where the table is too wide for the
+    terminal, cells take two lines, and the column of the chunks stays.
     """
     out = Table(
         title=title,
@@ -92,11 +100,19 @@ def _by_chunk(
         caption_justify="left",
     )
     out.add_column("chunk", justify="right", style="bold", no_wrap=True)
-    for streams in decodes:
-        out.add_column(str(streams) if streams else "none", justify="right")
-    for chunk in chunks:
-        out.add_row(str(chunk) if chunk else "none", *(cell(chunk, streams) for streams in decodes))
+    columns = [decodes for decodes in curves.decodes if decodes or with_decodes_alone]
+    for decodes in columns:
+        out.add_column(_head(curves, decodes), justify="right")
+    for chunk in (*((0,) if with_decodes_alone else ()), *curves.chunks):
+        out.add_row(str(chunk) if chunk else "none", *(cell(chunk, decodes) for decodes in columns))
     return out
+
+
+def _head(curves: Curves, decodes: int) -> str:
+    """Return the head of a column, with its longest context where the longest of all did not fit beside the streams."""
+    longest = max(cell.context for cell in curves.cells if cell.decodes == decodes)
+    name = str(decodes) if decodes else "none"
+    return name if longest == max(cell.context for cell in curves.cells) else f"{name} ≤{longest}"
 
 
 def _streams(decodes: int) -> str:
@@ -274,6 +290,7 @@ def plot(found: Findings, path: Path) -> None:
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     curves, points = found.curves, _points(found)
     figure, panels = plt.subplots(
@@ -305,8 +322,11 @@ def plot(found: Findings, path: Path) -> None:
         )
     for axes in (left, *rest):
         axes.axvline(found.tpot_s * 1e3, color="tab:red", linestyle=":", label="target")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("{x:g}")
+        for axis in (axes.xaxis, axes.yaxis):
+            if axis.get_scale() == "log":
+                axis.set_minor_locator(LogLocator(subs=(2, 5)))
+                axis.set_major_formatter("{x:g}")
+                axis.set_minor_formatter("{x:g}")
         axes.legend(frameon=False)
     left.set_title(f"Chunks of {found.config.model.name} on {found.device}", loc="left", fontsize=10)
     figure.savefig(path, dpi=120)

@@ -67,7 +67,7 @@ class Sweep:
         self._cost, self._progressed = cost, progressed
         self._times: dict[Cell, list[float]] = {}
         self._finished: set[int] = set()  # numbers of streams
-        self._done = 0.0
+        self._done, self._unplanned = 0.0, 0.0  # predicted seconds; unplanned: of rounds after the planned ones
         self._rounds = min(repeats, 2)
         self._planned = {cell for line in self._lines() for cell in _chosen(line, lambda _: True)}
 
@@ -79,9 +79,15 @@ class Sweep:
                     pass
             self._finished.add(streams)
         for number in range(1, self._repeats):
-            for cell, times in self._times.items():
-                if number == 1 or max(times) > (1 + _ALIKE) * min(times):
-                    self._measure(cell)
+            again = [
+                cell
+                for cell, times in self._times.items()
+                if number < self._rounds or max(times) > (1 + _ALIKE) * min(times)
+            ]
+            if number >= self._rounds:
+                self._unplanned += sum(map(self._predicted, again))
+            for cell in again:
+                self._measure(cell)
 
     def cells(self) -> list[Cell]:
         """Return the cells of all finished numbers of streams, with their seconds, measured or interpolated."""
@@ -110,8 +116,8 @@ class Sweep:
         [seconds] = step[1]
         self._times.setdefault(cell, []).append(seconds)
         self._done += self._predicted(cell)
-        expected = self._rounds * sum(map(self._predicted, self._planned | {*self._times}))
-        self._progressed(self._done, max(expected, self._done))
+        expected = self._rounds * sum(map(self._predicted, self._planned | {*self._times})) + self._unplanned
+        self._progressed(self._done, expected)
         return seconds
 
     def _interpolated(self, cell: Cell) -> float:

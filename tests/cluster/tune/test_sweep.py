@@ -1,5 +1,6 @@
 """Which steps a sweep measures, on step costs that are known: few where the curve is straight, all where it is not."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -143,4 +144,12 @@ def test_progress_grows_to_all() -> None:
     assert len({round(total, 9) for _, total in progress}) == 1  # a straight curve needs what was planned
     assert progress[-1][0] == pytest.approx(progress[-1][1])
     _, _, unforeseen = swept(lambda cell: true_seconds(cell) * (2 if cell.chunk >= 512 else 1), repeats=2)
-    assert all(done <= total for done, total in unforeseen)
+    assert unforeseen[-1][0] == pytest.approx(unforeseen[-1][1])
+
+
+def test_progress_of_further_rounds_is_short_of_all_until_they_end() -> None:
+    noise = random.Random(0)
+    _, asked, progress = swept(lambda cell: true_seconds(cell) * noise.uniform(1, 2), repeats=4)
+    assert max(asked.count(cell) for cell in asked) == 4
+    assert [share for share in (done / total for done, total in progress) if share > 1 + 1e-9] == []
+    assert progress[-1][0] == pytest.approx(progress[-1][1])

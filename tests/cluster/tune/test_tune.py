@@ -257,6 +257,13 @@ def test_tables_keep_the_sizes_of_chunks_at_80_columns(decodes: tuple[int, ...])
         assert len(line) == 1 + 2 * (1 + len(decodes))  # all in one line
 
 
+def test_column_whose_long_contexts_did_not_fit_says_so() -> None:
+    """Else its steps look shorter than those beside fewer streams, whose contexts are longer."""
+    short = Curves([cell for cell in curves().cells if cell.decodes < 16 or cell.context == 100])
+    assert ["chunk", "none", "1", "4", "16", "≤100"] in rows(report.stalls(short))
+    assert not any("≤100" in line for line in rows(report.stalls(curves())))
+
+
 def test_promises_keep_the_streams_at_80_columns() -> None:
     assert [line[0] for line in rows(report.promises(findings()))][-3:] == ["1", "4", "16"]
 
