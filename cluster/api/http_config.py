@@ -38,6 +38,10 @@ class HttpConfig(BaseModel):
     trace_sample_ratio: float = Field(
         0.01, ge=0, le=1, description="Share of requests that are traced, among those that arrive without a trace."
     )
+    vllm_metrics: bool = Field(
+        False,
+        description="Show metrics at /metrics under vLLM's names too, for dashboards and autoscalers made for it.",
+    )
     model_aliases: tuple[str, ...] = Field((), description="Further names that the served model answers to.")
     max_logprobs: int = Field(20, ge=0, description="Most alternatives a request may ask for, per token.")
     trust_request_chat_template: bool = Field(

@@ -123,6 +123,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             help="Key that clients must send; given again: any of them.",
             envvar="CROSSDOCK_API_KEY",
         ),
+        Flag("http.vllm_metrics"),
     ),
     "Cluster and file": (
         Flag(

@@ -28,6 +28,7 @@ from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 _WINDOW = 5  # intervals that a frame covers: of one second's dozen steps p99 would be the slowest
 _TIMEOUT_S = 5.0  # for a response; a busy ingress takes seconds
+_ID = 20  # characters of a request's id, the last ones
 _BAR = 30  # cells of the KV bar
 
 
@@ -226,7 +227,8 @@ def _classes(now: Scrape, change: Scrape) -> RenderableType:
         every = change.total(name, **which)
         return _percent((change.total(name, **which, **{scrape.OUTCOME: "met"}) or 0.0) / every if every else None)
 
-    table = Table("class", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("class", no_wrap=True)
     for title in ("TTFT p50", "p99", "met", "token gap p50", "p99", "TPOT met", "refused", "tokens waiting"):
         table.add_column(title, justify="right")
     for name in sorted({name for metric in listed for name in now.by(metric, scrape.CLASS)}, key=_class_order):
@@ -249,16 +251,19 @@ def _flights(requests: Sequence[Mapping[str, Any]] | None, rows: int) -> Rendera
         return Text("requests in flight: -", "dim")
     if not requests:
         return Text("no requests in flight", "dim")
-    table = Table("request", "class", "state", "prefill", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))
+    for title in ("request", "class", "state"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("prefill", max_width=20)  # a bar: on a narrow terminal the only column that is cut
     for title in ("computed", "prompt", "output", "waiting"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     for request in sorted(requests, key=_flight_order)[:rows]:
         computed, prompt = request.get("num_computed_tokens", 0), request.get("num_prompt_tokens", 0)
         table.add_row(
-            escape(str(request.get("request_id") or request.get("id", "-"))[-24:]),
+            escape(str(request.get("request_id") or request.get("id", "-"))[-_ID:]),
             str(request.get("slo_class", "-")),
             str(request.get("state", "-")),
-            ProgressBar(prompt, computed, width=20) if _is_prefilling(request) else "",
+            ProgressBar(prompt, computed) if _is_prefilling(request) else "",
             _number(computed),
             _number(prompt),
             _number(request.get("num_output_tokens")),

@@ -289,3 +289,19 @@ def test_top_at_a_terminal_stays_until_a_key_ends_it(server: tuple[Deployment, T
     terminal.expect("the last ")
     terminal.send(key)
     assert terminal.close() == 0
+
+
+def test_tables_keep_their_keys_at_80_columns() -> None:
+    deployment = Deployment()
+    name = "req-0123456789abcdef"  # as long as an id is shown
+    in_flight = [flight(name, "interactive", "prefilling", 4096, 131_072, num_output_tokens=100)]
+    readings, served, clock = watching(deployment.text(), in_flight=in_flight)
+    readings.poll()
+    deployment.work()
+    served["text"], clock.now = deployment.text(), clock.now + 2
+    readings.poll()
+    screen = shown(readings, width=80)
+    assert row(screen, "interactive ").startswith("interactive ")
+    assert row(screen, "batch ").startswith("batch ")
+    assert "prefilling" in row(screen, name)
+    assert row(screen, name).endswith("4,096 131,072 100 0 ms")
