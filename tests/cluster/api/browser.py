@@ -14,7 +14,7 @@ import httpx
 from tests.cluster.ports import free_port
 
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
-REASON = f"needs Debian's packages chromium and chromium-driver; {' and '.join(MISSING)} missing"
+REASON = "needs a browser: apt-get install chromium chromium-driver"
 ARGUMENTS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1280,1100"
