@@ -79,6 +79,11 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self._post("goog/cdp/execute", cmd="Emulation.setEmulatedMedia", params={"features": features})
 
+    def resize(self, width: int, height: int) -> None:
+        """Set the size of the page in pixels, also below the least width of a window."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._post("goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=size)
+
     def complaints(self) -> list[str]:
         """Return the console's entries since the last call: errors of scripts, the network and the security policy."""
         return [entry["message"] for entry in self._post("se/log", type="browser")]
