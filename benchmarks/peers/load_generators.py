@@ -8,7 +8,8 @@
 
 Each in turn sends 32 completions to `crossdock serve`, 8 at a time, of about 128 prompt tokens and exactly 64 output
 tokens. Prints a row per generator: output tokens per second, and medians over requests in ms. They make unlike texts,
-so prompts differ by a few tokens. *TPOT*: time from a request's first to its last token over the tokens after the first.
+so prompts differ by a few tokens. *TPOT*: time from a request's first to its last token over the tokens after the
+first.
 """
 
 import argparse

@@ -252,6 +252,23 @@ def test_playground_follows_sliders(browser: Browser, open_api: LiveApi) -> None
 
 @needs_browser
 @pytest.mark.parametrize("path", ["/dashboard", "/playground/scheduler"])
+def test_pages_fit_a_narrow_screen(browser: Browser, open_api: LiveApi, path: str) -> None:
+    end = keep_busy(open_api)
+    try:
+        browser.resize(360, 900)
+        browser.prefers("dark")
+        browser.open(open_api.url + path)
+        browser.eventually(lambda: browser.text("#state") in ("live", "computed by this server's scheduler"))
+        browser.eventually(lambda: colours(browser) > 3)
+        keep(browser, f"{path.rpartition('/')[2]}-narrow")
+        assert browser.run("return document.documentElement.scrollWidth") <= 360
+    finally:
+        browser.resize(1280, 1100)
+        end()
+
+
+@needs_browser
+@pytest.mark.parametrize("path", ["/dashboard", "/playground/scheduler"])
 def test_pages_are_accessible(browser: Browser, open_api: LiveApi, path: str) -> None:
     """Every control has a name, every picture a text, and text contrasts with its background."""
     browser.prefers("light")
