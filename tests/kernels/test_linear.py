@@ -6,7 +6,7 @@ import torch
 from crossdock.kernels.build import cpu_flags
 from crossdock.kernels.decoder import PackedLinear
 
-pytestmark = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="the kernel needs AVX512-BF16")
+pytestmark = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="needs a CPU with AVX512-BF16")
 
 
 @pytest.mark.parametrize(("N", "K"), [(16, 2), (48, 64), (80, 576), (960, 30), (1616, 128)])

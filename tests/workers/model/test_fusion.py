@@ -13,7 +13,7 @@ from crossdock.workers.model.model import PagedModel
 from tests.workers.architectures import build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
 
-pytestmark = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="the fused kernel needs AVX512-BF16")
+pytestmark = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="needs a CPU with AVX512-BF16")
 
 WIDE = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}
 FUSED: dict[str, dict[str, Any]] = {
