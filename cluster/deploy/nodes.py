@@ -87,7 +87,8 @@ class DeployConfig(BaseModel):
     )
     ssh_user: str = Field("ubuntu", description="ray up: user of the SSH connections.")
     ssh_private_key: str | None = Field(
-        None, description="ray up: file with the key of the SSH connections; null: the provider makes one. local needs it."
+        None,
+        description="ray up: file with the key of the SSH connections; null: the provider makes one. local needs it.",
     )
 
     @property
