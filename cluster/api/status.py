@@ -54,9 +54,7 @@ class ServerStatus:
         try:
             data = [] if self._decisions is None else await self._decisions()
         except TimeoutError:
-            raise ApiError(
-                "The scaler does not answer.", status=503, kind="server_error", code="not_ready"
-            ) from None
+            raise ApiError("The scaler does not answer.", status=503, kind="server_error", code="not_ready") from None
         return json_answer({"object": "list", "data": data})
 
     async def health(self) -> Response:

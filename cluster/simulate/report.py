@@ -72,10 +72,9 @@ def describe_decision(found: Mapping[str, Any]) -> str:
         change = f"{found['pool']}: {found['replicas_before']} to {found['replicas']} replicas"
     else:
         change = f"{found['replica']}: {found['role_before']} to {found['role']}"
-    return (
-        f"{change} ({found['reason']}; {load['demand']:.2f} replicas' work: {load['prompt_share']:.2f} s of prompts per "
-        f"second, {load['waiting_s']:.2f} s waiting, steps of {1e3 * load['step_s']:.0f} ms for {load['streams']} streams)"
-    )
+    work = f"{load['demand']:.2f} replicas' work: {load['prompt_share']:.2f} s of prompts per second"
+    streams = f"steps of {1e3 * load['step_s']:.0f} ms for {load['streams']} streams"
+    return f"{change} ({found['reason']}; {work}, {load['waiting_s']:.2f} s waiting, {streams})"
 
 
 def _pool(outcome: Outcome, name: str) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def test_cluster_comes_up_over_ssh_serves_upgrades_without_losing_a_stream_and_g
     ours = psutil.Popen([bystander, "900"])
     theirs = psutil.Popen(cluster["head"].command("cp /bin/sleep /tmp/raylet; exec /tmp/raylet 900"))
     try:
-        render(laptop, Target.RAY_UP, "ray-cluster.yaml", 64)
+        render(laptop, Target.RAY_UP, "ray-cluster.yaml", 128)
         laptop.run("ray get-auth-token --generate")
         while not cluster["head"].processes("/tmp/raylet"):
             time.sleep(0.1)
@@ -113,8 +113,8 @@ def test_cluster_comes_up_over_ssh_serves_upgrades_without_losing_a_stream_and_g
 
         with subprocess.Popen(laptop.command(f"exec ray dashboard {CLUSTER}"), stdin=subprocess.PIPE) as forward:
             try:
-                deploy(laptop, 64)
-                before = wait_for_budget(laptop, 64)
+                deploy(laptop, 128)
+                before = wait_for_budget(laptop, 128)
                 note("serve deploy: two replicas answer")
                 assert [len(cluster[name].processes("ray::ServeReplica:crossdock:mixed")) for name in ("one", "two")]
                 outcome = upgraded(laptop, before, note)
@@ -152,8 +152,8 @@ def upgraded(laptop: Machine, before: dict[str, int], note: Any) -> dict[str, An
     command = laptop.command(f"python clients.py {SECRET} {urls}")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as clients:
         time.sleep(5)
-        deploy(laptop, 96)
-        after = wait_for_budget(laptop, 96)
+        deploy(laptop, 160)
+        after = wait_for_budget(laptop, 160)
         note("serve deploy: two other replicas answer")
         assert not after.keys() & before.keys()
         time.sleep(5)

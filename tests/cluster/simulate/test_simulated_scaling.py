@@ -43,7 +43,9 @@ def test_replica_that_is_given_up_finishes_its_streams_and_takes_no_others() -> 
     jobs = [*arrivals(0, 4, 0.2, 256, 4), *arrivals(4, 5, 0.25, 16, 700), *arrivals(30, 31, 0.5, 16, 4)]
     elastic = fleet({"max_replicas": 2, "profile": profile(max_num_seqs=64)}, scaling=SCALING, start_s=0.0)
     simulation, outcome = play(elastic, jobs)
-    (leaving,) = [each.at for each in outcome.decisions if isinstance(each.action, Resize) and each.action.replicas == 1]
+    (leaving,) = [
+        each.at for each in outcome.decisions if isinstance(each.action, Resize) and each.action.replicas == 1
+    ]
     gone = outcome.replicas[1]
     assert gone.until is not None
     assert gone.until > leaving + 1.0, "it had streams"
