@@ -1,4 +1,4 @@
-"""The cluster file of `ray up`: in a cloud one node type for the head and one for each pool, or machines of your own."""
+"""The cluster file of `ray up`: in a cloud a node type for the head and one for each pool, or machines of your own."""
 
 from collections.abc import Mapping
 from typing import Any
