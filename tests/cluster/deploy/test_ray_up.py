@@ -64,7 +64,7 @@ def cluster(tmp_path: Path, tokenizers: dict[str, PreTrainedTokenizerFast]) -> I
             shutil.copytree(model, machine.folder / "model")
         keys = made["laptop"].home / ".crossdock"
         keys.mkdir()
-        (keys / "api-keys.yaml").write_text(yaml.safe_dump([{"name": "soak", "key": SECRET}]))
+        (keys / "api-keys.yaml").write_text(yaml.safe_dump([{"key": SECRET}]))
         yield made
 
 
