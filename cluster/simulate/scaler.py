@@ -11,7 +11,7 @@ from crossdock.router.scaling import Bounds, Flip, Resize, Scaling
 
 
 class Cluster(Protocol):
-    """What a scaler changes."""
+    """The replicas that a scaler changes, and the clock."""
 
     clock: Clock
     replicas: dict[str, SimulatedReplica]

@@ -116,7 +116,9 @@ def test_cluster_comes_up_over_ssh_serves_upgrades_without_losing_a_stream_and_g
                 deploy(laptop, 128)
                 before = wait_for_budget(laptop, 128)
                 note("serve deploy: two replicas answer")
-                assert [len(cluster[name].processes("ray::ServeReplica:crossdock:mixed")) for name in ("one", "two")]
+                replicas = [cluster[name].processes("ray::ServeReplica:crossdock:mixed") for name in ("one", "two")]
+                assert sum(map(len, replicas)) == 2
+                assert not cluster["head"].processes("ray::ServeReplica")
                 outcome = upgraded(laptop, before, note)
             finally:
                 forward.kill()
