@@ -24,6 +24,8 @@ def serve_config(config: ClusterConfig, *, host: str | None = None) -> dict[str,
         "import_path": IMPORT_PATH,
         "args": config.model_dump(mode="json", exclude_unset=True, exclude={"deploy"}),
     }
+    if config.is_elastic:
+        application["external_scaler_enabled"] = True  # else Serve refuses what our scaler asks for
     if config.deploy.nodes:
         # The head offers no cores: an ingress that needs one runs elsewhere, and survives the loss of the head.
         application["deployments"] = [{"name": "ingress", "ray_actor_options": {"num_cpus": 1}}]

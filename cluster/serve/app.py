@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -52,7 +53,7 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ClusterConfig, engines: dict[str, DeploymentHandle], scaler: DeploymentHandle | None = None
     ) -> None:
-        """Start serving. `scaler` is not called: Serve runs every deployment that an ingress is bound to."""
+        """Start serving. Serve runs every deployment that an ingress is bound to, so `scaler` too."""
         bind_serve_to_own_node()
         path = resolve_model(config.model.path)
         self.dispatcher = Dispatcher(
@@ -65,7 +66,8 @@ class Ingress:
         self._every_ingress._init()
         tokenizer = await asyncio.to_thread(ModelTokenizer.load, path)
         tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
-        self._api = build_api(self.dispatcher, tokenizer, config.http, tiers)
+        decisions = None if scaler is None else partial(_decisions, scaler)
+        self._api = build_api(self.dispatcher, tokenizer, config.http, tiers, decisions)
         follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
         with suppress(TimeoutError):  # without this wait an upgrade would route requests to an ingress without replicas
             async with asyncio.timeout(_FIRST_REPLICA_S):
@@ -97,6 +99,13 @@ class Ingress:
         except TimeoutError:
             texts = []
         return dict([await self.ingress_metrics(), *(text for text in texts if not isinstance(text, BaseException))])
+
+
+async def _decisions(scaler: DeploymentHandle) -> list[dict[str, Any]]:
+    """Return the scaler's newest decisions. Raises TimeoutError where it does not answer."""
+    async with asyncio.timeout(_SCRAPE_S):
+        found: list[dict[str, Any]] = await scaler.decisions.remote()
+    return found
 
 
 def build(args: ClusterConfig) -> serve.Application:
