@@ -73,7 +73,8 @@ class Ingress:
         if config.http.is_open_to_others:
             logger.warning(OPEN_TO_OTHERS, config.http.host, config.http.port)
         if config.http.direct:
-            self._server = await listen(self._api, config.http.host, config.http.port)
+            http = config.http
+            self._server = await listen(self._api, http.host, http.port, write_timeout_s=http.write_timeout_s)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._api
