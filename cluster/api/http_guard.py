@@ -16,7 +16,7 @@ from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http_json import error_answer
 from crossdock.cluster.api.keys import ApiKey, KeyRing
 from crossdock.cluster.api.limits import Account, Ledger
-from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SuspectRequest
+from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SlowReader, SuspectRequest
 from crossdock.workers.schedule.request import Overloaded
 
 logger = logging.getLogger("ray.serve")
@@ -46,6 +46,9 @@ def as_api_error(error: BaseException) -> ApiError:
         case SuspectRequest():
             reason = "Replicas of the model ended while they worked on this request, so it is not tried again."
             return ApiError(f"{reason} Do not repeat it unchanged.", code="suspect_request", headers=_NO_RETRY)
+        case SlowReader():
+            reason = "Too many tokens waited to be read, so the request was ended. Read the stream faster."
+            return ApiError(reason, status=408, code="slow_reader")
     return ApiError("Internal server error.", status=500, kind="server_error", code="internal_error")
 
 
