@@ -15,7 +15,7 @@ from crossdock.cluster.api.answers import DONE, error_event
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http_json import error_answer
 from crossdock.cluster.api.keys import ApiKey, KeyRing
-from crossdock.cluster.api.limits import Account, Ledger
+from crossdock.cluster.api.limits import Charge, Ledger
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SlowReader, SuspectRequest
 from crossdock.workers.schedule.request import Overloaded
 
@@ -89,9 +89,8 @@ class HttpGuard:
             async with asyncio.timeout(self._timeout_s) as clock:
                 state["api_key"] = key = self._key(scope, headers)
                 if key is not None:
-                    state["account"] = sender.account = self._ledger.account(key)
-                    if scope["method"] == "POST":  # reading is free
-                        sender.begin_on_account()
+                    state["account"] = sender.charge = Charge(self._ledger.account(key))
+                    sender.charge.begin(is_read=scope["method"] != "POST")
                 body = await self._read(headers, receive)
                 if body is None:
                     return
@@ -103,7 +102,8 @@ class HttpGuard:
             await sender.fail(error)
             _clear_frames(error)
         finally:
-            sender.end_on_account()
+            if sender.charge is not None:
+                sender.charge.end()
 
     def _key(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiKey | None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -160,22 +160,11 @@ class _AnswerSender:
 
     def __init__(self, send: Send, request_id: str) -> None:
         self.request_id = request_id
-        self.account: Account | None = None  # the answer's headers show its state
+        self.charge: Charge | None = None  # the answer's headers show the state of its account
         self._send = send
-        self._is_on_account = False
         self._has_started = False
         self._has_ended = False
         self._is_stream = False
-
-    def begin_on_account(self) -> None:
-        assert self.account is not None
-        self.account.begin()
-        self._is_on_account = True
-
-    def end_on_account(self) -> None:
-        if self.account is not None and self._is_on_account:
-            self._is_on_account = False
-            self.account.end()
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -186,13 +175,14 @@ class _AnswerSender:
             )
             headers.append((b"x-request-id", self.request_id.encode()))
             present = {name for name, _ in headers}
-            for name, value in (self.account.headers() if self.account is not None else {}).items():
+            for name, value in (self.charge.headers() if self.charge is not None else {}).items():
                 if name.encode() not in present:  # a refusal for a limit has them already
                     headers.append((name.encode(), value.encode()))
             message = {**message, "headers": headers}
         elif not message.get("more_body", False):
             self._has_ended = True
-            self.end_on_account()  # before the client can see that its next request may come
+            if self.charge is not None:
+                self.charge.end()  # before the client can see that its next request may come
         await self._send(message)
 
     async def fail(self, error: Exception) -> None:
