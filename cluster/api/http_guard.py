@@ -7,7 +7,6 @@ import re
 import traceback
 import uuid
 from collections.abc import Awaitable, Collection
-from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,15 +15,12 @@ from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http_json import error_answer
 from crossdock.cluster.api.keys import ApiKey, KeyRing
 from crossdock.cluster.api.limits import Charge, Ledger
+from crossdock.cluster.api.request_body import RequestBodies
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SlowReader, SuspectRequest
 from crossdock.workers.schedule.request import Overloaded
 
 logger = logging.getLogger("ray.serve")
 
-SILENCE_S = 30.0  # longest wait for the next part of a body
-DISCARD_S = 10.0  # longest wait for the rest of a body that is too large
-_LENGTH_DIGITS = 20  # of a Content-Length that are read: a hundred thousand petabytes
-_CLOSE = {"Connection": "close"}
 _NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients obey it
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -73,7 +69,7 @@ class HttpGuard:
         self._keys = keys
         self._open_paths = open_paths
         self._ledger = ledger
-        self._max_body_bytes = max_body_bytes
+        self._bodies = RequestBodies(max_body_bytes)
         self._timeout_s = request_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,16 +81,17 @@ class HttpGuard:
         state = scope.setdefault("state", {})
         state["request_id"] = sender.request_id
         state["api_key"] = state["account"] = None
+        body = None
         try:
             async with asyncio.timeout(self._timeout_s) as clock:
                 state["api_key"] = key = self._key(scope, headers)
                 if key is not None:
                     state["account"] = sender.charge = Charge(self._ledger.account(key))
                     sender.charge.begin(is_read=scope["method"] != "POST")
-                body = await self._read(headers, receive)
+                body = await self._bodies.read(headers, receive)
                 if body is None:
                     return
-                await _while_connected(self._app(scope, _replay(body), sender.send), receive)
+                await _while_connected(self._app(scope, body.receive, sender.send), receive)
         except Exception as error:
             if isinstance(error, TimeoutError) and clock.expired():
                 reason = f"The request took more than {self._timeout_s} s."
@@ -102,6 +99,8 @@ class HttpGuard:
             await sender.fail(error)
             _clear_frames(error)
         finally:
+            if body is not None:
+                body.release()
             if sender.charge is not None:
                 sender.charge.end()
 
@@ -110,49 +109,6 @@ class HttpGuard:
         if self._keys.is_open or path in self._open_paths:
             return None
         return self._keys.find(headers.get(b"authorization", b""))
-
-    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """Return the body, or None if the client has left.
-
-        A body over the limit is refused as soon as that is known. What the client still sends is discarded first, up
-        to twice the limit: most clients read no answer before they have sent everything, and would see a reset.
-        """
-        limit = self._max_body_bytes
-        length = headers.get(b"content-length", b"")
-        announced = int(length[:_LENGTH_DIGITS]) if length.isdigit() else 0
-        parts: list[bytes] = []
-        size, is_whole = 0, False
-        while announced <= limit and size <= limit and not is_whole:
-            try:
-                async with asyncio.timeout(SILENCE_S):
-                    message = await receive()
-            except TimeoutError:
-                reason = f"No part of the body arrived for {SILENCE_S:.0f} s."
-                raise ApiError(reason, status=408, code="request_timeout", headers=_CLOSE) from None
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            is_whole = not message.get("more_body", False)
-        if max(size, announced) > limit:
-            parts.clear()
-            if not is_whole and announced <= 2 * limit and b"expect" not in headers:
-                await _discard(receive, 2 * limit - size)
-            reason = f"The body is larger than {limit} bytes."
-            raise ApiError(reason, status=413, code="request_too_large", headers=_CLOSE)
-        return b"".join(parts)
-
-
-async def _discard(receive: Receive, most: int) -> None:
-    """Read the rest of a body, up to `most` bytes and for a limited time, without keeping it."""
-    left = most
-    with suppress(TimeoutError):
-        async with asyncio.timeout(DISCARD_S):
-            while left > 0:
-                message = await receive()
-                left -= len(message.get("body", b""))
-                if not message.get("more_body", False):  # the end, or the client has left
-                    return
 
 
 class _AnswerSender:
@@ -211,15 +167,6 @@ def _clear_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def _replay(body: bytes) -> Receive:
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        return messages.pop() if messages else await _never()
-
-    return receive
 
 
 async def _never() -> Message:
