@@ -32,6 +32,9 @@ class HttpConfig(BaseModel):
     )
     max_body_bytes: int = Field(20 << 20, ge=1)
     request_timeout_s: float | None = Field(None, gt=0, description="Limit of a whole request, streams included.")
+    write_timeout_s: float = Field(
+        60.0, gt=0, description="A client that reads nothing of its answer for so long is disconnected, where direct."
+    )
     otlp_endpoint: str | None = Field(
         None, description="Where traces go, by OTLP over HTTP: http://collector:4318/v1/traces; null: no traces."
     )

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from crossdock.cluster.api.bodies import ChatCompletionRequest, GenerationBody, TokenizeRequest, check_tools
-from crossdock.cluster.api.bounds import TEMPLATE_CHARS, TRUNCATED_CHARS
+from crossdock.cluster.api.bounds import TEMPLATE_CHARS, TRUNCATED_CHARS, TRUNCATED_PER_TOKEN
 from crossdock.cluster.api.errors import ApiError, shown, to_json
 from crossdock.cluster.api.heap import Heap
 from crossdock.cluster.api.messages import template_messages
@@ -59,12 +59,10 @@ class PromptEncoder:
 
     def _check_length(self, num_chars: int, card: ModelCard, param: str, *, truncates: bool) -> None:
         least = num_chars // self._tokenizer.longest_token
-        if least <= card.max_model_len:
-            return
-        if not truncates:
+        if not truncates and least > card.max_model_len:
             raise _too_long(card, f"at least {least}", param)
-        most = max(TRUNCATED_CHARS, card.max_model_len * self._tokenizer.longest_token)
-        if num_chars > most:
+        most = max(TRUNCATED_CHARS, TRUNCATED_PER_TOKEN * card.max_model_len)
+        if truncates and num_chars > most:
             reason = f"{num_chars} characters are more than the {most} that are accepted, even if the text is truncated"
             raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="context_length_exceeded")
 

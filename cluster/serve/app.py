@@ -77,7 +77,8 @@ class Ingress:
         if config.http.is_open_to_others:
             logger.warning(OPEN_TO_OTHERS, config.http.host, config.http.port)
         if config.http.direct:
-            self._server = await listen(self._api, config.http.host, config.http.port)
+            http = config.http
+            self._server = await listen(self._api, http.host, http.port, write_timeout_s=http.write_timeout_s)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._api
@@ -94,10 +95,13 @@ class Ingress:
     async def _all_ingress_metrics(self) -> dict[str, str]:
         """Return the metrics of all ingresses, by name, without those that fail or do not answer in time."""
         try:
-            asked = self._every_ingress.broadcast("ingress_metrics")
-            texts = await asked.results_async(timeout_s=_SCRAPE_S, return_exceptions=True)
+            async with asyncio.timeout(_SCRAPE_S):
+                asked = await self._every_ingress.broadcast("ingress_metrics")._fetch_replica_results_async()
         except TimeoutError:
-            texts = []
+            asked = []
+        # `results_async` has one time limit for all: an ingress that hangs would cost the figures of the others.
+        answering = (asyncio.wait_for(answer.get_async(), _SCRAPE_S) for answer in asked)
+        texts = await asyncio.gather(*answering, return_exceptions=True)
         return dict([await self.ingress_metrics(), *(text for text in texts if not isinstance(text, BaseException))])
 
 

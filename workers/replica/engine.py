@@ -270,6 +270,8 @@ class Engine:
         if self.cost_fit is None:
             return 0.0
         predicted = self.cost_fit.cost.seconds(step.batch.work)
+        if step.batch.is_scored:
+            return predicted
         if step.is_alone:
             self.cost_fit.observe(step.batch.work, step.ended - step.started)
         elif step.is_full:
