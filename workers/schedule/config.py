@@ -33,10 +33,14 @@ class SchedulerConfig(BaseModel):
     )
     max_prefill_tokens: int = Field(0, ge=0, description="Prompt tokens per step; 0 is all that the budget leaves.")
     long_prefill_token_threshold: int = Field(
-        0, ge=0, description="Longest chunk of one prompt, and where 'long' begins; 0: no limit, 4 % of max_model_len."
+        0,
+        ge=0,
+        description="Longest chunk of a prompt that is not alone; 'long' begins there. 0: no limit, 4 % of max_model_len.",
     )
     max_num_partial_prefills: int = Field(
-        8, ge=1, description="Prompts that may be partly computed at once; less urgent classes do not count."
+        8,
+        ge=1,
+        description="Prompts that may be partly computed at once; less urgent classes do not count. vLLM 0.32 has it no more.",
     )
     max_long_partial_prefills: int = Field(2, ge=1, description="How many of these may be long.")
     short_lane_share: float = Field(

@@ -111,8 +111,13 @@ class PrefillScheduler:
         if not config.enable_chunked_prefill:
             return end - start if end - start <= budget.tokens else 0
         priority = -1 if table.is_starving(request) else request.priority
-        threshold = config.long_prefill_token_threshold
+        threshold = 0 if self._is_one_request_alone() else config.long_prefill_token_threshold
         return budget.chunk(start, end, priority, self._is_outside_lane(request), threshold, table.pages.page_size)
+
+    def _is_one_request_alone(self) -> bool:
+        """Return whether only one request is computed here, or soon will be: as in vLLM, its chunks need no bound."""
+        table = self.table
+        return len(table.running) + len(table.waiting) <= 1 and not table.arriving()
 
     def _is_outside_lane(self, request: Request) -> bool:
         """Return whether a prompt may not use the budget that is reserved for short ones. Starving ones may."""
