@@ -35,12 +35,12 @@ class SchedulerConfig(BaseModel):
     long_prefill_token_threshold: int = Field(
         0,
         ge=0,
-        description="Longest chunk of a prompt that is not alone; 'long' begins there. 0: no limit, 4 % of max_model_len.",
+        description="Longest chunk of a prompt that is not alone. Longer prompts are long. 0: no limit, 4 % of the context.",
     )
     max_num_partial_prefills: int = Field(
         8,
         ge=1,
-        description="Prompts that may be partly computed at once; less urgent classes do not count. vLLM 0.32 has it no more.",
+        description="Prompts that may be partly computed at once; less urgent classes do not count. Not vLLM's any more.",
     )
     max_long_partial_prefills: int = Field(2, ge=1, description="How many of these may be long.")
     short_lane_share: float = Field(
