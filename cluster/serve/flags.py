@@ -121,8 +121,8 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--chunked-prefill-size",
             kind=int,
-            help="As in SGLang: N is --max-num-batched-tokens N; -1 is --no-enable-chunked-prefill, which needs a "
-            "--max-num-batched-tokens of the whole context.",
+            help="As in SGLang: N is --max-num-batched-tokens N; -1 is --no-enable-chunked-prefill, with "
+            "steps of the whole context.",
         ),
         Flag("engine.max_num_partial_prefills"),
         Flag("engine.max_long_partial_prefills"),

@@ -175,7 +175,7 @@ def _find(flags: TuneFlags, sizes: _Grid, console: Console) -> "Findings":
     curves = Curves(measured, pool.pipeline_parallel_size, profile.interval_share)
     config = spec.engine
     target = flags.tpot if flags.tpot is not None else min(slo.tpot_s for slo in config.slo_classes)
-    advice = advise(curves, target, flags.streams, config.page_size, config.max_num_seqs, pool.role)
+    advice = advise(curves, target, flags.streams, config.page_size, profile.max_num_seqs, pool.role)
     ranks = f"{pool.num_ranks} ranks, each " if pool.num_ranks > 1 else ""
     device = f"{ranks}{_device_name(kind, spec.num_threads)}, {dtype}"
     dropped = [cell for cell in wanted if cell not in cells]
