@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from crossdock.cluster.api.bodies import invalid_field
 from crossdock.cluster.api.chats import Chats
@@ -45,6 +46,7 @@ def build_api(
     """
     tiers = tiers or Tiers()
     app = FastAPI(
+        root_path=http.root_path,
         title="Crossdock",
         version=version("crossdock"),
         docs_url=None,
@@ -74,6 +76,14 @@ def build_api(
         max_body_bytes=http.max_body_bytes,
         request_timeout_s=http.request_timeout_s,
     )
+    if http.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=http.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("*",),
+        )
     return app
 
 
@@ -81,10 +91,14 @@ def _add_endpoints(
     app: FastAPI, dispatcher: Dispatcher, tokenizer: ModelTokenizer, http: HttpConfig, tiers: Tiers
 ) -> None:
     models = Models(dispatcher, http.model_aliases)
-    encoder = PromptEncoder(tokenizer, trusts_templates=http.trust_request_chat_template)
+    encoder = PromptEncoder(
+        tokenizer,
+        trusts_templates=http.trust_request_chat_template,
+        variables=http.default_chat_template_kwargs,
+    )
     generations = Generations(dispatcher, tokenizer, models, tiers, max_logprobs=http.max_logprobs)
-    completions = Completions(generations, encoder, tokenizer)
-    chats = Chats(generations, encoder, tokenizer)
+    completions = Completions(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
+    chats = Chats(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
     tokenization = Tokenization(models, encoder, tokenizer)
     status = ServerStatus(dispatcher)
     for method, path, endpoint, summary in (

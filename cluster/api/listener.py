@@ -72,17 +72,24 @@ class BoundedHead(HttpToolsProtocol):
             self._late = None
 
 
-async def listen(api: Any, host: str, port: int) -> uvicorn.Server:
+async def listen(api: Any, host: str, port: int, keep_alive_s: int = 75) -> uvicorn.Server:
     """Serve `api` on a port that several ingresses of this node may share.
 
     A token costs a quarter of the CPU time that it costs through Serve's proxy; on few cores the engine needs that
-    time.
+    time. Connections without a request end after `keep_alive_s` seconds: longer than the pools of clients keep them.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listener.bind((host, port))
-    config = uvicorn.Config(api, http=BoundedHead, log_config=None, access_log=False, lifespan="off")
+    config = uvicorn.Config(
+        api,
+        http=BoundedHead,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=keep_alive_s,
+    )
     server = uvicorn.Server(config)
     task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
     while not server.started:

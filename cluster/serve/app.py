@@ -25,13 +25,13 @@ from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.api.listener import listen
 from crossdock.cluster.api.tiers import Tiers
-from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.dispatch.client import follow_members
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.pinning import PinningRouter
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
 from crossdock.cluster.serve.scaler import Scaler
+from crossdock.cluster.serve.tokenizer import load_tokenizer
 from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.replica.interpreter import prepare_interpreter
 from crossdock.workers.replica.replica import Replica, bind_serve_to_own_node
@@ -61,7 +61,7 @@ class Ingress:
         context = serve.get_replica_context()
         self._every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
         self._every_ingress._init()
-        tokenizer = await asyncio.to_thread(ModelTokenizer.load, path)
+        tokenizer = await asyncio.to_thread(load_tokenizer, path, config.model)
         tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
         self._api = build_api(self.dispatcher, tokenizer, config.http, tiers)
         follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
@@ -73,7 +73,7 @@ class Ingress:
         if config.http.is_open_to_others:
             logger.warning(OPEN_TO_OTHERS, config.http.host, config.http.port)
         if config.http.direct:
-            self._server = await listen(self._api, config.http.host, config.http.port)
+            self._server = await listen(self._api, config.http.host, config.http.port, config.http.keep_alive_s)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._api
@@ -198,7 +198,9 @@ def serve_forever(config: ClusterConfig, starting: Callable[[str], None], starte
             config = _on_one_node(config)
         location = ProxyLocation.Disabled if config.http.direct else ProxyLocation.EveryNode
         starting(STARTING[1])
-        serve.start(proxy_location=location, http_options=HTTPOptions(host=config.http.host, port=config.http.port))
+        http = config.http
+        options = HTTPOptions(host=http.host, port=http.port, keep_alive_timeout_s=http.keep_alive_s)
+        serve.start(proxy_location=location, http_options=options)
         starting(STARTING[2])
         app, log = build(config), LoggingConfig(enable_access_log=False)
         serve.run(app, name=APP_NAME, external_scaler_enabled=config.is_elastic, logging_config=log)

@@ -99,6 +99,12 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             kind=list[str],
             help="Name of the model for clients; given again: further names.",
         ),
+        Flag("--revision", kind=str, metavar="REVISION", help="Revision of a hub MODEL: MODEL@REVISION says the same."),
+        Flag("model.tokenizer"),
+        Flag("model.chat_template"),
+        Flag("model.chat_template_content_format"),
+        Flag("http.default_chat_template_kwargs"),
+        Flag("http.trust_request_chat_template"),
         Flag("model.dtype"),
         Flag("model.max_model_len"),
     ),
@@ -137,6 +143,17 @@ PANELS: dict[str, tuple[Flag, ...]] = {
     "HTTP": (
         Flag("http.host"),
         Flag("http.port"),
+        Flag("http.root_path"),
+        Flag("http.keep_alive_s"),
+        Flag(
+            "http.allowed_origins",
+            kind=list[str],
+            help="Other web site whose pages may call the API; given again: any of them. Also a JSON list, as in vLLM.",
+        ),
+        Flag(
+            "http.force_include_usage",
+            ("--enable-force-include-usage/--no-enable-force-include-usage",),
+        ),
         Flag(
             "http.api_keys",
             ("--api-key",),
@@ -201,6 +218,10 @@ def _overrides(values: dict[str, Any]) -> dict[str, object]:
     if names := values.get("model.served_name"):
         values["model.served_name"] = names[0]
         values |= {"http.model_aliases": names[1:]} if names[1:] else {}
+    if "http.allowed_origins" in values:
+        values["http.allowed_origins"] = [origin for each in values["http.allowed_origins"] for origin in _listed(each)]
+    if (revision := values.pop("--revision", None)) is not None:
+        values["model.path"] = _at_revision(values.get("model.path"), revision)
     if "pools" in values:
         values["pools"] = _parse_pools(values["pools"])
     return values | dict(_parse_setting(setting) for setting in settings)
@@ -223,6 +244,22 @@ def _chunked_prefill(size: int, values: Mapping[str, Any]) -> dict[str, object]:
     if budget is not None and budget != size:
         raise ValueError(f"{flag} and --max-num-batched-tokens {budget} are the same setting; give one of them")
     return {"engine.max_num_batched_tokens": size, "engine.enable_chunked_prefill": True}
+
+
+def _listed(text: str) -> list[str]:
+    """Return the members of a JSON list, or the text itself."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        return [str(each) for each in json.loads(text)]
+    except ValueError:
+        raise ValueError(f"--allowed-origins: {text!r} is not JSON") from None
+
+
+def _at_revision(model: str | None, revision: str) -> str:
+    if model is None or "@" in model or Path(model).expanduser().is_dir():
+        raise ValueError(f"--revision {revision} needs a MODEL from the hub, and no other revision in its name")
+    return f"{model}@{revision}"
 
 
 _RANKS = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}

@@ -121,6 +121,7 @@ class ReplicaSpec:
     model: ModelSpec
     engine: EngineConfig
     num_threads: int  # of each rank
+    tokenizer: str | None = None  # directory or hub name; None: the model's
     role: Role = "mixed"
     transfer: TransferConfig | None = None  # None: no replica of the cluster ships KV pages
     tensor_parallel_size: int = 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from crossdock.kvtransfer.layout import PoolSpec
-from crossdock.workers.model.checkpoint import resolve_model
+from crossdock.workers.model.checkpoint import resolve_tokenizer
 from crossdock.workers.model.grammar.compiler import GrammarCompiler
 from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.model.graphs import decode_graphs
@@ -295,4 +295,4 @@ def load_engine(spec: ReplicaSpec) -> Engine:
     torch.set_num_threads(spec.num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(spec.model, device, kv_bytes=spec.engine.budget.known(device) or 0)
-    return Engine(model, spec.engine, resolve_model(spec.model.path))
+    return Engine(model, spec.engine, resolve_tokenizer(spec.tokenizer, spec.model.path))
