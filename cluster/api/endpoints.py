@@ -14,6 +14,7 @@ from crossdock.cluster.api.bodies import invalid_field
 from crossdock.cluster.api.chats import Chats
 from crossdock.cluster.api.completions import Completions
 from crossdock.cluster.api.errors import ApiError, ErrorAnswer, shown
+from crossdock.cluster.api.gateway_path import GatewayPath
 from crossdock.cluster.api.generation import Generations
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.http_guard import HttpGuard
@@ -46,7 +47,6 @@ def build_api(
     """
     tiers = tiers or Tiers()
     app = FastAPI(
-        root_path=http.root_path,
         title="Crossdock",
         version=version("crossdock"),
         docs_url=None,
@@ -84,6 +84,8 @@ def build_api(
             allow_headers=("*",),
             expose_headers=("*",),
         )
+    if http.root_path:
+        app.add_middleware(GatewayPath, root_path=http.root_path)
     return app
 
 
