@@ -1,13 +1,16 @@
 """The scheduler's steps: decodes first, chunks within the budget, ends, aborts, and requests that cannot be served."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.batch import SampledToken
 from crossdock.workers.schedule.chunking import IDLE_SHARE
 from crossdock.workers.schedule.request import FinishReason, Leg, Request, SamplingParams
+from crossdock.workers.schedule.table import RequestTable
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
     EOS,
@@ -268,3 +271,20 @@ def test_request_that_can_never_be_served_is_refused_by_field() -> None:
 def test_impossible_settings_are_refused_by_field(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         new_scheduler(**config)
+
+
+def test_step_tries_few_of_a_thousand_requests_that_lack_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    admit = kv.admit
+
+    def counted(table: RequestTable, request: Request, hits: Sequence[int], set_aside: int = 0) -> bool:
+        tried.append(request.id)
+        return admit(table, request, hits, set_aside)
+
+    monkeypatch.setattr(kv, "admit", counted)
+    scheduler = new_scheduler(num_pages=64, max_num_batched_tokens=256, max_num_seqs=64)
+    for number in range(1000):
+        scheduler.add(new_request(f"{number}", [number] * 20, max_tokens=20))
+    batch = scheduler.schedule(0.0)
+    assert 0 < len(batch.scheduled) <= 12
+    assert len(tried) <= len(batch.scheduled) + 16
