@@ -70,6 +70,8 @@ class Flag:
         field = field_at(self.key.split("."))
         if field is None or not isinstance(text, str):
             return text
+        if text in (words := _WORDS_OF_OTHERS.get(self.key, {})):
+            return words[text]
         kind = _required(field.annotation)
         if kind in (int, ByteSize):
             return _number(text)
@@ -309,6 +311,17 @@ def _parsed_type(annotation: Any) -> tuple[Any, str | None]:
     return annotation, "" if annotation is bool else None
 
 
+_WORDS_OF_OTHERS = {  # setting: words of vLLM and SGLang, and ours
+    "model.dtype": {"half": "float16", "float": "float32"},
+    "engine.kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "engine.attention_backend": {
+        "FLASH_ATTN": "flash_attn",
+        "TRITON_ATTN": "triton",
+        "TORCH_SDPA": "torch",
+        "fa2": "flash_attn",
+        "torch_native": "torch",
+    },
+}
 _METAVARS = {ByteSize: "SIZE", int: "INTEGER"}
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 

@@ -104,6 +104,25 @@ def test_values_that_are_no_numbers_are_named() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("flag", "theirs", "ours"),
+    [
+        ("--dtype", "half", "float16"),
+        ("--kv-cache-dtype", "fp8_e4m3", "fp8"),
+        ("--attention-backend", "TRITON_ATTN", "triton"),
+        ("--attention-backend", "torch_native", "torch"),
+    ],
+)
+def test_words_of_others_mean_ours(flag: str, theirs: str, ours: str) -> None:
+    assert printed_config(flag, theirs) == printed_config(flag, ours) != printed_config()
+
+
+def test_words_that_mean_nothing_here_are_refused_with_ours() -> None:
+    refused = run("config", "--attention-backend", "FLASHINFER")
+    assert refused.exit_code == 2
+    assert "engine.attention_backend: must be 'auto', 'triton', 'flash_attn' or 'torch'" in refused.stderr
+
+
 def test_json_values_and_lists_are_read() -> None:
     config = printed_config(
         "--default-chat-template-kwargs", '{"enable_thinking": false}', "--allowed-origins", '["http://a", "http://b"]'

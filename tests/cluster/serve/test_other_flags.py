@@ -147,6 +147,14 @@ def test_variables_of_others_that_are_set_are_named() -> None:
     ]
 
 
+def test_variables_of_others_are_named_when_a_server_starts() -> None:
+    result = run("serve", "--page-size", "0", VLLM_CPU_KVCACHE_SPACE="4")
+    assert result.exit_code == 2
+    first, second = result.stderr.splitlines()
+    assert first == "warning: VLLM_CPU_KVCACHE_SPACE is not read here; use --kv-cache-memory SIZE (2GiB)"
+    assert second.startswith("error: engine.page_size")
+
+
 def rows() -> list[str]:
     """Return the rows of the table in docs/migrating.md: what a user reads, and the flags that it answers."""
     states = {"use": "use", "needless": "not needed:", "unsupported": "not supported:"}
