@@ -36,10 +36,10 @@ def load_tokenizer(path: Path, config: ModelConfig) -> ModelTokenizer:
 
 
 def _template(text: str) -> str:
-    """Return the content of a file, or a template given in one line, as vLLM tells them apart."""
+    r"""Return the content of a file, or a template given in one line, as vLLM tells them apart. There, \n is a newline."""
     file = Path(text).expanduser()
     if any(character in text for character in "{}\n"):
-        return text
+        return text if "\n" in text else text.replace("\\n", "\n").replace("\\t", "\t")
     try:
         return file.read_text()
     except (OSError, UnicodeDecodeError) as error:

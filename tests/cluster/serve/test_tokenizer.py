@@ -37,6 +37,11 @@ def test_template_in_a_file_or_in_one_line_is_that_of_all_chats(model: Path, tmp
     assert load_tokenizer(model, settings(model)).render_chat(HI) != "<Hi>"
 
 
+def test_newlines_of_a_template_in_one_line_are_written_as_in_vllm(model: Path) -> None:
+    tokenizer = load_tokenizer(model, settings(model, chat_template=r"a\n{{ messages[0].content + '\n' }}b"))
+    assert tokenizer.render_chat(HI) == "a\nHi\nb"
+
+
 def test_template_that_refuses_a_chat_is_a_template(model: Path) -> None:
     line = "{% if messages|length < 2 %}{{ raise_exception('two') }}{% endif %}x"
     tokenizer = load_tokenizer(model, settings(model, chat_template=line))
