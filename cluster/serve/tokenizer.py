@@ -36,7 +36,7 @@ def load_tokenizer(path: Path, config: ModelConfig) -> ModelTokenizer:
 
 
 def _template(text: str) -> str:
-    r"""Return the content of a file, or a template given in one line, as vLLM tells them apart. There, \n is a newline."""
+    r"""Return the content of a file, or a template in one line, told apart as in vLLM. In one line, \n is a newline."""
     file = Path(text).expanduser()
     if any(character in text for character in "{}\n"):
         return text if "\n" in text else text.replace("\\n", "\n").replace("\\t", "\t")
