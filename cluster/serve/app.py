@@ -26,13 +26,13 @@ from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.api.listener import listen
 from crossdock.cluster.api.tiers import Tiers
-from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.dispatch.client import follow_members
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.pinning import PinningRouter
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
 from crossdock.cluster.serve.scaler import Scaler
+from crossdock.cluster.serve.tokenizer import load_tokenizer
 from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.replica.interpreter import prepare_interpreter
 from crossdock.workers.replica.replica import Replica, bind_serve_to_own_node
@@ -64,7 +64,7 @@ class Ingress:
         context = serve.get_replica_context()
         self._every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
         self._every_ingress._init()
-        tokenizer = await asyncio.to_thread(ModelTokenizer.load, path)
+        tokenizer = await asyncio.to_thread(load_tokenizer, path, config.model)
         tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
         decisions = None if scaler is None else partial(_decisions, scaler)
         self._api = build_api(self.dispatcher, tokenizer, config.http, tiers, decisions)
@@ -78,7 +78,13 @@ class Ingress:
             logger.warning(OPEN_TO_OTHERS, config.http.host, config.http.port)
         if config.http.direct:
             http = config.http
-            self._server = await listen(self._api, http.host, http.port, write_timeout_s=http.write_timeout_s)
+            self._server = await listen(
+                self._api,
+                http.host,
+                http.port,
+                keep_alive_s=http.keep_alive_s,
+                write_timeout_s=http.write_timeout_s,
+            )
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._api
@@ -213,7 +219,9 @@ def serve_forever(config: ClusterConfig, starting: Callable[[str], None], starte
             config = _on_one_node(config)
         location = ProxyLocation.Disabled if config.http.direct else ProxyLocation.EveryNode
         starting(STARTING[1])
-        serve.start(proxy_location=location, http_options=HTTPOptions(host=config.http.host, port=config.http.port))
+        http = config.http
+        options = HTTPOptions(host=http.host, port=http.port, keep_alive_timeout_s=http.keep_alive_s)
+        serve.start(proxy_location=location, http_options=options)
         starting(STARTING[2])
         app, log = build(config), LoggingConfig(enable_access_log=False)
         serve.run(app, name=APP_NAME, external_scaler_enabled=config.is_elastic, logging_config=log)
