@@ -119,6 +119,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("engine.enforce_eager"),
         Flag("engine.async_scheduling"),
         Flag("engine.attention_backend"),
+        Flag("engine.cpu_kernels"),
         Flag("engine.page_size", ("--page-size", "--block-size")),
     ),
     "Chunks and who goes first": (

@@ -163,7 +163,7 @@ class Readings:
         change = now.since(self._scrapes[0])
         covers = f"the last {change.seconds:.1f} s" if change.seconds else "reading …"
         replicas = [_replica(name, now, change) for name in sorted(now.by(scrape.PAGES, scrape.REPLICA))]
-        left = max(height - 7 * len(replicas) - 12, 3)
+        left = max(height - 8 * len(replicas) - 12, 3)
         return Group(
             _header(url, Text(covers, "green")), *replicas, _classes(now, change), _flights(self._requests, left)
         )
@@ -229,8 +229,12 @@ def _replica(replica: str, now: Scrape, change: Scrape) -> RenderableType:
         grid.add_row(Text(left, "dim"), left_value, Text(right, "dim"), right_value)
     preempted = _number(now.total(scrape.PREEMPTIONS, **which))
     pages = now.by(scrape.PAGES, scrape.STATE, **which)
+    lines = [Text.assemble(("KV pages  ", "dim"), _pages(pages), f"   preempted {preempted}")]
+    lines += [
+        Text.assemble(("kernels   ", "dim"), kernels) for kernels in now.by(scrape.CPU_KERNELS, scrape.KERNELS, **which)
+    ]
     return Panel(
-        Group(grid, Text.assemble(("KV pages  ", "dim"), _pages(pages), f"   preempted {preempted}")),
+        Group(grid, *lines),
         title=escape(replica) or "replica",
         title_align="left",
     )

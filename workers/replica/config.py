@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
-from crossdock.kernels.options import AttentionBackend, KVCacheDtype
+from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype
 from crossdock.workers.model.memory_budget import MemoryBudget
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.report.profile import Role
@@ -68,6 +68,10 @@ class EngineConfig(SchedulerConfig):
     attention_backend: AttentionBackend = Field(
         "auto", description="Implementation of attention; auto: our C++ on CPUs and Triton on GPUs."
     )
+    cpu_kernels: CpuKernels = Field(
+        "auto",
+        description="Kernels of matrix products and of prompts' attention on CPUs; auto: measured at the first start.",
+    )
     fault_token_ids: tuple[int, ...] = Field(
         (), description="For tests alone: a prompt with these tokens side by side kills every replica it is sent to."
     )
@@ -94,7 +98,7 @@ class EngineConfig(SchedulerConfig):
 
     def model_spec(self, path: str | None, dtype: str = "auto", max_model_len: int | None = None) -> ModelSpec:
         """Return the spec of a model that runs with these settings; arguments as in `ModelSpec`."""
-        return ModelSpec(path, dtype, max_model_len, self.attention_backend, self.kv_cache_dtype)
+        return ModelSpec(path, dtype, max_model_len, self.attention_backend, self.kv_cache_dtype, self.cpu_kernels)
 
 
 class TransferConfig(BaseModel):
