@@ -19,7 +19,7 @@ from crossdock.kernels.linear import (
 )
 from crossdock.kernels.options import Kernel
 
-needs_own = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="our products need AVX512-BF16")
+needs_own = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="needs a CPU with AVX512-BF16")
 
 
 @needs_own

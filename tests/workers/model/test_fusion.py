@@ -17,7 +17,7 @@ from tests.workers.architectures import build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
 
 has_own = "avx512_bf16" in cpu_flags()
-needs_own = pytest.mark.skipif(not has_own, reason="our products need AVX512-BF16")
+needs_own = pytest.mark.skipif(not has_own, reason="needs a CPU with AVX512-BF16")
 KERNELS = [pytest.param("own", marks=needs_own), "onednn", "torch"]
 
 WIDE = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}
