@@ -26,9 +26,9 @@ Heads: TypeAlias = tuple[int, int, int, torch.dtype]
 
 @dataclass(frozen=True, slots=True)
 class CpuAttention:
-    """`paged_attention` by the kernel that `cpu_kernels` names: auto measures when a shape of heads is first seen.
+    """`paged_attention` by the kernel that `cpu_kernels` names, own or torch.
 
-    For every setting but own, prompts run in torch's flash attention.
+    For auto, and for onednn, which has no attention: the faster of the two, measured when a shape of heads is first seen.
     """
 
     setting: CpuKernels = "auto"
@@ -37,11 +37,11 @@ class CpuAttention:
     def choices(self, heads: Heads) -> tuple[Choice, Choice]:
         """Return the choices by rows for chunks that begin a prompt and for chunks deep in one."""
         if heads not in self._choices:
-            if self.setting == "auto":
-                self._choices[heads] = _measured(0, heads), _measured(2 * LONG_CONTEXT, heads)
-            else:
+            if self.setting in ("own", "torch"):
                 single = only("own") if self.setting == "own" else Choice("own", "torch", ROWS[0])
                 self._choices[heads] = single, single
+            else:
+                self._choices[heads] = _measured(0, heads), _measured(2 * LONG_CONTEXT, heads)
         return self._choices[heads]
 
     def chosen(self) -> list[tuple[Heads, tuple[Choice, Choice]]]:
