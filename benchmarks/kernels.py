@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch, reference_paged_attention, store_kv
-from crossdock.kernels.choice import Choice
+from crossdock.kernels.choice import KernelChoice
 from crossdock.kernels.cpu_attention import CpuAttention
 from crossdock.kernels.linear import FORMATS, Weights, linear_choice, usable_kernels
 from crossdock.kernels.options import Kernel
@@ -144,7 +144,7 @@ def linears(seconds: float, dtype: torch.dtype) -> None:
         print(f"{'layers':8} {rows:5} {cells} {verdict(times, chosen_layers, rows, kernels)}")
 
 
-def verdict(times: list[float], choice: Choice, rows: int, kernels: Sequence[Kernel]) -> str:
+def verdict(times: list[float], choice: KernelChoice, rows: int, kernels: Sequence[Kernel]) -> str:
     """Return the kernel chosen for these rows, and how many times slower it is than the fastest."""
     chosen = choice.at(rows)
     return f"   {chosen:7}{times[kernels.index(chosen)] / min(times):5.2f}"

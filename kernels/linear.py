@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: one weight in the format of each kernel that a `Choice` names."""
+"""Linear layers on a CPU: one weight in the format of each kernel that a `KernelChoice` names."""
 
 import ctypes
 import mmap
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crossdock.kernels.build import cpu_flags, cpu_library
-from crossdock.kernels.choice import PREFERENCE, Choice, only
+from crossdock.kernels.choice import PREFERENCE, KernelChoice, only
 from crossdock.kernels.measure import Cells, Timed, measured_choice
 from crossdock.kernels.options import CpuKernels, Kernel
 
@@ -119,7 +119,7 @@ class Weights:
 
 def linear_choice(
     name: str, weights: Sequence[Weights], dtype: torch.dtype, kernels: Sequence[Kernel], max_kernels: int = 2
-) -> Choice:
+) -> KernelChoice:
     """Return the choice for products that run one after the other over the same rows: all have the same kernel.
 
     Takes about a second, at the first start on a machine. See `measured_choice`.
@@ -166,7 +166,7 @@ def _call_flops() -> float:
 class ChosenLinear:
     """A linear layer without bias: x [T, K] to [T, N], by the kernel that `choice` has for T rows."""
 
-    def __init__(self, weight: Tensor, choice: Choice) -> None:
+    def __init__(self, weight: Tensor, choice: KernelChoice) -> None:
         self._choice = choice
         self.formats = {kernel: FORMATS[kernel](weight) for kernel in choice.kernels}
 

@@ -23,7 +23,7 @@ import torch
 
 from crossdock.kernels.build import cpu_flags
 from crossdock.kernels.cache import cache_dir
-from crossdock.kernels.choice import Choice, choose
+from crossdock.kernels.choice import KernelChoice, choose
 from crossdock.kernels.options import Kernel
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def measured_choice(
     rows: Sequence[int],
     cells: Callable[[], Cells],
     max_kernels: int = 2,
-) -> Choice:
+) -> KernelChoice:
     """Return the choice between `kernels` for these numbers of rows, and log it.
 
     Args:

@@ -5,7 +5,7 @@ import torch
 
 from crossdock.kernels import linear as linears
 from crossdock.kernels.build import cpu_flags
-from crossdock.kernels.choice import Choice
+from crossdock.kernels.choice import KernelChoice
 from crossdock.kernels.linear import (
     FORMATS,
     ROWS,
@@ -51,7 +51,7 @@ def test_every_format_is_exact_to_rounding(dtype: torch.dtype) -> None:
 
 def test_chosen_linear_packs_the_weight_once_for_each_kernel_and_switches_by_rows() -> None:
     weight, calls = torch.randn(32, 16), list[Kernel]()
-    linear = ChosenLinear(weight, Choice("torch", "onednn", 8))
+    linear = ChosenLinear(weight, KernelChoice("torch", "onednn", 8))
     assert list(linear.formats) == ["torch", "onednn"]
     for kernel in linear.formats:
         linear.formats[kernel] = lambda x, kernel=kernel: calls.append(kernel) or x  # type: ignore[misc, assignment]

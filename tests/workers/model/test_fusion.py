@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from crossdock.kernels.build import cpu_flags
-from crossdock.kernels.choice import Choice, only
+from crossdock.kernels.choice import KernelChoice, only
 from crossdock.kernels.options import CpuKernels
 from crossdock.workers.model import fusion
 from crossdock.workers.model.fusion import FusedLayers
@@ -92,7 +92,7 @@ def test_fused_float32_logits_equal_transformers(name: str, kernel: CpuKernels) 
 @needs_own
 def test_kernel_changes_with_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows by our products and many by oneDNN's, over one KV pool."""
-    monkeypatch.setattr(fusion, "linear_choice", lambda *_: Choice("own", "onednn", 8))
+    monkeypatch.setattr(fusion, "linear_choice", lambda *_: KernelChoice("own", "onednn", 8))
     module = bf16("llama", WIDE)
     expected = [monolithic(module, prompt).float() for prompt in prompts()]
     model = wrap_module(module)
@@ -105,7 +105,7 @@ def test_kernel_changes_with_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch)
 def test_second_format_is_not_packed_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def choice(*arguments: Any) -> Choice:
+    def choice(*arguments: Any) -> KernelChoice:
         asked.append(arguments[-1])
         return only("torch")
 
