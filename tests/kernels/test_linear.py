@@ -83,6 +83,17 @@ def test_kernels_without_their_instructions_are_not_usable(monkeypatch: pytest.M
     assert usable_kernels(torch.bfloat16, "torch") == ("torch",)
 
 
+@needs_own
+def test_machine_that_cannot_compile_own_products_uses_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: str) -> None:
+        raise OSError("g++ could not build decoder.cpp: error")
+
+    monkeypatch.setattr(linears, "cpu_library", fails)
+    assert usable_kernels(torch.bfloat16) == ("onednn", "torch")
+    with pytest.raises(ValueError, match=r"cpu_kernels own: g\+\+ could not build decoder.cpp: error; auto"):
+        usable_kernels(torch.bfloat16, "own")
+
+
 @torch.inference_mode()
 def test_measured_calls_stand_for_all_matrices() -> None:
     """The scales make up for matrices that are not measured, and for rows of them that are left out."""
