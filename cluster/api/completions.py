@@ -8,11 +8,12 @@ from typing import Any, cast
 from fastapi import Request, Response
 
 from crossdock.cluster.api.answers import DONE, AnswerEvents, completion_logprobs, prompt_logprobs
-from crossdock.cluster.api.bodies import CompletionRequest, check_token_ids
+from crossdock.cluster.api.bodies import CompletionRequest
 from crossdock.cluster.api.bounds import OUTPUTS
 from crossdock.cluster.api.choices import Choice, Output, Prompt
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.generation import Generation, Generations
+from crossdock.cluster.api.generation_body import check_token_ids
 from crossdock.cluster.api.http_json import event_stream, json_answer, long_json, long_json_answer
 from crossdock.cluster.api.prompts import LONG_TEXT, PromptEncoder, truncate
 from crossdock.cluster.api.slices import PAUSE_S, slices

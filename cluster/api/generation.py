@@ -12,9 +12,9 @@ from fastapi import Request
 from starlette.datastructures import State
 
 from crossdock.cluster.api.answers import usage
-from crossdock.cluster.api.bodies import GenerationBody
 from crossdock.cluster.api.choices import Choice, Output, Prompt, merge
 from crossdock.cluster.api.errors import ApiError, shown
+from crossdock.cluster.api.generation_body import GenerationBody
 from crossdock.cluster.api.models import Models
 from crossdock.cluster.api.prompts import output_limit
 from crossdock.cluster.api.slices import slices

@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from crossdock.cluster.api.bodies import ChatCompletionRequest, GenerationBody, TokenizeRequest, check_tools
+from crossdock.cluster.api.bodies import ChatCompletionRequest, TokenizeRequest, check_tools
 from crossdock.cluster.api.bounds import TEMPLATE_CHARS, TRUNCATED_CHARS
 from crossdock.cluster.api.errors import ApiError, shown, to_json
+from crossdock.cluster.api.generation_body import GenerationBody
 from crossdock.cluster.api.heap import Heap
 from crossdock.cluster.api.messages import template_messages
 from crossdock.cluster.api.tokenizer import ModelTokenizer

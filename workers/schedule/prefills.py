@@ -73,17 +73,17 @@ class PrefillScheduler:
     def _fill(self, budget: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
         config = self.table.config
         chunks: list[Scheduled] = []
-        startable = len(config.slo_classes)  # no request of a greater priority may start: one before it lacks pages
+        startable = (len(config.slo_classes), 0)  # no less urgent request may start: one before it lacks pages
         for request in prefills:
             if request.status is Status.WAITING:
-                if request.priority > startable or request.id in self.table.kept_back:
+                if request.urgency > startable or request.id in self.table.kept_back:
                     continue
                 started = self._start(request, budget)
                 if not started:
                     if config.prefill_order == "fcfs":
-                        startable = -1
+                        startable = (-1, 0)
                     elif started is None:
-                        startable = -1 if self.table.is_starving(request) else min(startable, request.priority)
+                        startable = (-1, 0) if self.table.is_starving(request) else min(startable, request.urgency)
                     continue
             start, is_outside_lane = request.num_scheduled_tokens, self._is_outside_lane(request)
             if num_tokens := self._chunk(request, start, budget):
