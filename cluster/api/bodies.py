@@ -85,13 +85,13 @@ class ChatCompletionRequest(GenerationBody):
         [], description="Given to the template; refused where the template does not read them."
     )
     echo: bool = Field(
-        False, description="If the last message is the assistant's, the content begins with the text of that message."
+        False, description="In a chat that ends with an assistant's message, the content begins with its text."
     )
     add_special_tokens: bool = False  # the template writes them
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template: _Template | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field({})
 
     prompt_field: ClassVar[str] = "messages"
     limit_field: ClassVar[str] = "max_completion_tokens"
@@ -103,6 +103,11 @@ class ChatCompletionRequest(GenerationBody):
 
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def num_top(self) -> int | None:
+        """Return how many of the likeliest tokens the answer lists at each position; None: all that there are."""
+        lists_all = self.logprob_token_ids is not None or self.top_logprobs == ALL_LOGPROBS
+        return None if lists_all else self.top_logprobs or 0
 
     def check_logprobs(self) -> None:
         """Raise ApiError for `top_logprobs` without `logprobs`."""
@@ -145,11 +150,11 @@ class TokenizeRequest(Body):
     messages: _Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
-    tools: _Tools = []
+    tools: _Tools = Field([])
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template: _Template | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field({})
 
 
 class DetokenizeRequest(Body):

@@ -59,9 +59,9 @@ class GenerationBody(Body):
     top_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[_Bias, BeforeValidator(_biases), Field(max_length=bounds.BIASES)] = {}
+    logit_bias: Annotated[_Bias, BeforeValidator(_biases), Field(max_length=bounds.BIASES)] = Field({})
     seed: _Int64 | None = None
-    stop: Annotated[list[_Stop], Field(max_length=bounds.STOPS), BeforeValidator(_one_or_many)] = []
+    stop: Annotated[list[_Stop], Field(max_length=bounds.STOPS), BeforeValidator(_one_or_many)] = Field([])
     max_tokens: int | None = Field(None, ge=0)
     stream: bool = False
     stream_options: Annotated[StreamOptions | None, BeforeValidator(_stream_options)] = None
@@ -71,7 +71,7 @@ class GenerationBody(Body):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=bounds.STOP_TOKENS)] = []
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=bounds.STOP_TOKENS)] = Field([])
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
@@ -214,6 +214,17 @@ class GenerationBody(Body):
         if self.logprob_token_ids is not None and self.num_logprobs() is None:
             reason = "'logprob_token_ids' needs 'logprobs'."
             raise ApiError(reason, param="logprob_token_ids", code="invalid_value")
+
+    def check_logprobs_of_all(self, sampling: SamplingParams, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Raise ApiError for more alternatives than an answer may list. `num_…`: tokens of all prompts or outputs."""
+        asked = {self.logprobs_field: (sampling.logprobs, num_output_tokens)}
+        asked["prompt_logprobs"] = (sampling.prompt_logprobs, num_prompt_tokens)
+        for name, (count, num_tokens) in asked.items():
+            num = (count or 0) * num_tokens * self.n
+            if (count or 0) > bounds.FEW_LOGPROBS and num > bounds.MANY_LOGPROBS:
+                reason = f"{num} log-probabilities in all are more than the {bounds.MANY_LOGPROBS} that are accepted"
+                hint = "ask for fewer, for fewer tokens, or use 'logprob_token_ids'"
+                raise ApiError(f"Invalid value for '{name}': {reason}; {hint}.", param=name, code="invalid_value")
 
     def _bias(self) -> list[tuple[int, float]]:
         """Return token ids and their biases. A key with leading zeros is refused: it could name a token twice."""

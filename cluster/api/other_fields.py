@@ -44,6 +44,7 @@ NO_EFFECT: Mapping[str, str] = {
 
 REFUSED: Mapping[str, RefusedField] = {
     "audio": RefusedField(_TEXT_ONLY),
+    "best_of": RefusedField("outputs are not ranked; use 'n'", (1,)),
     "detokenize": RefusedField("answers always have text; 'return_token_ids' adds the token ids", (True,)),
     "documents": RefusedField("completions have no template; write the documents into the prompt", ([],)),
     "early_stopping": RefusedField("there is no beam search; use 'n' with a temperature", (False,)),
