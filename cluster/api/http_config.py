@@ -39,7 +39,9 @@ class HttpConfig(BaseModel):
         0.01, ge=0, le=1, description="Share of requests that are traced, among those that arrive without a trace."
     )
     model_aliases: tuple[str, ...] = Field((), description="Further names that the served model answers to.")
-    max_logprobs: int = Field(20, ge=0, description="Most alternatives a request may ask for, per token.")
+    max_logprobs: int = Field(
+        20, ge=-1, description="Most alternatives a request may ask for, per token; -1: the whole vocabulary."
+    )
     trust_request_chat_template: bool = Field(
         False, description="Accept chat templates in requests. A template is a program: trust every client first."
     )

@@ -116,6 +116,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
     "HTTP": (
         Flag("http.host"),
         Flag("http.port"),
+        Flag("http.max_logprobs"),
         Flag(
             "http.api_keys",
             ("--api-key",),

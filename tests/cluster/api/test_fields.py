@@ -107,7 +107,7 @@ def test_neutral_number_may_be_written_as_float_but_not_as_boolean() -> None:
         ({"temprature": 5}, "temprature", " Did you mean 'temperature'?"),
         ({"qqq": {}}, "qqq", ""),
         ({"": 1}, "", ""),
-        ({"stream_options": {"include_usages": True}, "stream": True}, "stream_options.include_usages", "include_usage'?"),
+        ({"stream_options": {"include_usages": 1}, "stream": True}, "stream_options.include_usages", "include_usage'?"),
         ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", "'structured_outputs.regex'?"),
         ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "_schema'?"),
         (
@@ -116,7 +116,7 @@ def test_neutral_number_may_be_written_as_float_but_not_as_boolean() -> None:
             "schema'?",
         ),
     ],
-)  # fmt: skip
+)
 def test_unknown_field_is_refused_and_the_nearest_named(fields: dict[str, Any], param: str, hint: str) -> None:
     for endpoint in ENDPOINTS:
         with pytest.raises(ApiError) as refused:
@@ -148,11 +148,17 @@ def test_every_field_of_vllms_tokenize_has_one_state(kind: type[Any], name: str)
 
 # Bodies as these clients send them (LangChain 1.x, LiteLLM 1.x, vllm bench serve 0.33.0, lm-eval 0.4).
 CLIENTS = {
-    "langchain": ("chats", {"model": "m", "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.7}),
+    "langchain": (
+        "chats",
+        {"model": "m", "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.7},
+    ),
     "langchain json_schema": (
         "chats",
         {
-            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True}},
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True},
+            },
             "parallel_tool_calls": False,
             "max_completion_tokens": 5,
         },
@@ -172,8 +178,11 @@ CLIENTS = {
             "temperature": 0.0,
         },
     ),
-    "lm-eval": ("completions", {"model": "m", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}),
-}  # fmt: skip
+    "lm-eval": (
+        "completions",
+        {"model": "m", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True},
+    ),
+}
 
 
 @pytest.mark.parametrize("client", CLIENTS)
