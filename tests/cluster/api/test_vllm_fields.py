@@ -1,8 +1,9 @@
 """vLLM's fields of requests and answers over sockets, whole and streamed, as OpenAI's client reads them."""
 
 import asyncio
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
+from typing import Any, cast
 
 import httpx
 import openai
@@ -12,6 +13,7 @@ from crossdock.cluster.api import bounds
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.keys import ApiKey
 from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.workers.schedule.request import Submission, TokenDelta
 from tests.cluster.api.engine_api import EngineApi
 from tests.cluster.api.scripted_api import (
     HI,
@@ -212,34 +214,50 @@ def test_prompt_token_ids_reach_openais_client(client: openai.OpenAI, engine: Sc
 def test_stream_of_a_lost_replica_goes_on_with_right_usage_and_ids(tokenizer: ModelTokenizer) -> None:
     async def main() -> None:
         async with EngineApi(tokenizer, num_replicas=2) as api:
-            body: dict[str, Any] = {"messages": HI, "max_tokens": 300, "ignore_eos": True, "seed": 3, "stream": True}
-            body |= {"return_token_ids": True, "logprobs": True, **USAGE}
+            body: dict[str, Any] = {
+                "prompt": [5] * 20,
+                "max_tokens": 200,
+                "ignore_eos": True,
+                "seed": 3,
+                "stream": True,
+            }
+            body |= {"return_token_ids": True, "logprobs": 0, **USAGE}
 
             async def ask() -> list[Any]:
-                return events(await api.http.post("/v1/chat/completions", json=body))
+                return events(await api.http.post("/v1/completions", json=body))
 
             wanted = await ask()
-            asking = asyncio.create_task(ask())
-            while not (live := [r for r in await api.dispatcher.live_requests(None) if r["num_output_tokens"] > 20]):
-                await asyncio.sleep(0.001)
-            api.replicas[int(api.dispatcher.fleet.num_booked("r1") > 0)].is_killed = True
-            assert live[0]["num_output_tokens"] < 300
-            found = await asking
-            assert "crossdock_ingress_placed_again_total 1.0" in await api.dispatcher.metrics_text()
+            generate = api.dispatcher.generate
+
+            async def dying(submission: Submission) -> AsyncIterator[TokenDelta]:
+                """Kill the replica that made 50 tokens."""
+                num_tokens = 0
+                async with aclosing(cast(AsyncGenerator[TokenDelta, None], generate(submission))) as deltas:
+                    async for delta in deltas:
+                        num_tokens += len(delta.token_ids)
+                        if num_tokens == 50:
+                            api.replicas[int(api.dispatcher.fleet.num_booked("r1") > 0)].is_killed = True
+                        yield delta
+
+            api.dispatcher.generate = dying  # type: ignore[method-assign]
+            found = await ask()
+            assert 'crossdock_ingress_placed_again_total{ingress="0"} 1.0' in await api.dispatcher.metrics_text()
             for chunks in (wanted, found):
-                assert [chunk for chunk in chunks if "prompt_token_ids" in chunk] == [chunks[0]]
+                choices = [chunk["choices"][0] for chunk in chunks[:-1]]
+                assert [choice for choice in choices if "prompt_token_ids" in choice] == [choices[0]]
                 num_tokens = 0
                 for chunk in chunks[:-1]:
-                    num_tokens += len(chunk["choices"][0].get("token_ids", ()))
+                    num_tokens += len(chunk["choices"][0]["token_ids"])
+                    assert len(chunk["choices"][0]["logprobs"]["tokens"]) == len(chunk["choices"][0]["token_ids"])
                     assert chunk["usage"]["completion_tokens"] == num_tokens
-                assert chunks[-1]["usage"]["completion_tokens"] == num_tokens == 300
+                assert chunks[-1]["usage"]["completion_tokens"] == num_tokens == 200
             assert _token_ids(found) == _token_ids(wanted)
 
     asyncio.run(main())
 
 
 def _token_ids(chunks: list[Any]) -> list[int]:
-    return [token for chunk in chunks[:-1] for token in chunk["choices"][0].get("token_ids", ())]
+    return [token for chunk in chunks[:-1] for token in chunk["choices"][0]["token_ids"]]
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------
