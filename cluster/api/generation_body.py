@@ -1,7 +1,7 @@
 """The fields that completions and chats share, and their meaning to the engine."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -149,6 +149,13 @@ class GenerationBody(Body):
     def repeats_usage(self) -> bool:
         """Every event of a streamed answer has the usage of its choice so far."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def with_usage(self) -> Self:
+        """Return the body with usage at the end of its stream; the body itself if it asks for no stream."""
+        if not self.stream:
+            return self
+        options = (self.stream_options or StreamOptions()).model_copy(update={"include_usage": True})
+        return self.model_copy(update={"stream_options": options})
 
     def check_streaming(self) -> None:
         """Raise ApiError if fields contradict `stream`."""
