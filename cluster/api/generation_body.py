@@ -13,7 +13,8 @@ from crossdock.cluster.api.stop_strings import StopTable
 from crossdock.workers.schedule.request import Grammar, SamplingParams
 
 _LONGEST_TOKEN_ID = 10  # digits
-_CLIENTS_NAMES = {"priority_in_class": "priority"}
+# Fields of the engine that have another name in a body, or none: the server makes the ids of submissions.
+_CLIENTS_NAMES = {"priority_in_class": "priority", "request_id": ""}
 ALL_LOGPROBS = -1  # asks for the log-probabilities of the whole vocabulary
 REQUEST_ID = r"^[\x21-\x7e]{1,128}$"
 
