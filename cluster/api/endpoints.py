@@ -10,7 +10,6 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from crossdock.cluster.api.bodies import invalid_field
 from crossdock.cluster.api.chats import Chats
 from crossdock.cluster.api.completions import Completions
 from crossdock.cluster.api.errors import ApiError, ErrorAnswer, shown
@@ -19,6 +18,7 @@ from crossdock.cluster.api.generation import Generations
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.http_guard import HttpGuard
 from crossdock.cluster.api.http_json import JsonRoute, error_answer
+from crossdock.cluster.api.json_body import invalid_field
 from crossdock.cluster.api.keys import KeyRing
 from crossdock.cluster.api.limits import Ledger
 from crossdock.cluster.api.models import Models
