@@ -19,7 +19,7 @@ from crossdock.cluster.api.models import Models
 from crossdock.cluster.api.prompts import output_limit
 from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.stop_strings import StopTable
-from crossdock.cluster.api.tiers import SLO_CLASS_HEADER, Tiers
+from crossdock.cluster.api.tiers import SLO_CLASS_HEADER, Tier, Tiers
 from crossdock.cluster.api.tokenizer import ModelTokenizer, TextStream
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ModelCard
 from crossdock.workers.schedule.request import InvalidField, SamplingParams, Submission, TokenDelta
@@ -33,7 +33,7 @@ class Generation:
 
     body: GenerationBody
     card: ModelCard
-    slo_class: str
+    tier: Tier
     state: State  # of the HTTP request: its id, its API key, and that key's account
     choices: list[Choice] = field(default_factory=list)
 
@@ -44,7 +44,7 @@ class Generation:
             "object": kind,
             "created": int(time.time()),
             "model": self.body.model or self.card.name,
-            "service_tier": self.slo_class,
+            "service_tier": self.tier.slo_class,
         }
 
     def usage(self) -> dict[str, Any]:
@@ -73,10 +73,10 @@ class Generations:
         """Begin a generation. Raises ApiError for an unknown model, or what the API key may not use."""
         card = self._models.card(body.model)
         header = request.headers.get(SLO_CLASS_HEADER)
-        slo_class = self._tiers.choose(body.service_tier, header, request.state.api_key)
+        tier = self._tiers.choose(body.service_tier, header, request.state.api_key)
         if request.state.account is not None:
             request.state.account.prompt(0)  # a key without tokens is refused before its prompts cost anything
-        return Generation(body, card, slo_class, request.state)
+        return Generation(body, card, tier, request.state)
 
     async def add_choices(self, generation: Generation, prompts: Sequence[Prompt]) -> None:
         """Add one choice for each prompt and each of `n`, in OpenAI's order, and charge the prompts to the API key.
@@ -122,7 +122,8 @@ class Generations:
             prompt.token_ids,
             sampling,
             body.cache_salt if key is None else key.cache_salt(body.cache_salt),
-            generation.slo_class,
+            generation.tier.slo_class,
+            generation.tier.is_promised,
             request_id=state.request_id,
             tenant="" if key is None else key.tenant,
         )

@@ -31,6 +31,9 @@ class HttpConfig(BaseModel):
         None, description="A file with further keys, checked every second: YAML as in api_keys, or one key a line."
     )
     max_body_bytes: int = Field(20 << 20, ge=1)
+    max_queued_requests: int = Field(
+        4096, ge=1, description="Outputs that may wait for their first token at an ingress; further ones get 429."
+    )
     request_timeout_s: float | None = Field(None, gt=0, description="Limit of a whole request, streams included.")
     otlp_endpoint: str | None = Field(
         None, description="Where traces go, by OTLP over HTTP: http://collector:4318/v1/traces; null: no traces."

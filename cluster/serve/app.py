@@ -55,7 +55,12 @@ class Ingress:
         """Start serving. `scaler` is not called: Serve runs every deployment that an ingress is bound to."""
         bind_serve_to_own_node()
         path = resolve_model(config.model.path)
-        self.dispatcher = Dispatcher(config.model.name, config.router, self._all_ingress_metrics)
+        self.dispatcher = Dispatcher(
+            config.model.name,
+            config.router,
+            self._all_ingress_metrics,
+            most_queued=config.http.max_queued_requests,
+        )
         self._name = uuid.uuid4().hex
         self._server: uvicorn.Server | None = None
         context = serve.get_replica_context()

@@ -123,6 +123,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             help="Key that clients must send; given again: any of them.",
             envvar="CROSSDOCK_API_KEY",
         ),
+        Flag("http.max_queued_requests"),
     ),
     "Cluster and file": (
         Flag(
