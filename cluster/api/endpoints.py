@@ -14,6 +14,7 @@ from crossdock.cluster.api.chats import Chats
 from crossdock.cluster.api.completions import Completions
 from crossdock.cluster.api.errors import ApiError, ErrorAnswer, shown
 from crossdock.cluster.api.generation import Generations
+from crossdock.cluster.api.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.http_guard import HttpGuard
 from crossdock.cluster.api.http_json import JsonRoute, error_answer
@@ -36,12 +37,16 @@ _KEY = Security(HTTPBearer(auto_error=False, scheme_name="key"))  # for the desc
 
 
 def build_api(
-    dispatcher: Dispatcher, tokenizer: ModelTokenizer, http: HttpConfig, tiers: Tiers | None = None
+    dispatcher: Dispatcher,
+    tokenizer: ModelTokenizer,
+    http: HttpConfig,
+    tiers: Tiers | None = None,
+    defaults: GenerationDefaults | None = None,
 ) -> FastAPI:
     """Return the ASGI application.
 
     `tokenizer` must be that of the model that the dispatcher's replicas serve. `tiers`: their SLO classes; None: the
-    default ones.
+    default ones. `defaults`: of sampling; None: those of OpenAI's API.
     """
     tiers = tiers or Tiers()
     app = FastAPI(
@@ -53,7 +58,7 @@ def build_api(
         default_response_class=Response,
         responses={"default": {"model": ErrorAnswer, "description": "Refused"}},
     )
-    _add_endpoints(app, dispatcher, tokenizer, http, tiers)
+    _add_endpoints(app, dispatcher, tokenizer, http, tiers, defaults or GenerationDefaults())
     for path, asset in web_assets().items():
         app.add_api_route(path, partial(_asset, asset), response_model=None, include_in_schema=False)
     app.add_exception_handler(HTTPException, _no_such_route)
@@ -78,11 +83,16 @@ def build_api(
 
 
 def _add_endpoints(
-    app: FastAPI, dispatcher: Dispatcher, tokenizer: ModelTokenizer, http: HttpConfig, tiers: Tiers
+    app: FastAPI,
+    dispatcher: Dispatcher,
+    tokenizer: ModelTokenizer,
+    http: HttpConfig,
+    tiers: Tiers,
+    defaults: GenerationDefaults,
 ) -> None:
     models = Models(dispatcher, http.model_aliases)
     encoder = PromptEncoder(tokenizer, trusts_templates=http.trust_request_chat_template)
-    generations = Generations(dispatcher, tokenizer, models, tiers, max_logprobs=http.max_logprobs)
+    generations = Generations(dispatcher, tokenizer, models, tiers, defaults, max_logprobs=http.max_logprobs)
     completions = Completions(generations, encoder, tokenizer)
     chats = Chats(generations, encoder, tokenizer)
     tokenization = Tokenization(models, encoder, tokenizer)

@@ -15,6 +15,7 @@ from crossdock.cluster.api.answers import usage
 from crossdock.cluster.api.bodies import GenerationBody
 from crossdock.cluster.api.choices import Choice, Output, Prompt, merge
 from crossdock.cluster.api.errors import ApiError, shown
+from crossdock.cluster.api.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.models import Models
 from crossdock.cluster.api.prompts import output_limit
 from crossdock.cluster.api.slices import slices
@@ -61,12 +62,20 @@ class Generations:
     """Begins generations, and follows each to its end."""
 
     def __init__(
-        self, dispatcher: Dispatcher, tokenizer: ModelTokenizer, models: Models, tiers: Tiers, *, max_logprobs: int
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: ModelTokenizer,
+        models: Models,
+        tiers: Tiers,
+        defaults: GenerationDefaults,
+        *,
+        max_logprobs: int,
     ) -> None:
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._models = models
         self._tiers = tiers
+        self._defaults = defaults
         self._max_logprobs = max_logprobs
 
     def begin(self, request: Request, body: GenerationBody) -> Generation:
@@ -86,10 +95,10 @@ class Generations:
         """
         body, card, state = generation.body, generation.card, generation.state
         body.check_streaming()
-        limits = [output_limit(len(prompt.token_ids), body, card) for prompt in prompts]
+        limits = [self._defaults.limit(output_limit(len(prompt.token_ids), body, card), body) for prompt in prompts]
         sampling = body.sampling(
             min(limits),
-            defaults=self._tokenizer.defaults,
+            defaults=self._defaults.sampling,
             vocab_size=card.vocab_size,
             max_logprobs=self._max_logprobs,
         )

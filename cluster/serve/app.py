@@ -22,6 +22,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.api.listener import listen
 from crossdock.cluster.api.tiers import Tiers
@@ -68,7 +69,9 @@ class Ingress:
         self._every_ingress._init()
         tokenizer = await asyncio.to_thread(ModelTokenizer.load, path)
         tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
-        self._api = build_api(self.dispatcher, tokenizer, config.http, tiers)
+        model = config.model
+        defaults = GenerationDefaults.read(path, model.generation_config, model.override_generation_config)
+        self._api = build_api(self.dispatcher, tokenizer, config.http, tiers, defaults)
         follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
         with suppress(TimeoutError):  # without this wait an upgrade would route requests to an ingress without replicas
             async with asyncio.timeout(_FIRST_REPLICA_S):

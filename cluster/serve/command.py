@@ -80,10 +80,12 @@ def _require_free(host: str, port: int) -> None:
 
 def _prepare_model(config: ClusterConfig, console: Console) -> None:
     """Fetch or convert the model here, where progress and errors are seen, before any replica needs it."""
+    from crossdock.cluster.api.generation_defaults import GenerationDefaults
     from crossdock.workers.model.checkpoint import resolve_model
 
     with console.status(f"Preparing {escape(config.model.name)}: the first time it is fetched or converted …"):
         path = resolve_model(config.model.path)
+        GenerationDefaults.read(path, config.model.generation_config, config.model.override_generation_config)
         for pool in config.pools:
             if pool.num_ranks > 1:
                 from crossdock.workers.model.weights import check_division

@@ -4,6 +4,7 @@ A flag names the setting that it overrides. The setting's field decides the flag
 """
 
 import inspect
+import json
 import re
 import types
 import typing
@@ -80,6 +81,13 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag("model.dtype"),
         Flag("model.max_model_len"),
+        Flag("model.generation_config", metavar="auto|vllm|DIR"),
+        Flag(
+            "model.override_generation_config",
+            kind=str,
+            metavar="JSON",
+            help="Sampling that wins over generation_config: '{\"temperature\": 0.5}'.",
+        ),
     ),
     "Engine (names as in vLLM)": (
         Flag("engine.max_num_batched_tokens"),
@@ -177,6 +185,8 @@ def _overrides(values: dict[str, Any]) -> dict[str, object]:
     size, settings = values.pop("--chunked-prefill-size", None), values.pop("--set", ())
     if size is not None:
         values |= _chunked_prefill(size, values)
+    if text := values.get("model.override_generation_config"):
+        values["model.override_generation_config"] = _parse_json(text, "--override-generation-config")
     if names := values.get("model.served_name"):
         values["model.served_name"] = names[0]
         values |= {"http.model_aliases": names[1:]} if names[1:] else {}
@@ -217,6 +227,13 @@ def _parse_pools(text: str) -> list[dict[str, object]]:
         sizes = {_RANKS[size[:2]]: int(size[2:]) for size in (ranks or "").split("x") if size}
         pools.append({"name": name, "replicas": int(replicas or 1), **sizes})
     return pools
+
+
+def _parse_json(text: str, flag: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {text!r} is not JSON: {error}") from None
 
 
 def _parse_setting(text: str) -> tuple[str, object]:
