@@ -80,6 +80,15 @@ def test_serve_with_missing_model_fails_before_ray_starts(served: Served) -> Non
     assert served.config is None
 
 
+def test_serve_with_unusable_generation_config_fails_before_ray_starts(served: Served) -> None:
+    result = run("serve", "--generation-config", "absent", "--port", str(free_port()))
+    assert result.exit_code == 2
+    assert (
+        "model.generation_config: 'absent' must be auto (the model's own), vllm (none), or a directory" in result.stderr
+    )
+    assert served.config is None
+
+
 def test_serve_with_taken_port_fails_before_ray_starts(served: Served) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
