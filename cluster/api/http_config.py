@@ -48,7 +48,12 @@ class HttpConfig(BaseModel):
     )
 
     @property
+    def needs_key(self) -> bool:
+        """Whether clients must send an API key."""
+        return bool(self.api_keys) or self.api_keys_file is not None
+
+    @property
     def is_open_to_others(self) -> bool:
         """Whether other machines may use the API without a key."""
         is_local = self.host in ("localhost", "::1") or self.host.startswith("127.")
-        return not is_local and not self.api_keys and self.api_keys_file is None
+        return not is_local and not self.needs_key

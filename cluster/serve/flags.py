@@ -150,6 +150,14 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             ("--pipeline-parallel-size", "--pp"),
             help="Consecutive stages of layers of a replica, in all pools.",
         ),
+        Flag(
+            "--verbose",
+            ("--verbose/--no-verbose",),
+            kind=bool,
+            metavar="",
+            help="Show what Ray, Serve and libraries report about themselves.",
+            envvar="CROSSDOCK_VERBOSE",
+        ),
         Flag("--config", ("--config", "-c"), kind=Path, help="YAML file; flags win over it."),
         Flag(
             "--set",
@@ -182,6 +190,7 @@ def configuration(given: Mapping[str, Any]) -> ClusterConfig:
 
 def _overrides(values: dict[str, Any]) -> dict[str, object]:
     """Return the settings that flags mean, by dotted name. `values`: the given flags, by their key in the table."""
+    values.pop("--verbose", None)  # about the output of the command alone
     size, settings = values.pop("--chunked-prefill-size", None), values.pop("--set", ())
     if size is not None:
         values |= _chunked_prefill(size, values)
