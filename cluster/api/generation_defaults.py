@@ -62,7 +62,7 @@ class GenerationDefaults:
             ValueError: the file of that model or directory cannot be used; the message gives the reason.
         """
         folder = model if source == "auto" else Path(source).expanduser()
-        recommended = GenerationConfig()
+        recommended = GenerationConfig.model_validate({})
         if source not in ("auto", "vllm") and not (folder / _FILE).is_file():
             raise ValueError(
                 f"model.generation_config: {source!r} must be auto (the model's own), vllm (none), or a directory with "

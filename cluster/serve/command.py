@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -17,6 +16,7 @@ from crossdock.cluster.api.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import to_yaml
 from crossdock.cluster.serve.flags import configuration, takes_flags
+from crossdock.cluster.serve.memory import left, used_by_family
 from crossdock.cluster.serve.stop_signals import ending_at_once
 from crossdock.cluster.serve.summary import summary
 
@@ -51,7 +51,8 @@ def _serve_until_stopped(config: ClusterConfig, console: Console, *, is_verbose:
 
     def started(replicas: list[dict[str, Any]]) -> None:
         bar.stop()
-        for line in summary(replicas, *_memory()):
+        memory = (used_by_family(os.getpid()), left()) if _is_local() else (None, None)
+        for line in summary(replicas, *memory):
             console.print(escape(line))
         _announce(config, console)
 
@@ -130,21 +131,6 @@ def _describe_pools(config: ClusterConfig) -> str:
 def _is_local() -> bool:
     """Return whether Ray starts on this machine; else the port and the model are on other machines."""
     return not os.environ.get("RAY_ADDRESS")
-
-
-def _memory() -> tuple[int, int] | tuple[()]:
-    """Return the bytes that all processes of the server hold, shared ones once, and those that the machine has left.
-
-    Nothing for a server on other machines.
-    """
-    if not _is_local():
-        return ()
-    own = psutil.Process()
-    used = 0
-    for process in (own, *own.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            used += process.memory_full_info().pss
-    return used, psutil.virtual_memory().available
 
 
 def _announce(config: ClusterConfig, console: Console) -> None:

@@ -18,7 +18,7 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.serve.app import APP_NAME, build
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
-from crossdock.cluster.serve.stop_signals import Stopped, StopRequest, ignore_signals
+from crossdock.cluster.serve.stop_signals import StopRequest, StopSignal, ignore_signals
 
 STARTING = ("Ray", "Serve", "replicas: model and warm-up")  # the phases of the start, in order
 _DESCRIBE_S = 10.0  # the replicas have so long to describe themselves
@@ -66,7 +66,7 @@ def serve_forever(
         started(_replicas())
         while True:
             stop.wait()
-    except Stopped:
+    except StopSignal:
         stopping()
     finally:
         ignore_signals()  # an impatient second Ctrl-C must not leave processes behind
@@ -120,7 +120,7 @@ def _is_running() -> bool:
     if app.status == ApplicationStatus.DEPLOY_FAILED:
         reasons = [app.message, *(deployment.message for deployment in app.deployments.values())]
         raise StartFailed("\n".join(reason.strip() for reason in reasons if reason))
-    return app.status == ApplicationStatus.RUNNING
+    return bool(app.status == ApplicationStatus.RUNNING)
 
 
 def _replicas() -> list[dict[str, Any]]:

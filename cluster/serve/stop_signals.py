@@ -11,12 +11,12 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S = 0.2  # between two looks for a signal
 
 
-class Stopped(Exception):  # nothing went wrong
+class StopSignal(Exception):  # nothing went wrong
     """SIGINT or SIGTERM has come."""
 
 
 class StopRequest:
-    """Notes SIGINT and SIGTERM, and raises `Stopped` where that leaves nothing half done.
+    """Notes SIGINT and SIGTERM, and raises `StopSignal` where that leaves nothing half done.
 
     A handler that raises would interrupt Ray's code anywhere, print its traceback, and leave processes behind.
     """
@@ -30,12 +30,12 @@ class StopRequest:
         self._has_come = True
 
     def check(self) -> None:
-        """Raise Stopped if a signal has come."""
+        """Raise StopSignal if a signal has come."""
         if self._has_come:
-            raise Stopped
+            raise StopSignal
 
     def wait(self) -> None:
-        """Wait for a moment. Raises Stopped if a signal has come."""
+        """Wait for a moment. Raises StopSignal if a signal has come."""
         time.sleep(_LOOK_S)
         self.check()
 

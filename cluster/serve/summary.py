@@ -90,4 +90,4 @@ def _speed(profile: SchedulingProfile) -> str:
         f"{most_streams(profile, slo.tpot_s, context)} at {1000 * slo.tpot_s:g} ms a token ({slo.name})"
         for slo in profile.slo_classes
     )
-    return f"a prompt of {context:,} tokens takes {prompt:.2f} s; streams of {context:,} tokens that fit: {carried}"
+    return f"a prompt of {context:,} tokens takes {prompt:.2f} s; streams of {context:,} tokens at once: {carried}"

@@ -153,10 +153,10 @@ def test_serve_answers_chat_and_stops_on_sigterm(model_dir: Path, tmp_path: Path
     assert (tmp_path / "log").read_text().removeprefix(log) == "Stopping …\n"
 
 
-def has_process(name: str) -> Callable[[psutil.Process, str], bool]:
+def has_process(name: str) -> Callable[[psutil.Process], bool]:
     """Return a condition: the server has a process with `name` on its command line."""
 
-    def holds(server: psutil.Process, output: str) -> bool:
+    def holds(server: psutil.Process) -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):
             return any(name in " ".join(child.cmdline()) for child in server.children(recursive=True))
         return False
@@ -167,40 +167,38 @@ def has_process(name: str) -> Callable[[psutil.Process, str], bool]:
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
-        pytest.param(lambda server, output: "libtorch" in str(server.memory_maps()), signal.SIGINT, id="imports"),
+        pytest.param(lambda server: "libtorch" in str(server.memory_maps()), signal.SIGINT, id="imports"),
         pytest.param(has_process("gcs_server"), signal.SIGTERM, id="Ray starts"),
         pytest.param(has_process("raylet"), signal.SIGINT, id="Ray connects", marks=pytest.mark.soak),
         pytest.param(has_process("ServeController"), signal.SIGTERM, id="Serve starts", marks=pytest.mark.soak),
         pytest.param(has_process("ray::ServeReplica:crossdock:mixed"), signal.SIGINT, id="model loads"),
-        pytest.param(
-        ),
     ],
 )
 def test_signal_at_any_moment_of_the_start_ends_everything_without_a_traceback(
-    small_model_dir: Path, tmp_path: Path, moment: Callable[[psutil.Process, str], bool], number: signal.Signals
+    small_model_dir: Path, tmp_path: Path, moment: Callable[[psutil.Process], bool], number: signal.Signals
 ) -> None:
     log, port = tmp_path / "log", free_port()
     flags = [str(small_model_dir), "--max-num-batched-tokens", "128", "--kv-cache-memory", "64MiB", "--port", str(port)]
     with log.open("w") as output:
         server = background_job("serve", *flags, stdout=output, stderr=subprocess.STDOUT)
-    process, family = psutil.Process(server.pid), []
+    process = psutil.Process(server.pid)
     try:
         deadline = time.monotonic() + 240
-        while not moment(process, log.read_text()):
+        while not moment(process):
             assert server.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.01)
-        family = process.children(recursive=True)
+        family = set(process.children(recursive=True))
         server.send_signal(number)
         time.sleep(0.1)
         if server.poll() is None:
-            family += process.children(recursive=True)
+            family |= {*process.children(recursive=True)}
             server.send_signal(number)  # an impatient user
         assert server.wait(timeout=120) == 0, log.read_text()
     finally:
         server.kill()
         server.wait()
-    _, alive = psutil.wait_procs(set(family), timeout=20)
+    _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive, f"these outlived the server: {alive}"
     assert not {word for word in ("Traceback", "Error", "INFO", "Abort") if word in log.read_text()}, log.read_text()
 
