@@ -17,6 +17,7 @@ from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import to_yaml
 from crossdock.cluster.serve.flags import configuration, takes_flags
 from crossdock.cluster.serve.memory import left, used_by_family
+from crossdock.cluster.serve.other_flags import unread_variables
 from crossdock.cluster.serve.stop_signals import ending_at_once
 from crossdock.cluster.serve.summary import summary
 
@@ -26,14 +27,15 @@ def serve(**flags: Any) -> None:
     """Serve a model behind an OpenAI API, on this machine or on the cluster that RAY_ADDRESS names."""
     with ending_at_once():
         console = Console(soft_wrap=True, highlight=False)
+        for line in unread_variables(os.environ):
+            _warn(line)
         with _errors_without_traceback():
             config = configuration(flags)
             if _is_local():
                 _require_free(config.http.host, config.http.port)
                 _prepare_model(config, console)
         if config.http.is_open_to_others:
-            warning = OPEN_TO_OTHERS % (config.http.host, config.http.port)
-            Console(stderr=True, soft_wrap=True, highlight=False).print(f"[yellow]warning:[/yellow] {escape(warning)}")
+            _warn(OPEN_TO_OTHERS % (config.http.host, config.http.port))
         console.print(f"[dim]Starting: {_describe_pools(config)} …[/dim]")
         _serve_until_stopped(config, console, is_verbose=bool(flags["verbose"]))
 
@@ -89,6 +91,10 @@ def _errors_without_traceback() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
+def _warn(text: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[yellow]warning:[/yellow] {escape(text)}")
+
+
 def _print_error(error: Exception) -> None:
     stderr = Console(stderr=True, soft_wrap=True, highlight=False)
     for line in str(error).splitlines():
@@ -113,6 +119,10 @@ def _prepare_model(config: ClusterConfig, console: Console) -> None:
     with console.status(f"Preparing {escape(config.model.name)}: the first time it is fetched or converted …"):
         path = resolve_model(config.model.path)
         GenerationDefaults.read(path, config.model.generation_config, config.model.override_generation_config)
+        if config.model.tokenizer is not None or config.model.chat_template is not None:
+            from crossdock.cluster.serve.tokenizer import load_tokenizer
+
+            load_tokenizer(path, config.model)
         for pool in config.pools:
             if pool.num_ranks > 1:
                 from crossdock.workers.model.weights import check_division

@@ -119,11 +119,16 @@ class Scheduler:
         self._forecast.cost, self._forecast.overrun = cost, overrun
         self._forecast.interval_share = interval_share
 
+    def learn_scored(self, factor: float) -> None:
+        """Assume from now on that a chunk takes `factor` times as long if its tokens need log-probabilities."""
+        self._forecast.scored_factor = factor
+
     # -- schedule: what the next step computes -----------------------------------------------------------------------
 
     def schedule(self, now: float) -> Batch:
         """Return the next step, empty if there is nothing to do. `now`: seconds on the clock of arrival times."""
-        self._table.now, self._table.needs_preemption = now, False
+        self._table.begin_step(now)
+        self._table.needs_preemption = False
         streams, skipped = self._choose_streams()
         decodes = self._grow(streams)
         prefills = self._prefills.candidates()

@@ -31,7 +31,7 @@ def test_flags_reach_their_settings() -> None:
         --kv-cache-dtype fp8 --attention-backend torch
         --gpu-memory-utilization 0.7 --enforce-eager --no-async-scheduling
         --generation-config vllm --override-generation-config {"temperature":0.5,"max_new_tokens":200}
-        --host 0.0.0.0 --port 9000 --max-queued-requests 7 --pools big=2,small
+        --host 0.0.0.0 --port 9000 --vllm-metrics --max-queued-requests 7 --pools big=2,small
         --set pools.small.num_cpus=3 --set http.request_timeout_s=1.5
     """
     config = printed_config(*flags.split())
@@ -52,6 +52,7 @@ def test_flags_reach_their_settings() -> None:
     assert http.max_queued_requests == 7
     override = model.override_generation_config.model_dump(exclude_none=True)
     assert (model.generation_config, override) == ("vllm", {"temperature": 0.5, "max_new_tokens": 200})
+    assert http.vllm_metrics
     assert [(pool.name, pool.replicas, pool.num_cpus) for pool in config.pools] == [
         ("big", 2, 0),
         ("small", 1, 3),
@@ -67,9 +68,9 @@ def test_no_flags_print_the_defaults() -> None:
     [
         (["--chunked-prefill-size", "1024"], 1024, True),
         (["--chunked-prefill-size", "1024", "--max-num-batched-tokens", "1024"], 1024, True),
-        (["--chunked-prefill-size", "-1"], 2048, False),
+        (["--chunked-prefill-size", "-1"], 0, False),
         (["--chunked-prefill-size", "-1", "--max-num-batched-tokens", "8192"], 8192, False),
-        (["--chunked-prefill-size=-1", "--no-enable-chunked-prefill"], 2048, False),
+        (["--chunked-prefill-size=-1", "--no-enable-chunked-prefill"], 0, False),
     ],
 )
 def test_chunked_prefill_size_of_sglang_sets_the_budget_or_no_chunks(
