@@ -51,10 +51,10 @@ def _machine(machine: Mapping[str, Any], profile: SchedulingProfile, num_replica
     instructions = f" ({machine['instructions']})" if machine["instructions"] else ""
     ranks = _num_ranks(profile.model_dump())
     each = f"{num_replicas} replica{'s' * (num_replicas > 1)}" + (f" of {ranks} ranks" if ranks > 1 else "")
-    layers = "fused layers" if machine["layers"] == "fused" else "transformers' own layers"
+    layers = f"products in {machine['kernels']}" if machine["kernels"] else "transformers' own layers"
     return (
-        f"{machine['device']}{instructions}, {each}, {machine['threads']} threads each; {machine['dtype']}, {layers}, "
-        f"attention in {machine['attention']}"
+        f"{machine['device']}{instructions}, {each}, {machine['threads']} threads each; {machine['dtype']}, "
+        f"attention in {machine['attention']}, {layers}"
     )
 
 
@@ -64,17 +64,11 @@ def _num_ranks(profile: Mapping[str, Any]) -> int:
 
 
 def _memory(replicas: Sequence[Mapping[str, Any]], used: int, free: int) -> str:
-    """Pages that are reserved but not written yet count as the pool's, neither as other memory nor as free.
-
-    A replica describes one of its ranks, and the others hold about as much.
-    """
-    weights, pool, written = (
-        sum(each["machine"][name] * _num_ranks(each["profile"]) for each in replicas)
-        for name in ("weights", "pool", "pool_in_use")
+    """Return where the memory went. A replica describes one of its ranks, and the others hold about as much."""
+    weights, pool = (
+        sum(each["machine"][name] * _num_ranks(each["profile"]) for each in replicas) for name in ("weights", "pool")
     )
-    other = max(used - weights - written, 0)
-    left = max(free - (pool - written), 0)
-    sizes = (ByteSize(size).human_readable() for size in (weights, pool, other, left))
+    sizes = (ByteSize(size).human_readable() for size in (weights, pool, max(used - weights - pool, 0), free))
     return "{} weights, {} KV pages, {} for Python, torch and Ray; {} are left".format(*sizes)
 
 

@@ -1,16 +1,12 @@
 """Describe the machine under a replica, and how the replica uses it, for operators."""
 
-import ctypes
-import mmap
 import platform
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from crossdock.kernels.build import cpu_flags
-from crossdock.workers.model.fusion import FusedLayers
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.weights import measure_part
 
@@ -20,8 +16,8 @@ _NOTABLE = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")  # ins
 def describe_machine(model: PagedModel) -> dict[str, Any]:
     """Return what the rank of `model` runs on and with, as JSON; sizes in bytes.
 
-    `weights`: as loaded. `pool`: the KV pages; `pool_in_use`: the part of them that has memory behind it by now, since
-    a CPU's pages get memory when they are first written.
+    `kernels`: of the products of fused layers; empty: transformers' own code computes the layers. `weights`: in the
+    dtype in which they are loaded, once. `pool`: the KV pages.
     """
     is_cpu, pool = model.device.type == "cpu", model.pool
     assert pool is not None
@@ -32,10 +28,9 @@ def describe_machine(model: PagedModel) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_dtype": str(model.kv_dtype).removeprefix("torch."),
         "attention": model.attention.name,
-        "layers": "fused" if any(isinstance(part, FusedLayers) for part in model.module.modules()) else "transformers",
+        "kernels": model.kernels,
         "weights": measure_part(model.config, model.part.position, model.dtype),
         "pool": pool.nbytes,
-        "pool_in_use": _resident(pool) if is_cpu else pool.nbytes,
     }
 
 
@@ -47,15 +42,3 @@ def cpu_name() -> str:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, "") or platform.machine()
-
-
-def _resident(tensor: Tensor) -> int:
-    """Return how many bytes of a tensor have memory behind them: mincore(2)."""
-    page = mmap.PAGESIZE
-    begin = tensor.data_ptr() // page * page
-    size = tensor.data_ptr() + tensor.nbytes - begin
-    present = (ctypes.c_ubyte * -(-size // page))()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(size), present):
-        return tensor.nbytes
-    return min(page * sum(entry & 1 for entry in bytes(present)), tensor.nbytes)

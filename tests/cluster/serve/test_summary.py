@@ -18,10 +18,9 @@ MACHINE = {
     "dtype": "bfloat16",
     "kv_dtype": "bfloat16",
     "attention": "cpp",
-    "layers": "fused",
+    "kernels": "own below 32 rows, onednn from there",
     "weights": GIB // 4,
     "pool": 2 * GIB,
-    "pool_in_use": GIB // 2,
 }
 
 
@@ -44,10 +43,11 @@ def replica(pool: str = "mixed", machine: dict[str, Any] | None = None, **change
 
 
 def test_one_replica_is_summarised_in_four_lines() -> None:
-    lines = summary([replica()], used=2 * GIB, free=10 * GIB)
+    lines = summary([replica()], used=3 * GIB, free=10 * GIB)
     assert lines == [
-        "Machine: Acme 9000 (avx512_bf16), 1 replica, 2 threads each; bfloat16, fused layers, attention in cpp",
-        "Memory: 256.0MiB weights, 2.0GiB KV pages, 1.2GiB for Python, torch and Ray; 8.5GiB are left",
+        "Machine: Acme 9000 (avx512_bf16), 1 replica, 2 threads each; bfloat16, attention in cpp, "
+        "products in own below 32 rows, onednn from there",
+        "Memory: 256.0MiB weights, 2.0GiB KV pages, 768.0MiB for Python, torch and Ray; 10.0GiB are left",
         "KV pages: 80,000 tokens in bfloat16; the longest context is 8,192 tokens",
         "Speed: a prompt of 1,000 tokens takes 1.02 s; streams of 1,000 tokens at once: "
         "15 at 50 ms a token (interactive), 40 at 100 ms a token (standard), 64 at 2000 ms a token (batch)",
@@ -56,12 +56,12 @@ def test_one_replica_is_summarised_in_four_lines() -> None:
 
 def test_pools_are_summarised_one_by_one_and_all_ranks_count_as_memory() -> None:
     members = [replica("prefill"), replica("prefill"), replica("decode", tensor_parallel_size=2)]
-    lines = summary(members, used=4 * GIB, free=20 * GIB)
+    lines = summary(members, used=10 * GIB, free=20 * GIB)
     assert [line.partition(";")[0] for line in lines if line.startswith("Machine")] == [
         "Machine: prefill: Acme 9000 (avx512_bf16), 2 replicas, 2 threads each",
         "Machine: decode: Acme 9000 (avx512_bf16), 1 replica of 2 ranks, 2 threads each",
     ]
-    assert lines[1] == "Memory: 1.0GiB weights, 8.0GiB KV pages, 1.0GiB for Python, torch and Ray; 14.0GiB are left"
+    assert lines[1] == "Memory: 1.0GiB weights, 8.0GiB KV pages, 1.0GiB for Python, torch and Ray; 20.0GiB are left"
     assert sum(line.startswith("Memory") for line in lines) == 1
 
 
