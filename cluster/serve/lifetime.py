@@ -3,6 +3,8 @@
 import contextlib
 import logging
 import os
+import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,10 +46,10 @@ def serve_forever(
         StartFailed: replicas cannot start; the message gives the reason.
     """
     stop = StopRequest()
-    ray_utils.set_sigterm_handler = _no_handler  # that of `ray.init` would raise SystemExit anywhere
     try:
         starting(STARTING[0])
-        start_ray(config)
+        with _keeping_signals(stop):
+            start_ray(config)
         stop.check()
         if not os.environ.get("RAY_ADDRESS"):
             config = _on_one_node(config)
@@ -134,8 +136,29 @@ def _replicas() -> list[dict[str, Any]]:
     return described
 
 
-def _no_handler(handler: Any) -> None:
-    """Install nothing: in place of Ray's own installer of handlers for SIGTERM."""
+@contextlib.contextmanager
+def _keeping_signals(stop: StopRequest) -> Iterator[None]:
+    """Keep SIGTERM in the hands of `stop` while Ray starts, which takes it twice.
+
+    Ray's Python handler would raise SystemExit anywhere, so it is not installed. Ray's C++ handler prints a stack and
+    calls ours: what is written to stderr meanwhile is held, and shown afterwards unless a signal has come.
+    """
+    install, ray_utils.set_sigterm_handler = ray_utils.set_sigterm_handler, lambda handler: None
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            stop.listen()
+            ray_utils.set_sigterm_handler = install
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            held.seek(0)
+            if not stop.has_come:
+                os.write(2, held.read())
 
 
 @contextlib.contextmanager

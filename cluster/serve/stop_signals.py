@@ -22,16 +22,20 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self._has_come = False
+        self.has_come = False
+        self.listen()
+
+    def listen(self) -> None:
+        """Take the signals, also from a handler that was installed meanwhile."""
         for number in _STOP_SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: Any) -> None:
-        self._has_come = True
+        self.has_come = True
 
     def check(self) -> None:
         """Raise StopSignal if a signal has come."""
-        if self._has_come:
+        if self.has_come:
             raise StopSignal
 
     def wait(self) -> None:
