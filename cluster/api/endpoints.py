@@ -15,6 +15,7 @@ from crossdock.cluster.api.completions import Completions
 from crossdock.cluster.api.errors import ApiError, ErrorAnswer, shown
 from crossdock.cluster.api.gateway_path import GatewayPath
 from crossdock.cluster.api.generation import Generations
+from crossdock.cluster.api.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.http_guard import HttpGuard
 from crossdock.cluster.api.http_json import JsonRoute, error_answer
@@ -42,12 +43,14 @@ def build_api(
     tokenizer: ModelTokenizer,
     http: HttpConfig,
     tiers: Tiers | None = None,
+    defaults: GenerationDefaults | None = None,
     decisions: Decisions | None = None,
 ) -> FastAPI:
     """Return the ASGI application.
 
     `tokenizer` must be that of the model that the dispatcher's replicas serve. `tiers`: their SLO classes; None: the
-    default ones. `decisions`: the scaler's; None: there is no scaler.
+    default ones. `defaults`: of sampling; None: those of OpenAI's API. `decisions`: the scaler's; None: there is no
+    scaler.
     """
     tiers = tiers or Tiers()
     app = FastAPI(
@@ -59,7 +62,8 @@ def build_api(
         default_response_class=Response,
         responses={"default": {"model": ErrorAnswer, "description": "Refused"}},
     )
-    _add_endpoints(app, dispatcher, tokenizer, http, tiers, ServerStatus(dispatcher, decisions))
+    status = ServerStatus(dispatcher, decisions)
+    _add_endpoints(app, dispatcher, tokenizer, http, tiers, defaults or GenerationDefaults(), status)
     for path, asset in web_assets().items():
         app.add_api_route(path, partial(_asset, asset), response_model=None, include_in_schema=False)
     app.add_exception_handler(HTTPException, _no_such_route)
@@ -99,6 +103,7 @@ def _add_endpoints(
     tokenizer: ModelTokenizer,
     http: HttpConfig,
     tiers: Tiers,
+    defaults: GenerationDefaults,
     status: ServerStatus,
 ) -> None:
     models = Models(dispatcher, http.model_aliases)
@@ -107,7 +112,7 @@ def _add_endpoints(
         trusts_templates=http.trust_request_chat_template,
         variables=http.default_chat_template_kwargs,
     )
-    generations = Generations(dispatcher, tokenizer, models, tiers, max_logprobs=http.max_logprobs)
+    generations = Generations(dispatcher, tokenizer, models, tiers, defaults, max_logprobs=http.max_logprobs)
     completions = Completions(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
     chats = Chats(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
     tokenization = Tokenization(models, encoder, tokenizer)

@@ -16,12 +16,13 @@ from crossdock.cluster.api.bad_words import encode_bad_words
 from crossdock.cluster.api.choices import Choice, Output, Prompt, merge
 from crossdock.cluster.api.errors import ApiError, shown
 from crossdock.cluster.api.generation_body import GenerationBody
+from crossdock.cluster.api.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.limits import UNSTATED_OUTPUT
 from crossdock.cluster.api.models import Models
 from crossdock.cluster.api.prompts import output_limit
 from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.stop_strings import StopTable
-from crossdock.cluster.api.tiers import SLO_CLASS_HEADER, Tiers
+from crossdock.cluster.api.tiers import SLO_CLASS_HEADER, Tier, Tiers
 from crossdock.cluster.api.tokenizer import ModelTokenizer, TextStream
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ModelCard
 from crossdock.workers.schedule.request import InvalidField, SamplingParams, Submission, TokenDelta
@@ -35,7 +36,7 @@ class Generation:
 
     body: GenerationBody
     card: ModelCard
-    slo_class: str
+    tier: Tier
     state: State  # of the HTTP request: its id, its API key, and that key's account
     choices: list[Choice] = field(default_factory=list)
 
@@ -46,7 +47,7 @@ class Generation:
             "object": kind,
             "created": int(time.time()),
             "model": self.body.model or self.card.name,
-            "service_tier": self.slo_class,
+            "service_tier": self.tier.slo_class,
         }
 
     def usage_of(self, output: Output) -> dict[str, Any] | None:
@@ -70,12 +71,20 @@ class Generations:
     """Begins generations, and follows each to its end."""
 
     def __init__(
-        self, dispatcher: Dispatcher, tokenizer: ModelTokenizer, models: Models, tiers: Tiers, *, max_logprobs: int
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: ModelTokenizer,
+        models: Models,
+        tiers: Tiers,
+        defaults: GenerationDefaults,
+        *,
+        max_logprobs: int,
     ) -> None:
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._models = models
         self._tiers = tiers
+        self._defaults = defaults
         self._max_logprobs = max_logprobs
 
     def begin(self, request: Request, body: GenerationBody) -> Generation:
@@ -87,10 +96,10 @@ class Generations:
             reason = "'priority' must be 0 or more: an API key's requests may go after those of others, not before."
             raise ApiError(reason, param="priority", code="invalid_value")
         header = request.headers.get(SLO_CLASS_HEADER)
-        slo_class = self._tiers.choose(body.service_tier, header, request.state.api_key)
+        tier = self._tiers.choose(body.service_tier, header, request.state.api_key)
         if request.state.account is not None:
             request.state.account.prompt(0)  # a key without tokens is refused before its prompts cost anything
-        return Generation(body, card, slo_class, request.state)
+        return Generation(body, card, tier, request.state)
 
     async def add_choices(self, generation: Generation, prompts: Sequence[Prompt]) -> None:
         """Add one choice for each prompt and each of `n`, in OpenAI's order, and charge the prompts to the API key.
@@ -100,10 +109,10 @@ class Generations:
         """
         body, card, state = generation.body, generation.card, generation.state
         body.check_streaming()
-        limits = [output_limit(len(prompt.token_ids), body, card) for prompt in prompts]
+        limits = [self._defaults.limit(output_limit(len(prompt.token_ids), body, card), body) for prompt in prompts]
         sampling = body.sampling(
             min(limits),
-            defaults=self._tokenizer.defaults,
+            defaults=self._defaults.sampling,
             vocab_size=card.vocab_size,
             max_logprobs=self._max_logprobs,
         )
@@ -141,8 +150,9 @@ class Generations:
             prompt.token_ids,
             sampling,
             body.cache_salt if key is None else key.cache_salt(body.cache_salt),
-            generation.slo_class,
+            generation.tier.slo_class,
             body.priority,
+            generation.tier.is_promised,
             request_id=state.request_id,
             tenant="" if key is None else key.tenant,
         )

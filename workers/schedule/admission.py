@@ -12,8 +12,8 @@ def promise(table: RequestTable, forecast: Forecast, request: Request) -> None:
     """Note when the first token of a new request will come and when it is due.
 
     Raises:
-        Overloaded: the first token would come too late, and `admission` is `reject`. An idle replica refuses none, and
-            no replica refuses a request that another has accepted.
+        Overloaded: the first token would come too late, and `admission` is `reject`. An idle replica refuses none. No
+            replica refuses a request that names no class, or that another replica has accepted.
     """
     if forecast.cost is None:
         return
@@ -21,10 +21,11 @@ def promise(table: RequestTable, forecast: Forecast, request: Request) -> None:
     slo = table.config.slo_classes[request.priority]
     request.ttft_deadline = deadline = slo.ttft_deadline(alone)
     late = request.predicted_ttft - deadline
-    if late > 0 and table.config.admission == "reject" and request.may_refuse and table.has_work:
+    may_refuse = request.may_refuse and request.is_promised and table.config.admission == "reject"
+    if late > 0 and may_refuse and table.has_work:
         raise Overloaded(
             f"the first token would come in {request.predicted_ttft:.1f} s; class {slo.name!r} promises "
-            f"{deadline:.1f} s. Retry in {late:.1f} s, or ask for a less urgent class",
+            f"{deadline:.1f} s. Retry in {late:.1f} s, ask for a less urgent class, or name none and wait",
             retry_after=late,
         )
 

@@ -104,6 +104,7 @@ class Submission:
     cache_salt: str = ""  # only requests with the same salt share cached pages
     slo_class: str = DEFAULT_CLASS
     priority_in_class: int = 0  # of the client; lower goes first among the requests of one class
+    is_promised: bool = True  # False: no client asked for the class, and no replica refuses the request as late
     request_id: str = ""  # the client's name for the HTTP request that this is a part of
     tenant: str = ""  # who may ask about the request; a name that does not reveal the API key
     output_token_ids: Sequence[int] = ()  # tokens the client has already, from a replica that was lost
@@ -159,6 +160,7 @@ class Request:
     cache_salt: str = ""
     slo_class: str = DEFAULT_CLASS
     priority_in_class: int = 0
+    is_promised: bool = True  # as in `Submission`
     output_token_ids: Sequence[int] = ()  # made on another replica, before the request came here
     leg: Leg = Leg.LOCAL
     epoch: int = 0
@@ -197,6 +199,7 @@ class Request:
             cache_salt=submission.cache_salt,
             slo_class=submission.slo_class,
             priority_in_class=submission.priority_in_class,
+            is_promised=submission.is_promised,
             output_token_ids=submission.output_token_ids,
             leg=submission.leg,
             epoch=submission.epoch,

@@ -80,7 +80,7 @@ class Scheduler:
 
         Raises:
             InvalidField: the request can never be served.
-            Overloaded: its class's time to first token cannot be met, and `admission` is `reject`.
+            Overloaded: the promised time to its first token cannot be met, and `admission` is `reject`.
         """
         if not request.prompt_token_ids:
             raise InvalidField("prompt must have at least one token", "prompt")

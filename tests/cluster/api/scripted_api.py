@@ -13,6 +13,7 @@ import httpx
 import uvicorn
 
 from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
@@ -120,9 +121,14 @@ class LiveServer(uvicorn.Server):
 
 
 @contextmanager
-def serving(engine: ScriptedDispatcher, tokenizer: ModelTokenizer, config: HttpConfig) -> Iterator[httpx.Client]:
+def serving(
+    engine: ScriptedDispatcher,
+    tokenizer: ModelTokenizer,
+    config: HttpConfig,
+    defaults: GenerationDefaults | None = None,
+) -> Iterator[httpx.Client]:
     """Serve an API of its own, for a test whose settings differ from those of the fixture `url`."""
-    app = build_api(engine, tokenizer, config)  # type: ignore[arg-type]
+    app = build_api(engine, tokenizer, config, defaults=defaults)  # type: ignore[arg-type]
     with LiveServer(app) as url, httpx.Client(base_url=url, timeout=20) as http:
         yield http
 

@@ -7,7 +7,7 @@ import pytest
 from crossdock.workers.schedule.admission import reserved_slots
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.forecast import Forecast, predicted_ttft
-from crossdock.workers.schedule.request import Overloaded
+from crossdock.workers.schedule.request import Overloaded, Status
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 from tests.workers.schedule.model_free_replica import CLASSES, COST, new_timed_replica
 
@@ -27,6 +27,19 @@ def test_request_that_would_be_late_is_refused_with_the_seconds_to_wait() -> Non
         replica.step()
     replica.add("fifth", 200, "standard")  # as promised: it is admitted now
     replica.run()
+
+
+def test_request_without_promise_waits_however_late() -> None:
+    replica = new_timed_replica(admission="reject")
+    for number in range(3):
+        replica.add(f"before {number}", 200, "standard", is_promised=False)
+    with pytest.raises(Overloaded):
+        replica.add("promised", 200, "standard")
+    late = replica.add("not promised", 200, "standard", is_promised=False)
+    assert late.predicted_ttft is not None
+    assert late.predicted_ttft > late.ttft_deadline > 0, "the class is a target all the same"
+    replica.run()
+    assert late.status is Status.FINISHED
 
 
 def test_unknown_class_is_refused_by_field() -> None:
