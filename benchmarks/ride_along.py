@@ -5,7 +5,8 @@
 Prints a row for each chunk and number of decodes in the same step: prompt tokens/s of the chunk alone and beside the
 decodes, and three shares:
 
-- prompt tokens/s, relative to the chunk alone; in brackets the median of this share over the rounds,
+- prompt tokens/s, relative to the chunk alone; in brackets the same per second of CPU time, which processes that take
+  turns on a core change less,
 - all tokens/s, decodes included, relative to the chunk alone,
 - seconds of the step, relative to the same work in two steps, one of the chunk and one of the decodes.
 
@@ -16,8 +17,8 @@ before them.
 
 import argparse
 import os
+import time
 from collections.abc import Sequence
-from statistics import median
 
 from tables import Row, hardware, table, today
 
@@ -26,35 +27,37 @@ from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine import Engine, load_engine
 
 
-def seconds(engine: Engine, chunk: int, decodes: int, context: int) -> float:
-    """Return the seconds of one step. `chunk` 0: decodes alone."""
+def seconds(engine: Engine, chunk: int, decodes: int, context: int) -> tuple[float, float]:
+    """Return the seconds of one step, and those of CPU time of all threads. `chunk` 0: decodes alone."""
+    cpu = time.process_time()
     step = measure_step(engine, (context, chunk) if chunk else None, decodes, context, repeats=1)
     if step is None:
         raise ValueError(f"{chunk} tokens and {decodes} streams of {context} do not fit: raise --memory")
-    return step[1][0]
+    return step[1][0], time.process_time() - cpu
 
 
 def measure(engine: Engine, chunk: int, decodes: Sequence[int], context: int, rounds: int) -> dict[str, Row]:
     """Return the rows of a chunk size."""
     kinds = [(chunk, 0), *((size, count) for count in decodes for size in (chunk, 0))]
     times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
+    cpu: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
     for number in range(rounds + 1):
         for kind in kinds:
-            once = seconds(engine, *kind, context)
+            once, cpu_seconds = seconds(engine, *kind, context)
             if number:  # the first round is not counted
                 times[kind].append(once)
-    alone = times[chunk, 0]
+                cpu[kind].append(cpu_seconds)
+    alone = min(times[chunk, 0])
     rows: dict[str, Row] = {}
     for count in decodes:
-        mixed, apart = times[chunk, count], times[0, count]
-        share = min(alone) / min(mixed)
+        mixed, apart = min(times[chunk, count]), min(times[0, count])
         rows[f"{chunk} beside {count}"] = {
-            "alone, prompt tok/s": chunk / min(alone),
-            "beside, prompt tok/s": chunk / min(mixed),
-            "share": share,
-            "(median)": median(a / b for a, b in zip(alone, mixed, strict=True)),
-            "all tokens, share": share * (chunk + count) / chunk,
-            "seconds / apart": min(mixed) / (min(alone) + min(apart)),
+            "alone, prompt tok/s": chunk / alone,
+            "beside, prompt tok/s": chunk / mixed,
+            "share": alone / mixed,
+            "(CPU)": min(cpu[chunk, 0]) / min(cpu[chunk, count]),
+            "all tokens, share": alone / mixed * (chunk + count) / chunk,
+            "seconds / apart": mixed / (alone + apart),
         }
     return rows
 
