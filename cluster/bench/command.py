@@ -187,7 +187,7 @@ def bench(flags: BenchFlags) -> None:
         flags.json_file.write_text(json.dumps(report.as_json(result), indent=1) + "\n")
     if flags.plot_file is not None:
         report.plot(result, flags.plot_file)
-    if not result.summary["requests_ok"]:
+    if result.ended_early or not result.summary["requests_ok"]:
         raise typer.Exit(1)
 
 

@@ -15,9 +15,11 @@ from crossdock.cluster.dispatch.connections import (
     RemoteMethod,
     ReplicaConnection,
     ReplicaConnections,
+    SlowReader,
 )
 from crossdock.cluster.dispatch.ingress_metrics import IngressMetrics, merge_metrics
 from crossdock.cluster.dispatch.loop_clock import LoopClock
+from crossdock.cluster.dispatch.shared_answer import SharedAnswer
 from crossdock.cluster.dispatch.suspect_turns import SuspectTurns
 from crossdock.router.actions import (
     DEFAULT_TIMEOUTS,
@@ -38,9 +40,11 @@ from crossdock.router.request_life import MOST_PLACEMENTS, RequestLife
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.request import FinishReason, Overloaded, Submission, TokenDelta
 
-__all__ = ["Dispatcher", "ModelCard", "ReplicaLost", "SuspectRequest", "Timeouts"]
+__all__ = ["Dispatcher", "ModelCard", "ReplicaLost", "SlowReader", "SuspectRequest", "Timeouts"]
 
 logger = logging.getLogger("ray.serve")
+
+_METRICS_HOLD_S = 1.0  # anyone may ask for them, and every replica and ingress writes its part
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class Dispatcher:
         self._suspects = SuspectTurns(timeouts.suspect_s)
         self._lives: dict[str, RequestLife] = {}  # by request, those in flight
         self._ingress_texts = ingress_texts or self._own_text
+        self._metrics_text: SharedAnswer[str] = SharedAnswer(self._scrape, self._connections.spawn, _METRICS_HOLD_S)
         self.leave = self._connections.leave
         self.close = self._connections.close
 
@@ -104,6 +109,7 @@ class Dispatcher:
             Overloaded: no replica can make the first token in time.
             ReplicaLost: none is up, or one after the other was lost.
             SuspectRequest: the request may be what ended the replicas that it was lost at.
+            SlowReader: too many tokens waited to be read.
         """
         watch = self.metrics.start(submission)
         life = RequestLife(submission, self.fleet, self.clock.now(), self._timeouts, self._most_placements)
@@ -220,7 +226,10 @@ class Dispatcher:
 
     async def metrics_text(self) -> str:
         """Return the Prometheus text of the whole deployment: every replica's samples, labelled `replica`, and every
-        ingress's, labelled `ingress`."""
+        ingress's, labelled `ingress`. At most a second old."""
+        return await self._metrics_text.get()
+
+    async def _scrape(self) -> str:
         texts = await self._ask_all("metrics_text", self._vllm_model)
         return merge_metrics(texts, "replica") + merge_metrics(await self._ingress_texts(), "ingress")
 

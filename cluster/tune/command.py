@@ -186,7 +186,7 @@ def _find(flags: TuneFlags, sizes: _Grid, console: Console) -> "Findings":
         Console(highlight=False).print(report.stalls(curves))
         console.print("interrupted: too little was measured to recommend settings; no file was written")
         raise typer.Exit(130)
-    advice = advise(curves, target, flags.streams, config.page_size, config.max_num_seqs, pool.role)
+    advice = advise(curves, target, flags.streams, config.page_size, profile.max_num_seqs, pool.role)
     ranks = f"{pool.num_ranks} ranks, each " if pool.num_ranks > 1 else ""
     device = f"{ranks}{_device_name(kind, spec.num_threads)}, {dtype}"
     dropped = [cell for cell in wanted if cell not in cells]

@@ -286,6 +286,9 @@ class _Gauges(Collector):
         yield _gauge("crossdock_kv_cache_info", "1; the labels are the settings of the KV pages.", labels, {info: 1})
         yield from self._requests(engine.scheduler.requests())
         yield from self._cost()
+        if engine.model.kernels:
+            text = "Always 1; the label says which kernels compute the matrix products of fused layers."
+            yield _gauge("crossdock_cpu_kernels", text, ("kernels",), {(engine.model.kernels,): 1})
         preemptions = CounterMetricFamily(
             "crossdock_preemptions", "Requests preempted: their pages went to other requests."
         )

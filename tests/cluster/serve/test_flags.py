@@ -64,9 +64,9 @@ def test_no_flags_print_the_defaults() -> None:
     [
         (["--chunked-prefill-size", "1024"], 1024, True),
         (["--chunked-prefill-size", "1024", "--max-num-batched-tokens", "1024"], 1024, True),
-        (["--chunked-prefill-size", "-1"], 2048, False),
+        (["--chunked-prefill-size", "-1"], 0, False),
         (["--chunked-prefill-size", "-1", "--max-num-batched-tokens", "8192"], 8192, False),
-        (["--chunked-prefill-size=-1", "--no-enable-chunked-prefill"], 2048, False),
+        (["--chunked-prefill-size=-1", "--no-enable-chunked-prefill"], 0, False),
     ],
 )
 def test_chunked_prefill_size_of_sglang_sets_the_budget_or_no_chunks(
