@@ -8,19 +8,25 @@ _MAX_NAMES = 1024
 
 
 class Fence:
-    """The last ended epoch of each request."""
+    """The last ended epoch of each request, and the last one of which a write broke."""
 
     def __init__(self) -> None:
-        self._epochs: OrderedDict[str, int] = OrderedDict()
+        self._epochs: OrderedDict[str, tuple[int, int]] = OrderedDict()  # by request: (ended, broken)
 
-    def end(self, request: str, epoch: int) -> None:
-        """Note that this epoch of `request`, and every earlier one, has ended."""
-        self._epochs[request] = max(epoch, self._epochs.pop(request, -1))
+    def end(self, request: str, epoch: int, is_broken: bool = False) -> None:
+        """Note that this epoch of `request`, and every earlier one, has ended. `is_broken`: part of the data of a write
+        may still be on the way."""
+        ended, broken = self._epochs.pop(request, (-1, -1))
+        self._epochs[request] = max(epoch, ended), max(epoch, broken) if is_broken else broken
         if len(self._epochs) > _MAX_REQUESTS:
             self._epochs.popitem(last=False)
 
     def has_ended(self, request: str, epoch: int) -> bool:
-        return epoch <= self._epochs.get(request, -1)
+        return epoch <= self._epochs.get(request, (-1, -1))[0]
+
+    def may_be_broken(self, request: str, epoch: int) -> bool:
+        """Return whether a write of this epoch, or of a later one, broke."""
+        return epoch <= self._epochs.get(request, (-1, -1))[1]
 
 
 class RecentNames:

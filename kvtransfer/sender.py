@@ -358,14 +358,13 @@ class Sender:
             return
         if key in self._shipments and all(delivery.open_since is None for _, delivery in deliveries):
             del self._shipments[key]
-            self._fence.end(*key)
+            self._fence.end(*key, is_broken=any(delivery.is_broken for _, delivery in deliveries))
             shipment.figures.total_seconds = now - shipment.began
             self._out.append(Released(*key, not shipment.is_stopping, shipment.figures))
 
     def _ended(self, request: str, epoch: int) -> Stopped:
-        """Return the answer to the target of a shipment that is not under way. If the shipment has ended, nothing here
-        remembers whether a write of it was broken, and so may still be on the way."""
-        return Stopped(request, epoch, is_clean=not self._fence.has_ended(request, epoch))
+        """Return the answer to the target of a shipment that is not under way."""
+        return Stopped(request, epoch, is_clean=not self._fence.may_be_broken(request, epoch))
 
     def _under_way(self, request: str) -> list[_Shipment]:
         return [found for found in self._shipments.values() if found.request == request and not found.is_stopping]

@@ -379,9 +379,7 @@ class RequestLife:
         if not self._working:
             return []
         self._fleet.settle(self.submission.id)
-        detached: list[Action] = [
-            Detach(replica, self.attempt, is_running=replica != ended) for replica in self._working
-        ]
+        detached: list[Action] = [Detach(replica, self.attempt, replica != ended) for replica in self._working]
         self._working, self._unanswered, self._early, self._prefill = [], [], [], None
         self._watch.asked.clear()
         return detached

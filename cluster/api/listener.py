@@ -12,11 +12,14 @@ from crossdock.cluster.api.connection import Connections
 MOST_CONNECTIONS = 16384  # and at most half of the files that this process may open
 
 
-async def listen(api: Any, host: str, port: int, *, write_timeout_s: float) -> uvicorn.Server:
+async def listen(
+    api: Any, host: str, port: int, *, keep_alive_s: int = 75, write_timeout_s: float = 60.0
+) -> uvicorn.Server:
     """Serve `api` on a port that several ingresses of this node may share.
 
     A token costs a quarter of the CPU time that it costs through Serve's proxy; on few cores the engine needs that
-    time. A client that reads nothing of its answer for `write_timeout_s` is disconnected.
+    time. Connections without a request end after `keep_alive_s` seconds: longer than the pools of clients keep them. A
+    client that reads nothing of its answer for `write_timeout_s` is disconnected.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -31,6 +34,7 @@ async def listen(api: Any, host: str, port: int, *, write_timeout_s: float) -> u
         log_config=None,
         access_log=False,
         lifespan="off",
+        timeout_keep_alive=keep_alive_s,
     )
     server = uvicorn.Server(config)
     task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))

@@ -38,7 +38,7 @@ from crossdock.router.actions import (
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.request_life import MOST_PLACEMENTS, RequestLife
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.request import Overloaded, Submission, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, Overloaded, Submission, TokenDelta
 
 __all__ = ["Dispatcher", "ModelCard", "ReplicaLost", "SlowReader", "SuspectRequest", "Timeouts"]
 
@@ -67,21 +67,27 @@ class Dispatcher:
         ingress_texts: Callable[[], Awaitable[Mapping[str, str]]] | None = None,
         timeouts: Timeouts = DEFAULT_TIMEOUTS,
         most_placements: int = MOST_PLACEMENTS,
+        *,
+        vllm_metrics: bool = False,
     ) -> None:
-        """`ingress_texts` fetches the metrics of all ingresses, by name; None: this is the only one."""
+        """`ingress_texts` fetches the metrics of all ingresses, by name; None: this is the only one.
+
+        `vllm_metrics`: whether metrics are shown under vLLM's names too.
+        """
         self._model_name = model_name
         self._created = int(time.time())
         self._card: ModelCard | None = None
         self._timeouts = timeouts
         self._most_placements = most_placements
         self.fleet = Fleet(router or RouterConfig.model_validate({}))  # the replicas that are up
-        self.metrics = IngressMetrics()
+        self._vllm_model = model_name if vllm_metrics else None
+        self.metrics = IngressMetrics(self._vllm_model)
         self.clock = LoopClock()  # of all that replicas and requests are waited for
         self._connections = ReplicaConnections(self.fleet, self._timeouts, self.clock)
         self._suspects = SuspectTurns(timeouts.suspect_s)
         self._lives: dict[str, RequestLife] = {}  # by request, those in flight
         self._ingress_texts = ingress_texts or self._own_text
-        self._metrics_text = SharedAnswer(self._scrape, self._connections.spawn, _METRICS_HOLD_S)
+        self._metrics_text: SharedAnswer[str] = SharedAnswer(self._scrape, self._connections.spawn, _METRICS_HOLD_S)
         self.leave = self._connections.leave
         self.close = self._connections.close
 
@@ -117,6 +123,7 @@ class Dispatcher:
                         actions += await attempt.next_actions()
                     case TokenDelta():
                         watch.tokens(len(action.token_ids))
+                        watch.finish_reason = action.finish_reason
                         self._suspects.leave(submission.id)
                         yield action
                         if action.finish_reason is not None:
@@ -139,6 +146,16 @@ class Dispatcher:
                         raise error
         except Overloaded:
             watch.refused()
+            raise
+        except (ReplicaLost, SuspectRequest):
+            watch.finish_reason = FinishReason.ERROR
+            raise
+        except asyncio.CancelledError:
+            watch.finish_reason = FinishReason.ABORT  # the client has left
+            raise
+        except GeneratorExit:
+            # The reader has what it wanted, as with a stop string; or it has left before the first token.
+            watch.finish_reason = watch.finish_reason or (FinishReason.STOP if watch.num_tokens else FinishReason.ABORT)
             raise
         finally:
             self._lives.pop(submission.id, None)
@@ -213,7 +230,7 @@ class Dispatcher:
         return await self._metrics_text.get()
 
     async def _scrape(self) -> str:
-        texts = await self._ask_all("metrics_text")
+        texts = await self._ask_all("metrics_text", self._vllm_model)
         return merge_metrics(texts, "replica") + merge_metrics(await self._ingress_texts(), "ingress")
 
     async def _collect(self, method: RemoteMethod, *arguments: Any) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -26,13 +27,13 @@ from crossdock.cluster.api.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.api.limits import Loan
 from crossdock.cluster.api.listener import listen
 from crossdock.cluster.api.tiers import Tiers
-from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.dispatch.client import follow_members
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.pinning import PinningRouter
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
 from crossdock.cluster.serve.scaler import Scaler
+from crossdock.cluster.serve.tokenizer import load_tokenizer
 from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.replica.interpreter import prepare_interpreter
 from crossdock.workers.replica.replica import Replica, bind_serve_to_own_node
@@ -54,18 +55,21 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ClusterConfig, engines: dict[str, DeploymentHandle], scaler: DeploymentHandle | None = None
     ) -> None:
-        """Start serving. `scaler` is not called: Serve runs every deployment that an ingress is bound to."""
+        """Start serving. Serve runs every deployment that an ingress is bound to, so `scaler` too."""
         bind_serve_to_own_node()
         path = resolve_model(config.model.path)
-        self.dispatcher = Dispatcher(config.model.name, config.router, self._all_ingress_metrics)
+        self.dispatcher = Dispatcher(
+            config.model.name, config.router, self._all_ingress_metrics, vllm_metrics=config.http.vllm_metrics
+        )
         self._name = uuid.uuid4().hex
         self._server: uvicorn.Server | None = None
         context = serve.get_replica_context()
         self._every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
         self._every_ingress._init()
-        tokenizer = await asyncio.to_thread(ModelTokenizer.load, path)
+        tokenizer = await asyncio.to_thread(load_tokenizer, path, config.model)
         tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
-        self._api = build_api(self.dispatcher, tokenizer, config.http, tiers, self._ask_peers)
+        decisions = None if scaler is None else partial(_decisions, scaler)
+        self._api = build_api(self.dispatcher, tokenizer, config.http, tiers, decisions, self._ask_peers)
         follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
         with suppress(TimeoutError):  # without this wait an upgrade would route requests to an ingress without replicas
             async with asyncio.timeout(_FIRST_REPLICA_S):
@@ -76,7 +80,13 @@ class Ingress:
             logger.warning(OPEN_TO_OTHERS, config.http.host, config.http.port)
         if config.http.direct:
             http = config.http
-            self._server = await listen(self._api, http.host, http.port, write_timeout_s=http.write_timeout_s)
+            self._server = await listen(
+                self._api,
+                http.host,
+                http.port,
+                keep_alive_s=http.keep_alive_s,
+                write_timeout_s=http.write_timeout_s,
+            )
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._api
@@ -113,6 +123,13 @@ class Ingress:
         answering = (asyncio.wait_for(answer.get_async(), seconds) for answer in asked)
         answers = await asyncio.gather(*answering, return_exceptions=True)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+async def _decisions(scaler: DeploymentHandle) -> list[dict[str, Any]]:
+    """Return the scaler's newest decisions. Raises TimeoutError where it does not answer."""
+    async with asyncio.timeout(_SCRAPE_S):
+        found: list[dict[str, Any]] = await scaler.decisions.remote()
+    return found
 
 
 def build(args: ClusterConfig) -> serve.Application:
@@ -216,7 +233,9 @@ def serve_forever(config: ClusterConfig, starting: Callable[[str], None], starte
             config = _on_one_node(config)
         location = ProxyLocation.Disabled if config.http.direct else ProxyLocation.EveryNode
         starting(STARTING[1])
-        serve.start(proxy_location=location, http_options=HTTPOptions(host=config.http.host, port=config.http.port))
+        http = config.http
+        options = HTTPOptions(host=http.host, port=http.port, keep_alive_timeout_s=http.keep_alive_s)
+        serve.start(proxy_location=location, http_options=options)
         starting(STARTING[2])
         app, log = build(config), LoggingConfig(enable_access_log=False)
         serve.run(app, name=APP_NAME, external_scaler_enabled=config.is_elastic, logging_config=log)

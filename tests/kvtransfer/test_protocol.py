@@ -140,6 +140,14 @@ def test_failed_write_makes_the_stop_unclean() -> None:
     outputs = sender.write_failed(*KEY, "t0", "reset", 2.0)
     assert failure(outputs) is Reason.PEER_LOST
     assert outputs[1:] == [Send("t0", Stopped(*KEY, False)), Released(*KEY, False, Figures())]
+    assert sender.receive("t0", Abort(*KEY, b""), 3.0) == [Send("t0", Stopped(*KEY, False))], "repeated"
+
+
+def test_target_that_gives_up_what_was_written_completely_waits_for_no_grace_period() -> None:
+    sender = shipping()
+    sender.finish("r", [1], 4, b"s", 1.0)
+    assert kinds(sender.write_done(*KEY, "t0", 2.0)) == [Released]
+    assert sender.receive("t0", Abort(*KEY, b""), 3.0) == [Send("t0", Stopped(*KEY, True))]
 
 
 def test_dead_peer_is_sent_nothing() -> None:

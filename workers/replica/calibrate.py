@@ -45,6 +45,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         page_bytes=engine.page_bytes,
         tensor_parallel_size=model.part.position.tensor_size,
         pipeline_parallel_size=model.part.position.num_stages,
+        kernels=model.kernels,
         cost=fit.cost,
         overrun=fit.overrun,
         interval_share=engine.intervals.share,

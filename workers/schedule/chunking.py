@@ -58,6 +58,11 @@ class ChunkBudget:
     lane_tokens: int = 0  # part of `tokens` that long prompts may not take
     lane_seconds: float = 0.0  # part of `seconds` that long prompts may not take
 
+    @property
+    def is_spent(self) -> bool:
+        """Return whether no prompt can get a chunk any more."""
+        return self.tokens <= 0 or (self.seconds <= 0 and self.floor <= 0 and self.cost is not None)
+
     def reserve_lane(self, share: float, short_tokens: int) -> None:
         """Reserve up to `share` of the budget for short prompts, of which `short_tokens` tokens are left to compute.
 

@@ -24,7 +24,7 @@ def grant(table: RequestTable, now: float) -> list[Request]:
     between offered requests and the ones that wait to be computed here. Returns the requests that got pages. The first
     `num_computed_tokens` of each are cached here and need no transfer.
     """
-    table.now = now
+    table.begin_step(now)
     table.kept_back.clear()
     granted: list[Request] = []
     if not any(request.is_offered for request in table.waiting):

@@ -27,7 +27,7 @@ def admit(table: RequestTable, request: Request, hits: Sequence[int], set_aside:
     """
     pages = table.pages
     num_new = -(-request.num_tokens // pages.page_size) - len(hits)
-    room = sum(map(table.num_growth_pages, (*table.running, *table.held)))
+    room = table.room_for_outputs()
     if table.running or table.held:  # a request that is alone can have the whole pool
         room += table.num_growth_pages(request)
     needed = num_new + set_aside + room

@@ -13,6 +13,8 @@ from crossdock.workers.schedule.order import order_prefills, prefill_reason
 from crossdock.workers.schedule.request import Request, Status
 from crossdock.workers.schedule.table import RequestTable
 
+MOST_MISFITS = 16  # requests of one class that a step tries to start and that lack pages: a step's work is bounded
+
 
 @dataclass(slots=True)
 class PrefillScheduler:
@@ -73,17 +75,25 @@ class PrefillScheduler:
     def _fill(self, budget: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
         config = self.table.config
         chunks: list[Scheduled] = []
-        startable = len(config.slo_classes)  # no request of a greater priority may start: one before it lacks pages
+        startable = len(config.slo_classes)  # no request of a greater priority may start: one lacks a place, or pages
+        num_misfits = 0  # requests of that priority that lack pages
         for request in prefills:
+            if budget.is_spent:
+                break
             if request.status is Status.WAITING:
                 if request.priority > startable or request.id in self.table.kept_back:
                     continue
-                started = self._start(request, budget)
+                has_place = num_places(self.table, request.priority) > 0
+                started = has_place and self._start(request, budget)
                 if not started:
                     if config.prefill_order == "fcfs":
                         startable = -1
+                    elif not has_place:
+                        startable = request.priority - 1
                     elif started is None:
-                        startable = -1 if self.table.is_starving(request) else min(startable, request.priority)
+                        num_misfits = num_misfits + 1 if request.priority == startable else 1
+                        startable = request.priority if num_misfits < MOST_MISFITS else request.priority - 1
+                        startable = -1 if self.table.is_starving(request) else startable
                     continue
             start, is_outside_lane = request.num_scheduled_tokens, self._is_outside_lane(request)
             if num_tokens := self._chunk(request, start, budget):
@@ -93,10 +103,8 @@ class PrefillScheduler:
         return chunks
 
     def _start(self, request: Request, budget: ChunkBudget) -> bool | None:
-        """Start a waiting request if it would get a chunk now. None: only pages are missing."""
+        """Start a waiting request, which has a place, if it would get a chunk now. None: only pages are missing."""
         table = self.table
-        if num_places(table, request.priority) <= 0:
-            return False
         hits = kv.match_prefix(table, request)
         request.expected_cached_tokens = start = len(hits) * table.pages.page_size
         num_tokens = self._chunk(request, start, budget)
@@ -111,9 +119,14 @@ class PrefillScheduler:
         if not config.enable_chunked_prefill:
             return end - start if end - start <= budget.tokens else 0
         priority = -1 if table.is_starving(request) else request.priority
-        threshold, factor = config.long_prefill_token_threshold, self.forecast.factor(request)
-        is_outside = self._is_outside_lane(request)
+        threshold = 0 if self._is_one_request_alone() else config.long_prefill_token_threshold
+        factor, is_outside = self.forecast.factor(request), self._is_outside_lane(request)
         return budget.chunk(start, end, priority, is_outside, threshold, table.pages.page_size, factor)
+
+    def _is_one_request_alone(self) -> bool:
+        """Return whether only one request is computed here, or soon will be: as in vLLM, its chunks need no bound."""
+        table = self.table
+        return len(table.running) + len(table.waiting) <= 1 and not table.arriving()
 
     def _is_outside_lane(self, request: Request) -> bool:
         """Return whether a prompt may not use the budget that is reserved for short ones. Starving ones may."""

@@ -127,7 +127,8 @@ class Scheduler:
 
     def schedule(self, now: float) -> Batch:
         """Return the next step, empty if there is nothing to do. `now`: seconds on the clock of arrival times."""
-        self._table.now, self._table.needs_preemption = now, False
+        self._table.begin_step(now)
+        self._table.needs_preemption = False
         streams, skipped = self._choose_streams()
         decodes = self._grow(streams)
         prefills = self._prefills.candidates()

@@ -45,6 +45,7 @@ class RequestTable:
     assumed_ended: Collection[str] = ()  # requests of a step in flight that is assumed to have ended, see ahead.py
     needs_preemption: bool = False  # see Scheduler.needs_preemption
     _by_id: dict[str, Request] = field(default_factory=dict)
+    _room: int | None = None  # see `room_for_outputs`; None: to be counted
     _read: list[str] = field(default_factory=list)  # owners that ended while their pages may have been read elsewhere
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -104,6 +105,12 @@ class RequestTable:
         num_pages = -(-(request.num_tokens + expected) // size)
         return max(num_pages - max(len(self.pages.pages_of(request.owner)), -(-request.num_tokens // size)), 0)
 
+    def room_for_outputs(self) -> int:
+        """Return the growth pages of all that own pages, counted again when a step begins or a status changes."""
+        if self._room is None:
+            self._room = sum(map(self.num_growth_pages, (*self.running, *self.held)))
+        return self._room
+
     def num_returning_pages(self) -> int:
         """Return the pages that come back without a further preemption, once other replicas are done with them."""
         self._read = self._still_read()
@@ -114,6 +121,10 @@ class RequestTable:
 
     # -- changing ----------------------------------------------------------------------------------------------------
 
+    def begin_step(self, now: float) -> None:
+        """Note the time of the step that is being scheduled. Outputs have grown since the last one."""
+        self.now, self._room = now, None
+
     def add(self, request: Request) -> None:
         """Put a new request at the end of the queue."""
         self._by_id[request.id] = request
@@ -121,6 +132,7 @@ class RequestTable:
 
     def start(self, request: Request) -> None:
         """Move a waiting request, which now has its pages, to `running`; to `held` if another replica fills them."""
+        self._room = None
         self.waiting.remove(request)
         if request.leg is Leg.RECEIVE:
             request.status = Status.HELD
@@ -137,12 +149,14 @@ class RequestTable:
 
     def hold(self, request: Request) -> None:
         """Stop computing a request, whose pages are sent to another replica."""
+        self._room = None
         self.running.remove(request)
         request.status = Status.HELD
         self.held.append(request)
 
     def resume(self, request: Request) -> None:
         """Let a held request, all of whose pages have arrived, continue here."""
+        self._room = None
         self.held.remove(request)
         self.forget_offer(request)
         request.status, request.leg = Status.RUNNING, Leg.LOCAL
@@ -154,6 +168,7 @@ class RequestTable:
         The tokens are computed again later, less the prefix that is still cached. Counter-based sampling makes the
         continuation the same.
         """
+        self._room = None
         self.running.remove(request)
         self.pages.release(request.owner)
         request.num_preemptions += 1
@@ -173,6 +188,7 @@ class RequestTable:
 
         The other replica may still write to the pages, so those without another owner are quarantined.
         """
+        self._room = None
         self.held.remove(request)
         self._quarantine(request)
         self._requeue(request, request.num_computed_tokens, now)
@@ -183,6 +199,7 @@ class RequestTable:
         Pages that another replica may write to are quarantined. Pages that a step in flight writes to are released by
         the update of that step. Pages that are being sent are released by the engine, with `pages.release(owner)`.
         """
+        self._room = None
         self.forget_offer(request)
         match request.status:
             case Status.RUNNING:

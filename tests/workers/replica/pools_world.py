@@ -50,9 +50,11 @@ class SansIoDock:
     def ship(self, request: str, epoch: int, peer: bytes, deadline_s: float) -> None:
         target = {peer.decode(): TargetRank(1000, 10, 1)}
         self.run(self.sender.ship(request, epoch, target, deadline_s, self.world.now))
+        self.lose_dead(peer.decode())
 
     def expect(self, request: str, epoch: int, peer: bytes, deadline_s: float) -> None:
         self.run(self.receiver.expect(request, epoch, {peer.decode(): (0, 10)}, deadline_s, self.world.now))
+        self.lose_dead(peer.decode())
 
     def offer(self, request: str, epoch: int) -> None:
         self.run(self.sender.offer(request, epoch))
@@ -75,6 +77,11 @@ class SansIoDock:
     def wait(self, request: str, epoch: int, seconds: float) -> None:
         self.run(self.receiver.wait(request, epoch, seconds, self.world.now))
         self.run(self.sender.wait(request, epoch, seconds))
+
+    def lose_dead(self, name: str) -> None:
+        """Lose a peer whose death was known before the transfer began, as a `Dock` does."""
+        if self.world.replicas[name].is_dead:
+            self.peer_lost(name, True)
 
     def peer_lost(self, name: str, is_dead: bool) -> None:
         self.run(self.sender.peer_lost(name, is_dead, "lost", self.world.now))

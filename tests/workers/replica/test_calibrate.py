@@ -7,6 +7,7 @@ import pytest
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica import calibrate
 from crossdock.workers.replica.calibrate import measure_step, warm_up
+from crossdock.workers.replica.metrics import EngineMetrics
 from crossdock.workers.schedule.cost import StepCostFit, StepWork
 from crossdock.workers.schedule.request import Submission
 from tests.workers.architectures import build
@@ -27,6 +28,16 @@ def test_warm_up_in_the_smallest_pool_leaves_no_trace(max_model_len: int, config
     assert profile.cost.seconds(StepWork.of([(0, 8)], [8])) > 0
     engine.add(Submission("a", [1, 2, 3], greedy(2)))
     assert engine.step().predicted > 0
+
+
+def test_profile_and_metrics_name_the_kernels_of_fused_layers() -> None:
+    wide = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}
+    engine = engine_on(wrap_module(build("llama", wide), cpu_kernels="onednn"), num_pages=100)
+    assert warm_up(engine).kernels == "onednn"
+    shown = [sample.labels for metric in EngineMetrics(engine).registry.collect() for sample in metric.samples]
+    assert {"kernels": "onednn"} in shown
+    engine = engine_on(wrap_module(build("llama", {})), num_pages=100)
+    assert warm_up(engine).kernels == ""
 
 
 def test_profile_of_e4m3_pages_has_their_size() -> None:
