@@ -16,6 +16,7 @@ MAX_HEAD_BYTES = 64 << 10  # of request line and headers together, or of trailer
 HEAD_TIMEOUT_S = 30.0  # in which they must have arrived
 LINGER_S = 10.0  # an ended connection is read on for so long: a client that is still sending reads no answer
 LINGER_BYTES = 64 << 20  # … and for at most so many bytes
+_UNSENT_BYTES = 8 << 10  # that may wait for the client before the answer does; events of one step are sent together
 _PIECE = 16 << 10  # bytes parsed at a time; a head may be larger than its bound by one piece
 
 
@@ -80,7 +81,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # so that `pause_writing` reports any byte that the client leaves unread
+        transport.set_write_buffer_limits(_UNSENT_BYTES, 0)
         if self._connections.opened(self):
             self._wait_for_head()
         else:
@@ -173,7 +174,7 @@ class BoundedConnection(HttpToolsProtocol):
     def _wait_for_head(self) -> None:
         self._end_head()
         self._connections.waits(self, True)
-        self._late = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+        self._late = self.loop.call_later(HEAD_TIMEOUT_S, self._close)
 
     def _end_head(self) -> None:
         self._is_in_head = False
@@ -210,7 +211,16 @@ class BoundedConnection(HttpToolsProtocol):
         if self._is_in_body or self._is_over:
             self._linger()
         else:
-            self.transport.close()
+            self._close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """Close the connection once the client has read what was written, or does not read it in time."""
+        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self.loop.call_later(self._connections.write_timeout_s, self.transport.abort)
 
     def _linger(self) -> None:
         """End the sending side, and discard for a while what the client still sends.

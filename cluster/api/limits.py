@@ -23,7 +23,7 @@ _FIRST_SWEEP = 64  # accounts; the ledger looks for idle ones when their number 
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """What another ingress gives for a key, and how many of the key's requests run there."""
+    """An ingress's answer to another: what it gives for a key, and how many of the key's requests it runs."""
 
     requests: float = 0.0
     tokens: float = 0.0

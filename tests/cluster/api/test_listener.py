@@ -28,12 +28,14 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def with_listener(client: Callable[[int], Awaitable[None]], app: Any = echo, write_timeout_s: float = 60) -> None:
+def with_listener(
+    client: Callable[[int], Awaitable[None]], app: Any = echo, write_timeout_s: float = 60, keep_alive_s: int = 75
+) -> None:
     """Run `client` with the port of a listener, on either event loop."""
 
     async def main() -> None:
         port = free_port()
-        server = await listen(app, "127.0.0.1", port, write_timeout_s=write_timeout_s)
+        server = await listen(app, "127.0.0.1", port, keep_alive_s=keep_alive_s, write_timeout_s=write_timeout_s)
         try:
             await asyncio.wait_for(client(port), 60)
         finally:
@@ -364,6 +366,42 @@ def test_client_that_reads_nothing_is_disconnected_and_its_request_ends() -> Non
         assert app.sent < 50 << 20  # no more than the kernel's buffers hold: this process kept none
 
     with_listener(client, app, write_timeout_s=0.3)
+
+
+@pytest.mark.parametrize("header", [b"", b"connection: close\r\n"])
+def test_finished_answer_that_is_not_read_does_not_keep_the_connection(
+    header: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few bytes of it wait in this process, and all of the kernel's buffers are full."""
+    connections: list[connection.Connections] = []
+    create = connection.Connections.__init__
+
+    def created(self: connection.Connections, most: int, write_timeout_s: float) -> None:
+        create(self, most, write_timeout_s)
+        connections.append(self)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        """Write until something waits in this process, then end."""
+        (protocol,) = connections[-1]._open
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not protocol.transport.get_write_buffer_size():
+            await send({"type": "http.response.body", "body": b"x" * 1000, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def client(port: int) -> None:
+        with socket.socket() as wire:
+            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            wire.connect(("127.0.0.1", port))
+            wire.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n" + header + b"\r\n")
+            while not connections[-1]._open:
+                await asyncio.sleep(0.001)
+            while connections[-1]._open:
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(connection.Connections, "__init__", created)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
+    with_listener(client, app, write_timeout_s=0.3, keep_alive_s=1)
 
 
 def test_client_that_reads_slowly_stays() -> None:
