@@ -67,6 +67,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_in_head = False
         self._is_in_body = False
         self._is_over = False  # what still arrives is discarded
+        self._is_ended = False  # the last answer has been sent
         self._head_bytes = 0
         self._has_body_come = False  # since a piece was parsed before
         self._bytes_beside_body = 0  # in pieces without any part of a body: trailers
@@ -125,7 +126,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_in_body, self._bytes_beside_body = True, 0
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
-        self.cycle.transport = _AnswerTransport(self.transport, self._end_answer)  # type: ignore[assignment]
+        self.cycle.transport = _AnswerTransport(self.transport, self._linger)  # type: ignore[assignment]
         if self.parser.should_upgrade():  # to nothing: what follows is no HTTP/1.1
             self.cycle.keep_alive = False
 
@@ -139,6 +140,10 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._unanswered.popleft()
+        if self._is_ended:  # with this answer: requests behind it get none
+            self._unanswered.clear()
+            self.pipeline.clear()
+            return
         super().on_response_complete()
         if not self._unanswered:
             self._connections.waits(self, True)
@@ -206,13 +211,6 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.write(_written(error))
         self._linger()
 
-    def _end_answer(self) -> None:
-        """End the connection after an answer. A client that is still sending its body must be able to read it."""
-        if self._is_in_body or self._is_over:
-            self._linger()
-        else:
-            self._close()
-
     def timeout_keep_alive_handler(self) -> None:
         self._close()
 
@@ -223,11 +221,11 @@ class BoundedConnection(HttpToolsProtocol):
             self.loop.call_later(self._connections.write_timeout_s, self.transport.abort)
 
     def _linger(self) -> None:
-        """End the sending side, and discard for a while what the client still sends.
+        """End the sending side after the last answer, and discard for a while what the client still sends.
 
-        To close at once would reset the connection, and the client's kernel might drop the answer.
+        To close at once would reset the connection if it sends more, and its kernel might drop the answer.
         """
-        self._is_over = True
+        self._is_over = self._is_ended = True
         self._end_head()
         self._connections.waits(self, True)
         self.flow.resume_reading()
