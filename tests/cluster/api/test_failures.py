@@ -66,7 +66,7 @@ def test_failure_before_first_token_has_its_status(
 def test_failure_after_first_token_is_an_event(
     http: httpx.Client, engine: ScriptedDispatcher, failure: Exception, status: int, kind: str, code: str, n: int
 ) -> None:
-    engine.script = lambda s: [*engine.story(s)[:3], 0.01, failure]
+    engine.script = lambda s: [*engine.story(s)[:3], 0.3, failure]
     for path, body in (("/v1/completions", {"prompt": "Hi"}), ("/v1/chat/completions", {"messages": HI})):
         *chunks, last = events(http.post(path, json={**body, "n": n, "stream": True}))
         assert chunks
