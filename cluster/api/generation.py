@@ -98,7 +98,7 @@ class Generations:
         header = request.headers.get(SLO_CLASS_HEADER)
         tier = self._tiers.choose(body.service_tier, header, request.state.api_key)
         if request.state.account is not None:
-            request.state.account.prompt(0)  # a key without tokens is refused before its prompts cost anything
+            request.state.account.check()  # a key without tokens is refused before its prompts cost anything
         return Generation(body, card, tier, request.state)
 
     async def add_choices(self, generation: Generation, prompts: Sequence[Prompt]) -> None:
@@ -123,7 +123,7 @@ class Generations:
         if state.account is not None:
             is_stated = body.token_limit() is not None
             outputs = body.n * sum(limit if is_stated else min(limit, UNSTATED_OUTPUT) for limit in limits)
-            state.account.prompt(num_prompt_tokens, outputs)
+            await state.account.prompt(num_prompt_tokens, outputs)
         seed = secrets.randbits(63) if body.seed is None else body.seed
         wanted = ((prompt, limit, i) for prompt, limit in zip(prompts, limits, strict=True) for i in range(body.n))
         async for some in slices(wanted, _CHOICES_AT_ONCE):

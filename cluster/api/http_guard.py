@@ -88,7 +88,7 @@ class HttpGuard:
                 state["api_key"] = key = self._key(scope, headers)
                 if key is not None:
                     state["account"] = sender.charge = Charge(self._ledger.account(key))
-                    sender.charge.begin(is_read=scope["method"] != "POST")
+                    await sender.charge.begin(is_read=scope["method"] != "POST")
                 body = await self._bodies.read(headers, receive)
                 if body is None:
                     return
