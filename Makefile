@@ -42,8 +42,9 @@ lint: setup  ## ruff, mypy, and the check of plain English
 deploy-check: setup  ## every manifest, by the schemas of those who read them; no cluster, no network
 	$(BIN)/pytest tests/cluster/deploy $(ARGS)
 
-soak: setup  ## the tests that take many minutes
+soak: setup  ## the tests that take many minutes, and every documented command
 	$(BIN)/pytest -m soak $(ARGS)
+	$(BIN)/python benchmarks/documented_commands.py
 
 bench: setup  ## measure a running server (ARGS: its URL, and flags of `crossdock bench`)
 	$(BIN)/crossdock bench $(or $(ARGS),http://127.0.0.1:8000)

@@ -29,6 +29,18 @@ class ModelConfig(BaseModel):
     path: str | None = Field(
         None, description="Directory, or hub name (org/name or org/name@revision); null is the embedded SmolLM2-135M."
     )
+    tokenizer: str | None = Field(
+        None,
+        description="Directory or hub name of another tokenizer with the model's ids; null: the model's own.",
+    )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="File with the chat template, or the template itself in one line; null: the model's.",
+    )
+    chat_template_content_format: Literal["auto", "string", "openai"] = Field(
+        "auto", description="Content of messages in the template: string, or openai's list of parts; auto: string."
+    )
     served_name: str | None = Field(None, min_length=1, description="Clients' name of the model; null derives it.")
     dtype: Dtype = Field(
         "auto",
@@ -132,6 +144,7 @@ class ClusterConfig(BaseModel):
         return ReplicaSpec(
             model=engine.model_spec(model.path, pool.dtype or model.dtype, model.max_model_len),
             engine=engine,
+            tokenizer=model.tokenizer,
             num_threads=pool.num_cpus or max((os.cpu_count() or 1) // num_ranks, 1),
             role=pool.role,
             transfer=self.transfer if any(each.role == "prefill" for each in self.pools) else None,

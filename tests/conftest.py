@@ -4,7 +4,8 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import psutil
@@ -28,6 +29,15 @@ os.environ.update(
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # its kernels run on numpy
 os.environ.pop("RAY_ADDRESS", None)  # tests never join a cluster
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
+    """List at the very end what was not tested because something is not installed: reasons that open with "needs"."""
+    yield
+    reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped")]
+    for reason, count in Counter(reason for reason in reasons if reason.startswith("needs")).items():
+        terminalreporter.write_line(f"hole: {count} skipped: {reason}", yellow=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,11 @@
-"""The commands in README.md, docs/ and benchmarks/RESULTS.md: flags parse, targets, scripts, tests and files exist."""
+"""The commands in README.md, docs/ and benchmarks/RESULTS.md: flags parse, targets, scripts, tests and files exist.
+
+`benchmarks/documented_commands.py` runs them.
+"""
 
 import ast
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -192,32 +192,3 @@ def test_planted_mistake_is_reported(line: str, complaint: str) -> None:
 )
 def test_valid_line_has_no_problem(line: str) -> None:
     assert [problem for command in commands(line) for problem in problems(command)] == []
-
-
-def runnable() -> list[str]:
-    """Return the documented commands of README and docs/ that need no server and no file that only a reader has."""
-    found = []
-    for page in PAGES[:-1]:
-        for block in FENCE.findall(page.read_text()):
-            for name, *args in commands(block):
-                if (
-                    name == "crossdock"
-                    and args[0] in ("simulate", "config")
-                    and not re.search(r"http:|timed|[$…]", str(args))
-                ):
-                    found.append(shlex.join(args))
-    return sorted(set(found))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("line", runnable())
-def test_documented_command_without_a_server_runs(line: str, tmp_path: Path) -> None:
-    program = [sys.executable, "-c", "from crossdock.cluster.cli import main; main()", *shlex.split(line)]
-    link = tmp_path / "benchmarks"
-    link.symlink_to(ROOT / "benchmarks")
-    ended = subprocess.run(program, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-
-
-def test_documented_commands_that_run_include_the_simulator() -> None:
-    assert sum(line.startswith("simulate") for line in runnable()) >= 5

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -81,8 +82,10 @@ class Chaos:
         with suppress(psutil.NoSuchProcess):
             victim.suspend()
             self.clients.cut_ports |= set(_client_ports(victim, self.fleet.port))
+            self.clients.ingress_ended_at = inf
             self._end(victim)
-            self.clients.ingress_killed_at = time.monotonic()
+            psutil.wait_procs([victim], timeout=20)  # it accepts connections until the kernel has taken it down
+            self.clients.ingress_ended_at = time.monotonic()
         self.counts["ingress killed"] += 1
         return True
 

@@ -145,6 +145,13 @@ class GenerationBody(Body):
         """A streamed answer ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    def with_usage(self) -> Self:
+        """Return the body with usage at the end of its stream; the body itself if it asks for no stream."""
+        if not self.stream:
+            return self
+        options = (self.stream_options or StreamOptions()).model_copy(update={"include_usage": True})
+        return self.model_copy(update={"stream_options": options})
+
     def check_streaming(self) -> None:
         """Raise ApiError if fields contradict `stream`."""
         if self.stream_options is not None and not self.stream:

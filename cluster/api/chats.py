@@ -19,12 +19,17 @@ _TOKENS_AT_ONCE = 256  # log-probabilities; about a millisecond with 20 alternat
 
 
 class Chats:
-    def __init__(self, generations: Generations, encoder: PromptEncoder, tokenizer: ModelTokenizer) -> None:
+    def __init__(
+        self, generations: Generations, encoder: PromptEncoder, tokenizer: ModelTokenizer, *, forces_usage: bool = False
+    ) -> None:
+        """`forces_usage`: streams end with their usage, also where the request does not ask for it."""
+        self._forces_usage = forces_usage
         self._generations = generations
         self._encoder = encoder
         self._tokenizer = tokenizer
 
     async def create(self, request: Request, body: ChatCompletionRequest) -> Response:
+        body = body.with_usage() if self._forces_usage else body
         generation = self._generations.begin(request, body)
         body.check_logprobs()
         truncates = body.truncate_prompt_tokens is not None

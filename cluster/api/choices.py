@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from crossdock.cluster.api.limits import Account
+from crossdock.cluster.api.limits import Charge
 from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.tokenizer import TextStream
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost
@@ -71,7 +71,7 @@ class Choice:
     stream: TextStream
     shows_stop_token: bool
     is_prompt_only: bool  # max_tokens is 0: the engine must sample one token, which is not shown
-    account: Account | None = None  # charged for the tokens; None: no API keys are in use
+    account: Charge | None = None  # charged for the tokens; None: no API keys are in use
     num_tokens: int = 0
     num_cached_tokens: int = 0
     has_begun: bool = False

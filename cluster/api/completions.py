@@ -23,12 +23,17 @@ _TOKENS_AT_ONCE = 256  # of an echo or of log-probabilities; about a millisecond
 
 
 class Completions:
-    def __init__(self, generations: Generations, encoder: PromptEncoder, tokenizer: ModelTokenizer) -> None:
+    def __init__(
+        self, generations: Generations, encoder: PromptEncoder, tokenizer: ModelTokenizer, *, forces_usage: bool = False
+    ) -> None:
+        """`forces_usage`: streams end with their usage, also where the request does not ask for it."""
+        self._forces_usage = forces_usage
         self._generations = generations
         self._encoder = encoder
         self._tokenizer = tokenizer
 
     async def create(self, request: Request, body: CompletionRequest) -> Response:
+        body = body.with_usage() if self._forces_usage else body
         generation = self._generations.begin(request, body)
         body.check_supported()
         prompts = await self._prompts(body, generation.card)

@@ -8,11 +8,13 @@ from fastapi import FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from crossdock.cluster.api.bodies import invalid_field
 from crossdock.cluster.api.chats import Chats
 from crossdock.cluster.api.completions import Completions
 from crossdock.cluster.api.errors import ApiError, ErrorAnswer, shown
+from crossdock.cluster.api.gateway_path import GatewayPath
 from crossdock.cluster.api.generation import Generations
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.http_guard import HttpGuard
@@ -78,6 +80,16 @@ def build_api(
         max_body_bytes=http.max_body_bytes,
         request_timeout_s=http.request_timeout_s,
     )
+    if http.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=http.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("*",),
+        )
+    if http.root_path:
+        app.add_middleware(GatewayPath, root_path=http.root_path)
     return app
 
 
@@ -90,10 +102,14 @@ def _add_endpoints(
     status: ServerStatus,
 ) -> None:
     models = Models(dispatcher, http.model_aliases)
-    encoder = PromptEncoder(tokenizer, trusts_templates=http.trust_request_chat_template)
+    encoder = PromptEncoder(
+        tokenizer,
+        trusts_templates=http.trust_request_chat_template,
+        variables=http.default_chat_template_kwargs,
+    )
     generations = Generations(dispatcher, tokenizer, models, tiers, max_logprobs=http.max_logprobs)
-    completions = Completions(generations, encoder, tokenizer)
-    chats = Chats(generations, encoder, tokenizer)
+    completions = Completions(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
+    chats = Chats(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
     tokenization = Tokenization(models, encoder, tokenizer)
     for method, path, endpoint, summary in (
         ("POST", "/v1/completions", completions.create, "Continue a prompt, or several"),

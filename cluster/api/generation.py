@@ -15,6 +15,7 @@ from crossdock.cluster.api.answers import usage
 from crossdock.cluster.api.bodies import GenerationBody
 from crossdock.cluster.api.choices import Choice, Output, Prompt, merge
 from crossdock.cluster.api.errors import ApiError, shown
+from crossdock.cluster.api.limits import UNSTATED_OUTPUT
 from crossdock.cluster.api.models import Models
 from crossdock.cluster.api.prompts import output_limit
 from crossdock.cluster.api.slices import slices
@@ -95,7 +96,9 @@ class Generations:
         )
         stops = body.stop_table()
         if state.account is not None:
-            state.account.prompt(sum(len(prompt.token_ids) for prompt in prompts))
+            is_stated = body.token_limit() is not None
+            outputs = body.n * sum(limit if is_stated else min(limit, UNSTATED_OUTPUT) for limit in limits)
+            state.account.prompt(sum(len(prompt.token_ids) for prompt in prompts), outputs)
         seed = secrets.randbits(63) if body.seed is None else body.seed
         wanted = ((prompt, limit, i) for prompt, limit in zip(prompts, limits, strict=True) for i in range(body.n))
         async for some in slices(wanted, _CHOICES_AT_ONCE):

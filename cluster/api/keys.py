@@ -36,8 +36,8 @@ class ApiKey(BaseModel):
     tokens_per_minute: int | None = Field(
         None,
         ge=1,
-        description="Tokens of prompts, charged at once, and of outputs, charged as they come; null: any. "
-        "A request that has begun goes on, and the next ones are refused until its outputs are paid.",
+        description="Tokens of prompts and outputs; null: any. A request reserves its prompt and, for each output, "
+        "max_tokens or, where it states none, 1,024; at its end it gives back what it has not used.",
     )
     max_concurrent_requests: int | None = Field(None, ge=1, description="How many may run at once; null: any number.")
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.keys import ApiKey
 
+UNSTATED_OUTPUT = 1024  # tokens that are reserved for an output whose request states no limit of its own
+READS_PER_MINUTE = 600  # GETs of one key: each asks all replicas
 _MINUTE = 60.0
 _FIRST_SWEEP = 64  # accounts; the ledger looks for idle ones when their number has doubled since it last did
 
@@ -19,7 +21,7 @@ _FIRST_SWEEP = 64  # accounts; the ledger looks for idle ones when their number 
 class Bucket:
     """A token bucket that holds what one minute allows, and fills at an even pace.
 
-    The level may become negative: outputs are charged only after they were generated.
+    The level may become negative: an output may be longer than what was reserved for it.
     """
 
     capacity: float
@@ -47,9 +49,11 @@ class Account:
     num_running: int = 0
     requests: Bucket | None = field(init=False)
     tokens: Bucket | None = field(init=False)
+    reads: Bucket = field(init=False)
 
     def __post_init__(self) -> None:
         now = self.clock()
+        self.reads = Bucket(self._share_of(READS_PER_MINUTE), now)
         self.requests, self.tokens = (
             None if limit is None else Bucket(self._share_of(limit), now)
             for limit in (self.key.requests_per_minute, self.key.tokens_per_minute)
@@ -75,33 +79,45 @@ class Account:
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing is used up: a new account would be the same."""
         now = self.clock()
-        for bucket in (self.requests, self.tokens):
+        for bucket in (self.requests, self.tokens, self.reads):
             if bucket is not None:
                 bucket.fill(now)
                 if bucket.level < bucket.capacity:
                     return False
         return self.num_running == 0
 
-    def prompt(self, num_tokens: int) -> None:
-        """Charge the tokens of prompts that begin. Raises ApiError 429 if fewer tokens are left."""
+    def read(self) -> None:
+        """Count a request that computes nothing. Raises ApiError 429 if there were too many."""
+        self.reads.fill(self.clock())
+        if self.reads.level < 1:
+            raise self._refusal(f"{READS_PER_MINUTE} GET requests per minute", self.reads.seconds_until(1))
+        self.reads.level -= 1
+
+    def reserve(self, num_prompt_tokens: int, num_output_tokens: int) -> int:
+        """Take the tokens of prompts and, as far as the bucket can hold them, of their outputs. Returns how many.
+
+        Raises ApiError 429 if fewer tokens are left.
+        """
         if self.tokens is None:
-            return
+            return 0
         self.tokens.fill(self.clock())
         limit = f"{self.key.tokens_per_minute} tokens per minute"
-        if num_tokens > self.tokens.capacity:
+        if num_prompt_tokens > self.tokens.capacity:
             raise ApiError(
-                f"This API key may use {limit}; the request has {num_tokens} in its prompt. Shorten it.",
+                f"This API key may use {limit}; the request has {num_prompt_tokens} in its prompt. Shorten it.",
                 status=429,
                 kind="rate_limit_error",
                 code="rate_limit_exceeded",
                 headers=self.headers(),
             )
+        num_tokens = min(num_prompt_tokens + num_output_tokens, math.floor(self.tokens.capacity))
         if num_tokens > self.tokens.level:
             raise self._refusal(limit, self.tokens.seconds_until(num_tokens))
         self.tokens.level -= num_tokens
+        return num_tokens
 
-    def output(self, num_tokens: int) -> None:
-        """Charge tokens that were generated; they count against the next request."""
+    def charge(self, num_tokens: int) -> None:
+        """Take tokens beyond what was reserved, or give back reserved ones (negative) that were not used."""
         if self.tokens is not None:
             self.tokens.level -= num_tokens
 
@@ -129,6 +145,46 @@ class Account:
             code="rate_limit_exceeded",
             headers={"Retry-After": str(retry_after), **self.headers()},
         )
+
+
+@dataclass(slots=True, eq=False)
+class Charge:
+    """One HTTP request on the account of its key."""
+
+    account: Account
+    _num_reserved: int = 0  # tokens, not yet used
+    _is_running: bool = False
+
+    def begin(self, is_read: bool) -> None:
+        """Count the request, until `end`. `is_read`: it computes nothing. Raises ApiError 429 at a limit of the key."""
+        if is_read:
+            self.account.read()
+        else:
+            self.account.begin()
+            self._is_running = True
+
+    def prompt(self, num_prompt_tokens: int, num_output_tokens: int = 0) -> None:
+        """Charge the tokens of prompts, and reserve those of their outputs. Raises ApiError 429 if fewer are left."""
+        self._num_reserved += self.account.reserve(num_prompt_tokens, num_output_tokens)
+        self._num_reserved -= num_prompt_tokens
+
+    def output(self, num_tokens: int) -> None:
+        """Charge tokens that were generated."""
+        reserved = max(min(num_tokens, self._num_reserved), 0)
+        self._num_reserved -= reserved
+        self.account.charge(num_tokens - reserved)
+
+    def end(self) -> None:
+        """End the request: reserved tokens that it did not use are there for others. May be called twice."""
+        if self._num_reserved > 0:
+            self.account.charge(-self._num_reserved)
+        self._num_reserved = 0
+        if self._is_running:
+            self._is_running = False
+            self.account.end()
+
+    def headers(self) -> dict[str, str]:
+        return self.account.headers()
 
 
 class Ledger:

@@ -1,15 +1,16 @@
 """Prompts as token ids: a text or a chat is encoded, truncated where the request asks for that, and must fit."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from crossdock.cluster.api.bodies import ChatCompletionRequest, GenerationBody, TokenizeRequest, check_tools
-from crossdock.cluster.api.bounds import TEMPLATE_CHARS, TRUNCATED_CHARS
+from crossdock.cluster.api.bounds import TEMPLATE_CHARS, TRUNCATED_CHARS, TRUNCATED_PER_TOKEN
 from crossdock.cluster.api.errors import ApiError, shown, to_json
 from crossdock.cluster.api.heap import Heap
+from crossdock.cluster.api.http_config import NOT_TEMPLATE_VARIABLES
 from crossdock.cluster.api.messages import template_messages
 from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
@@ -18,21 +19,18 @@ LONG_TEXT = 4096  # characters; 1 to 5 ms to encode. A longer text leaves the ev
 _HUGE_TEXT = 1 << 16  # characters; about 0.1 s and 10 MiB to encode. Such texts are encoded one at a time.
 _FEW_MESSAGES = 32  # a template takes about 20 µs for each
 _BEGINNING = 8  # characters per token of the context: a text of so many more is tried by its beginning first
-_NOT_TEMPLATE_VARIABLES = {
-    "add_generation_prompt",  # these have fields of their own
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "return_dict",
-    "tokenize",
-    "tools",
-}
 
 
 class PromptEncoder:
-    """Encodes texts and chats. `trusts_templates`: requests may bring chat templates of their own."""
+    """Encodes texts and chats.
 
-    def __init__(self, tokenizer: ModelTokenizer, *, trusts_templates: bool) -> None:
+    `trusts_templates`: requests may bring chat templates of their own. `variables`: those of the template in all chats.
+    """
+
+    def __init__(
+        self, tokenizer: ModelTokenizer, *, trusts_templates: bool, variables: Mapping[str, Any] | None = None
+    ) -> None:
+        self._variables = dict(variables or {})
         self._tokenizer = tokenizer
         self._trusts_templates = trusts_templates
         self._huge = ThreadPoolExecutor(1, "huge-texts")
@@ -59,12 +57,10 @@ class PromptEncoder:
 
     def _check_length(self, num_chars: int, card: ModelCard, param: str, *, truncates: bool) -> None:
         least = num_chars // self._tokenizer.longest_token
-        if least <= card.max_model_len:
-            return
-        if not truncates:
+        if not truncates and least > card.max_model_len:
             raise _too_long(card, f"at least {least}", param)
-        most = max(TRUNCATED_CHARS, card.max_model_len * self._tokenizer.longest_token)
-        if num_chars > most:
+        most = max(TRUNCATED_CHARS, TRUNCATED_PER_TOKEN * card.max_model_len)
+        if truncates and num_chars > most:
             reason = f"{num_chars} characters are more than the {most} that are accepted, even if the text is truncated"
             raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="context_length_exceeded")
 
@@ -101,7 +97,7 @@ class PromptEncoder:
 
     def _render(self, body: ChatCompletionRequest | TokenizeRequest, tools: list[dict[str, Any]] | None) -> str:
         """Return the text that the chat template makes of the messages."""
-        messages = template_messages(body.messages or ())
+        messages = template_messages(body.messages or (), keeps_parts=self._tokenizer.takes_parts)
         adds = body.add_generation_prompt
         try:
             return self._tokenizer.render_chat(
@@ -110,7 +106,7 @@ class PromptEncoder:
                 add_generation_prompt=not body.continue_final_message if adds is None else adds,
                 continue_final_message=body.continue_final_message,
                 chat_template=body.chat_template,
-                variables=body.chat_template_kwargs,
+                variables=self._variables | body.chat_template_kwargs,
             )
         except ValueError as error:
             raise ApiError(shown(str(error)), param="messages", code="invalid_value") from error
@@ -128,7 +124,7 @@ class PromptEncoder:
                 param="continue_final_message",
                 code="invalid_value",
             )
-        if reserved := _NOT_TEMPLATE_VARIABLES & body.chat_template_kwargs.keys():
+        if reserved := NOT_TEMPLATE_VARIABLES & body.chat_template_kwargs.keys():
             reason = f"'chat_template_kwargs' must not set {', '.join(sorted(reserved))}."
             raise ApiError(reason, param="chat_template_kwargs", code="invalid_value")
         if len(to_json(body.chat_template_kwargs)) > TEMPLATE_CHARS:

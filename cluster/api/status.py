@@ -8,7 +8,7 @@ from fastapi import Query, Request, Response
 from pydantic import Field
 
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.http_json import Name, json_answer
+from crossdock.cluster.api.http_json import Name, json_answer, long_json_answer
 from crossdock.cluster.api.keys import ApiKey
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 
@@ -30,7 +30,7 @@ class ServerStatus:
 
     async def requests(self, request: Request) -> Response:
         data = await self._dispatcher.live_requests(_visible_tenant(request))
-        return json_answer({"object": "list", "data": data})
+        return await long_json_answer({"object": "list", "data": data})
 
     async def timeline(self, request: Request, name: Name) -> Response:
         """Find the request by its id (the answer's header X-Request-Id), or by the `id` in the answer's body."""
@@ -49,7 +49,8 @@ class ServerStatus:
         for value in after:
             incarnation, _, number = value.partition(":")
             seen[incarnation] = _step_number(number, value)
-        return json_answer({"object": "list", "data": await self._dispatcher.replicas(seen, _visible_tenant(request))})
+        data = await self._dispatcher.replicas(seen, _visible_tenant(request))
+        return await long_json_answer({"object": "list", "data": data})
 
     async def scaling(self, request: Request) -> Response:
         """List the newest decisions about sizes of pools and roles of replicas, and the load that decided each, which

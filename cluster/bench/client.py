@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from crossdock.cluster.bench.http import BenchError, Endpoint, TokenStream, error_text
+from crossdock.cluster.bench.http import BenchError, Endpoint, ServerGone, TokenStream, error_text
 from crossdock.cluster.bench.metrics import Sample
 from crossdock.cluster.bench.workloads import WORDS, Job, Segment
 
@@ -101,6 +101,7 @@ class Server:
             sample.error = f"no end after {self.timeout:.0f} s"
         except (BenchError, OSError, ValueError) as error:
             sample.error = str(error) or type(error).__name__
+            sample.unreachable = isinstance(error, ServerGone)
         finally:
             sample.ended = time.perf_counter()
         return sample

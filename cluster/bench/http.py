@@ -19,6 +19,10 @@ class BenchError(Exception):
     """The server cannot be measured; the message is for the user."""
 
 
+class ServerGone(BenchError):
+    """No connection to the server could be made."""
+
+
 class HttpResponse:
     """The parser of one HTTP/1.1 response: takes bytes as they arrive, returns the bytes of the body. No IO."""
 
@@ -155,7 +159,8 @@ class Endpoint:
         """Send one request and wait for the end of its response.
 
         Raises:
-            BenchError: no server is there, or it does not answer in HTTP.
+            ServerGone: no server is there.
+            BenchError: the server does not answer in HTTP.
             ConnectionError: the connection closed before the response was complete.
         """
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(content)}\r\n\r\n"
@@ -165,7 +170,7 @@ class Endpoint:
                 lambda: Exchange(head.encode("latin-1") + content, on_body), self._host, self._port, ssl=self._ssl
             )
         except OSError as error:
-            raise BenchError(f"no server at {self.url}: {error.strerror or error}") from None
+            raise ServerGone(f"no server at {self.url}: {error.strerror or error}") from None
         try:
             await exchange.finished
         finally:

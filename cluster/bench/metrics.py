@@ -35,6 +35,7 @@ class Sample:
     stopped: bool = False  # closed by the client, on purpose
     service_tier: str | None = None  # the SLO class it asked for
     refused: bool = False  # answered 429: the server predicted that it would be late
+    unreachable: bool = False  # no connection could be made
 
     @property
     def output_tokens(self) -> int:

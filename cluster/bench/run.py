@@ -13,7 +13,7 @@ from typing import Any
 
 from crossdock.cluster.bench import metrics, serverside
 from crossdock.cluster.bench.client import Server
-from crossdock.cluster.bench.http import BenchError
+from crossdock.cluster.bench.http import BenchError, ServerGone
 from crossdock.cluster.bench.metrics import DEFAULT_TARGETS, Sample, Targets
 from crossdock.cluster.bench.mix import MIXES, Mix, mix_jobs
 from crossdock.cluster.bench.workloads import (
@@ -29,6 +29,8 @@ from crossdock.cluster.bench.workloads import (
 from crossdock.cluster.watch.scrape import STEPS, Scrape
 
 _MIX_SECONDS = 60.0  # of arrivals, unless requests are counted
+_RETRY_S = 0.5  # the pause of a closed loop's slot whose request found no server
+_GIVE_UP_S = 30.0  # without a connection, after which a run ends
 
 SendOne = Callable[[Job], Coroutine[Any, Any, Sample]]
 
@@ -111,6 +113,7 @@ class BenchResult:
     origin: float
     client_cpu_share: float  # of one core, over the run
     summary: dict[str, Any]
+    ended_early: bool = False  # the server had gone
 
 
 def bench_jobs(options: BenchOptions) -> Iterator[Job]:
@@ -230,19 +233,33 @@ async def run_bench(options: BenchOptions, on_done: Callable[[Sample], None] = l
     if fitted is not options:
         options, jobs = fitted, bench_jobs(fitted)
     samples: list[Sample] = []
+    gone_since: float | None = None
 
     async def send(job: Job) -> Sample:
+        nonlocal gone_since
         sample = Sample(job.role, job.output_tokens, job.prompt_tokens, service_tier=job.service_tier)
         samples.append(sample)
         await server.run(job, sample)
         on_done(sample)
+        if not sample.unreachable:
+            gone_since = None
+            return sample
+        gone_since = gone_since or sample.sent
+        if sample.ended - gone_since > _GIVE_UP_S:
+            raise ServerGone(f"no server at {server.url} for {_GIVE_UP_S:.0f} s")
+        await asyncio.sleep(_RETRY_S)
         return sample
 
     await _warm_up(options, server)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     before = await _scrape(server)
     cpu, origin = time.process_time(), time.perf_counter()
-    quiet = await _drive(options, jobs, send, samples)
+    quiet, ended_early = (0.0, 0.0), False
+    try:
+        quiet = await _drive(options, jobs, send, samples)
+    except* ServerGone as gone:
+        ended_early = True
+        server.notes.append(f"the run ended early: {gone.exceptions[0]}")
     cpu_share = (time.process_time() - cpu) / max(time.perf_counter() - origin, 1e-9)
     after = await _scrape(server)
 
@@ -252,7 +269,9 @@ async def run_bench(options: BenchOptions, on_done: Callable[[Sample], None] = l
         summary["server"] = serverside.figures(before, after)
     if options.workload == "interference" and any(s.role == "stream" and not s.stopped for s in samples):
         server.notes.append("a stream ended before the long prompts did: raise the output tokens")
-    return BenchResult(options, date, server.model or "", server.notes, samples, origin, cpu_share, summary)
+    return BenchResult(
+        options, date, server.model or "", server.notes, samples, origin, cpu_share, summary, ended_early
+    )
 
 
 async def _connect(options: BenchOptions) -> Server:

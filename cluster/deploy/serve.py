@@ -31,7 +31,11 @@ def serve_config(config: ClusterConfig, *, host: str | None = None) -> dict[str,
         application["deployments"] = [{"name": "ingress", "ray_actor_options": {"num_cpus": 1}}]
     return {
         "proxy_location": "EveryNode",
-        "http_options": {"host": host or config.http.host, "port": config.http.port},
+        "http_options": {
+            "host": host or config.http.host,
+            "port": config.http.port,
+            "keep_alive_timeout_s": config.http.keep_alive_s,
+        },
         "logging_config": {"encoding": "JSON", "enable_access_log": False},
         "applications": [application],
     }

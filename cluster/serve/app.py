@@ -26,13 +26,13 @@ from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.api.listener import listen
 from crossdock.cluster.api.tiers import Tiers
-from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.dispatch.client import follow_members
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.pinning import PinningRouter
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
 from crossdock.cluster.serve.scaler import Scaler
+from crossdock.cluster.serve.tokenizer import load_tokenizer
 from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.replica.interpreter import prepare_interpreter
 from crossdock.workers.replica.replica import Replica, bind_serve_to_own_node
@@ -56,13 +56,15 @@ class Ingress:
         """Start serving. Serve runs every deployment that an ingress is bound to, so `scaler` too."""
         bind_serve_to_own_node()
         path = resolve_model(config.model.path)
-        self.dispatcher = Dispatcher(config.model.name, config.router, self._all_ingress_metrics)
+        self.dispatcher = Dispatcher(
+            config.model.name, config.router, self._all_ingress_metrics, vllm_metrics=config.http.vllm_metrics
+        )
         self._name = uuid.uuid4().hex
         self._server: uvicorn.Server | None = None
         context = serve.get_replica_context()
         self._every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
         self._every_ingress._init()
-        tokenizer = await asyncio.to_thread(ModelTokenizer.load, path)
+        tokenizer = await asyncio.to_thread(load_tokenizer, path, config.model)
         tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
         decisions = None if scaler is None else partial(_decisions, scaler)
         self._api = build_api(self.dispatcher, tokenizer, config.http, tiers, decisions)
@@ -75,7 +77,14 @@ class Ingress:
         if config.http.is_open_to_others:
             logger.warning(OPEN_TO_OTHERS, config.http.host, config.http.port)
         if config.http.direct:
-            self._server = await listen(self._api, config.http.host, config.http.port)
+            http = config.http
+            self._server = await listen(
+                self._api,
+                http.host,
+                http.port,
+                keep_alive_s=http.keep_alive_s,
+                write_timeout_s=http.write_timeout_s,
+            )
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._api
@@ -92,10 +101,13 @@ class Ingress:
     async def _all_ingress_metrics(self) -> dict[str, str]:
         """Return the metrics of all ingresses, by name, without those that fail or do not answer in time."""
         try:
-            asked = self._every_ingress.broadcast("ingress_metrics")
-            texts = await asked.results_async(timeout_s=_SCRAPE_S, return_exceptions=True)
+            async with asyncio.timeout(_SCRAPE_S):
+                asked = await self._every_ingress.broadcast("ingress_metrics")._fetch_replica_results_async()
         except TimeoutError:
-            texts = []
+            asked = []
+        # `results_async` has one time limit for all: an ingress that hangs would cost the figures of the others.
+        answering = (asyncio.wait_for(answer.get_async(), _SCRAPE_S) for answer in asked)
+        texts = await asyncio.gather(*answering, return_exceptions=True)
         return dict([await self.ingress_metrics(), *(text for text in texts if not isinstance(text, BaseException))])
 
 
@@ -207,7 +219,9 @@ def serve_forever(config: ClusterConfig, starting: Callable[[str], None], starte
             config = _on_one_node(config)
         location = ProxyLocation.Disabled if config.http.direct else ProxyLocation.EveryNode
         starting(STARTING[1])
-        serve.start(proxy_location=location, http_options=HTTPOptions(host=config.http.host, port=config.http.port))
+        http = config.http
+        options = HTTPOptions(host=http.host, port=http.port, keep_alive_timeout_s=http.keep_alive_s)
+        serve.start(proxy_location=location, http_options=options)
         starting(STARTING[2])
         app, log = build(config), LoggingConfig(enable_access_log=False)
         serve.run(app, name=APP_NAME, external_scaler_enabled=config.is_elastic, logging_config=log)

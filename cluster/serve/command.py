@@ -16,12 +16,15 @@ from crossdock.cluster.api.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import to_yaml
 from crossdock.cluster.serve.flags import configuration, takes_flags
+from crossdock.cluster.serve.other_flags import unread_variables
 
 
 @takes_flags
 def serve(**flags: Any) -> None:
     """Serve a model behind an OpenAI API, on this machine or on the cluster that RAY_ADDRESS names."""
     console = Console(soft_wrap=True, highlight=False)
+    for line in unread_variables(os.environ):
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[yellow]warning:[/yellow] {escape(line)}")
     with _errors_without_traceback():
         config = configuration(flags)
         if not os.environ.get("RAY_ADDRESS"):  # else the port and the model are on other machines
@@ -84,6 +87,10 @@ def _prepare_model(config: ClusterConfig, console: Console) -> None:
 
     with console.status(f"Preparing {escape(config.model.name)}: the first time it is fetched or converted …"):
         path = resolve_model(config.model.path)
+        if config.model.tokenizer is not None or config.model.chat_template is not None:
+            from crossdock.cluster.serve.tokenizer import load_tokenizer
+
+            load_tokenizer(path, config.model)
         for pool in config.pools:
             if pool.num_ranks > 1:
                 from crossdock.workers.model.weights import check_division

@@ -122,7 +122,7 @@ def table(found: dict[str, Any], wall_s: float) -> Table:
     router = found["router"]["policy"]
     title = f"{found['requests']:,} requests on {replicas:,} replicas, placed by {router}"
     out = Table(title=title, show_header=False, title_justify="left")
-    out.add_column(style="bold")
+    out.add_column(style="bold", no_wrap=True)
     out.add_column(justify="right")
     out.add_row("simulated", f"{found['duration_s']:.1f} s in {wall_s:.1f} s")
     add_classes(out, found)
@@ -161,7 +161,8 @@ def comparison(found: Mapping[str, Sequence[Score]], num_seeds: int) -> Table:
     seeds = f"{num_seeds} seeds, 95 % confidence" if num_seeds > 1 else "one seed"
     out = Table(title=f"Share of requests that kept their promises ({seeds})", title_justify="left")
     for name in ("", "good, %", "weighted, %", "refused, %", "urgent TTFT p99, ms", "urgent TPOT p99, ms"):
-        out.add_column(name, justify="right" if name else "left", style=None if name else "bold")
+        is_key = not name
+        out.add_column(name, justify="left" if is_key else "right", style="bold" if is_key else None, no_wrap=is_key)
     for name, runs in sorted(found.items(), key=lambda item: -fmean(score.good for score in item[1])):
         out.add_row(
             escape(name) or "as given",

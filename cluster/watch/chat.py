@@ -98,7 +98,7 @@ def connect(url: str, api_key: str | None = None) -> httpx.Client:
 def first_model(http: httpx.Client) -> str:
     """Return the first model that the server lists."""
     with _reachable(http):
-        response = http.get("models")
+        response = http.get("models", timeout=30)  # a busy ingress takes seconds
         if response.is_error:
             raise ChatError(_reason(response))
         models = response.json().get("data", [])

@@ -1,7 +1,9 @@
 """`crossdock top`: a deployment's recent activity in the terminal, read from /metrics and /v1/requests."""
 
 import contextlib
+import os
 import select
+import signal
 import sys
 import termios
 import time
@@ -28,6 +30,8 @@ from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 _WINDOW = 5  # intervals that a frame covers: of one second's dozen steps p99 would be the slowest
 _TIMEOUT_S = 5.0  # for a response; a busy ingress takes seconds
+_ID = 20  # characters of a request's id, the last ones
+_GIVE_UP_S = 120.0  # without an answer; so long may a small server take to start again
 _BAR = 30  # cells of the KV bar
 
 
@@ -41,7 +45,10 @@ def top(
         str | None, typer.Option(help="Sent as bearer token.", envvar=["CROSSDOCK_API_KEY", "OPENAI_API_KEY"])
     ] = None,
 ) -> None:
-    """Watch a server: steps, chunks, KV pages, SLO classes, and the requests in flight. q quits."""
+    """Watch a server: steps, chunks, KV pages, SLO classes, and the requests in flight. q quits.
+
+    Ends by itself after two minutes without an answer.
+    """
     console = Console(highlight=False)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     base = url.rstrip("/").removesuffix("/v1")
@@ -58,24 +65,47 @@ def top(
             if readings.lost is not None:
                 raise typer.Exit(1)
             return
-        with _key_presses() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                readings.poll()
-                live.update(readings.frame(console.height), refresh=True)
-                if pressed(interval) == "q":
-                    return
+        try:
+            _watch(readings, console, interval)
+        except OSError:
+            if sys.stdout.isatty():
+                raise
+            return  # the terminal is gone
+        if readings.lost_s > _GIVE_UP_S:
+            reason = f"{base} has not answered for {readings.lost_s:.0f} s: {readings.lost}"
+            Console(stderr=True).print(f"[red]top:[/red] {escape(reason)}", highlight=False)
+            raise typer.Exit(1)
+
+
+def _watch(readings: "Readings", console: Console, interval: float) -> None:
+    """Show a frame per interval until q, the end of the terminal, SIGTERM, or `_GIVE_UP_S` without an answer."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the terminal is left as it was
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    with _key_presses() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        while sys.stdout.isatty():
+            readings.poll()
+            if readings.lost_s > _GIVE_UP_S:
+                return
+            live.update(readings.frame(console.height), refresh=True)
+            if pressed(interval) in ("q", None):
+                return
 
 
 @contextlib.contextmanager
-def _key_presses() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits for a key at most so many seconds and returns the key, or "" without one.
+def _key_presses() -> Iterator[Callable[[float], str | None]]:
+    """Yield a function that waits for a key at most so many seconds.
 
-    Without a keyboard the function only waits.
+    It returns the key, "" without one, and None once the terminal is gone. Without a keyboard it only waits.
     """
 
-    def pressed(seconds: float) -> str:
+    def pressed(seconds: float) -> str | None:
         ready, _, _ = select.select([sys.stdin], [], [], seconds)
-        return sys.stdin.read(1) if ready else ""
+        if not ready:
+            return ""
+        try:
+            return os.read(sys.stdin.fileno(), 1).decode("latin-1") or None
+        except OSError:
+            return None
 
     def wait(seconds: float) -> str:
         time.sleep(seconds)
@@ -89,7 +119,8 @@ def _key_presses() -> Iterator[Callable[[float], str]]:
     try:
         yield pressed
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, saved)
+        with contextlib.suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, saved)
 
 
 @dataclass(slots=True)
@@ -117,17 +148,22 @@ class Readings:
             self.lost = None
             self._scrapes.append(reading)
 
+    @property
+    def lost_s(self) -> float:
+        """The seconds since the first of the last failed readings; 0 while the server answers."""
+        return 0.0 if self.lost is None else self.clock() - self._lost_at
+
     def frame(self, height: int = 50) -> RenderableType:
         """Return the screen's content, of about `height` lines."""
         url = str(self.http.base_url).rstrip("/")
         if self.lost is not None:
-            reason = f"unreachable for {self.clock() - self._lost_at:.0f} s: {self.lost}"
+            reason = f"unreachable for {self.lost_s:.0f} s: {self.lost}"
             return Group(_header(url, Text(reason, "bold red")), Text("trying again; q quits", "dim"))
         now = self._scrapes[-1]
         change = now.since(self._scrapes[0])
         covers = f"the last {change.seconds:.1f} s" if change.seconds else "reading …"
         replicas = [_replica(name, now, change) for name in sorted(now.by(scrape.PAGES, scrape.REPLICA))]
-        left = max(height - 7 * len(replicas) - 12, 3)
+        left = max(height - 8 * len(replicas) - 12, 3)
         return Group(
             _header(url, Text(covers, "green")), *replicas, _classes(now, change), _flights(self._requests, left)
         )
@@ -193,8 +229,12 @@ def _replica(replica: str, now: Scrape, change: Scrape) -> RenderableType:
         grid.add_row(Text(left, "dim"), left_value, Text(right, "dim"), right_value)
     preempted = _number(now.total(scrape.PREEMPTIONS, **which))
     pages = now.by(scrape.PAGES, scrape.STATE, **which)
+    lines = [Text.assemble(("KV pages  ", "dim"), _pages(pages), f"   preempted {preempted}")]
+    lines += [
+        Text.assemble(("kernels   ", "dim"), kernels) for kernels in now.by(scrape.CPU_KERNELS, scrape.KERNELS, **which)
+    ]
     return Panel(
-        Group(grid, Text.assemble(("KV pages  ", "dim"), _pages(pages), f"   preempted {preempted}")),
+        Group(grid, *lines),
         title=escape(replica) or "replica",
         title_align="left",
     )
@@ -226,7 +266,8 @@ def _classes(now: Scrape, change: Scrape) -> RenderableType:
         every = change.total(name, **which)
         return _percent((change.total(name, **which, **{scrape.OUTCOME: "met"}) or 0.0) / every if every else None)
 
-    table = Table("class", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("class", no_wrap=True)
     for title in ("TTFT p50", "p99", "met", "token gap p50", "p99", "TPOT met", "refused", "tokens waiting"):
         table.add_column(title, justify="right")
     for name in sorted({name for metric in listed for name in now.by(metric, scrape.CLASS)}, key=_class_order):
@@ -249,16 +290,19 @@ def _flights(requests: Sequence[Mapping[str, Any]] | None, rows: int) -> Rendera
         return Text("requests in flight: -", "dim")
     if not requests:
         return Text("no requests in flight", "dim")
-    table = Table("request", "class", "state", "prefill", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))
+    for title in ("request", "class", "state"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("prefill", max_width=20)  # a bar: on a narrow terminal the only column that is cut
     for title in ("computed", "prompt", "output", "waiting"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     for request in sorted(requests, key=_flight_order)[:rows]:
         computed, prompt = request.get("num_computed_tokens", 0), request.get("num_prompt_tokens", 0)
         table.add_row(
-            escape(str(request.get("request_id") or request.get("id", "-"))[-24:]),
+            escape(str(request.get("request_id") or request.get("id", "-"))[-_ID:]),
             str(request.get("slo_class", "-")),
             str(request.get("state", "-")),
-            ProgressBar(prompt, computed, width=20) if _is_prefilling(request) else "",
+            ProgressBar(prompt, computed) if _is_prefilling(request) else "",
             _number(computed),
             _number(prompt),
             _number(request.get("num_output_tokens")),

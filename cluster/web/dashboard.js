@@ -1,4 +1,4 @@
-// Polls every second: the state of each replica, and the steps it has finished since the last poll.
+// Polls every second, and less often while the server does not answer: the state of each replica, and the steps it has finished since the last poll.
 
 import { element, fetchJson, keyForm, quantile, row, time, whole } from "./api.js";
 import { Timeline, describeStep } from "./timeline.js";
@@ -6,6 +6,7 @@ import { Timeline, describeStep } from "./timeline.js";
 const KEEP_S = 60;
 const PAGE_STATES = ["owned", "cached", "quarantined", "free"];
 const MOST_REQUESTS = 40;
+const LONGEST_PAUSE_S = 30;
 const get = (id) => document.getElementById(id);
 
 class Card {
@@ -68,7 +69,9 @@ class Card {
 
 const cards = new Map();
 let isPaused = false;
-const showKey = keyForm(() => poll());
+let pause = 1; // seconds to the next poll: doubled by each failure
+let wake = () => {};
+const showKey = keyForm(() => wake());
 
 function totals(states, window) {
   const steps = [...cards.values()].flatMap((card) => card.steps.filter((step) => step.started > card.state.now - window));
@@ -129,9 +132,11 @@ async function poll() {
     showKey(null);
     get("state").textContent = "live";
     get("state").className = "good";
+    pause = 1;
   } catch (error) {
+    pause = Math.min(2 * pause, LONGEST_PAUSE_S);
     showKey(error);
-    get("state").textContent = error.message;
+    get("state").textContent = `${error.message} Next try in ${pause} s.`;
     get("state").className = "bad";
   }
 }
@@ -146,7 +151,12 @@ get("pause").addEventListener("click", () => {
 addEventListener("resize", () => cards.forEach((card) => card.timeline.draw()));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => cards.forEach((card) => card.timeline.draw()));
 
+document.addEventListener("visibilitychange", () => document.hidden || wake());
+
 for (;;) {
   if (!isPaused && !document.hidden) await poll();
-  await new Promise((done) => setTimeout(done, 1000));
+  await new Promise((done) => {
+    const timer = setTimeout(done, 1000 * pause);
+    wake = () => { clearTimeout(timer); done(); };
+  });
 }

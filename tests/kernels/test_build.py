@@ -39,7 +39,7 @@ def _start_build() -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
-needs_compiler = pytest.mark.skipif(not build.shutil.which("g++"), reason="there is no g++")
+needs_compiler = pytest.mark.skipif(not build.shutil.which("g++"), reason="needs a compiler: apt-get install g++")
 
 
 @needs_compiler

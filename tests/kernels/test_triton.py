@@ -18,7 +18,7 @@ from crossdock.kernels.attention import reference_store_kv
 from .test_attention import Case
 
 if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+    pytest.skip("needs Triton: pip install triton", allow_module_level=True)
 
 from crossdock.kernels import triton_attention
 from crossdock.kernels.triton_attention import Tiles, paged_attention, store_kv

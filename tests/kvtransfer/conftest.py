@@ -123,7 +123,7 @@ class DockProcess:
 def transport(request: pytest.FixtureRequest) -> str:
     kind: str = request.param
     if kind != "tcp" and importlib.util.find_spec("nixl") is None:
-        pytest.skip("the nixl extra is not installed")
+        pytest.skip("needs NIXL: pip install nixl")
     return kind
 
 

@@ -56,7 +56,7 @@ else:
 )
 def test_ucx_transport_that_cannot_be_used_raises_with_its_name(tls: str, expected: str) -> None:
     if importlib.util.find_spec("nixl") is None:
-        pytest.skip("the nixl extra is not installed")
+        pytest.skip("needs NIXL: pip install nixl")
     child = subprocess.run(
         [sys.executable, "-c", _OPEN.format(tls=tls)], capture_output=True, text=True, timeout=60, check=True
     )
@@ -122,7 +122,7 @@ print("survived")
 
 def test_foreign_metadata_loses_that_peer_and_harms_no_other() -> None:
     if importlib.util.find_spec("nixl") is None:
-        pytest.skip("the nixl extra is not installed")
+        pytest.skip("needs NIXL: pip install nixl")
     child = subprocess.run([sys.executable, "-c", _FOREIGN], capture_output=True, text=True, timeout=120, check=False)
     assert child.stdout.endswith("survived\n"), child.stdout + child.stderr
 

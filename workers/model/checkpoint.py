@@ -43,6 +43,25 @@ def resolve_model(name: str | None) -> Path:
     return _from_hub(name)
 
 
+def resolve_tokenizer(name: str | None, model: str | None) -> Path:
+    """Return the directory of a tokenizer; None is that of the model of `model`. Names are as in `resolve_model`.
+
+    Raises:
+        ValueError: there is no such tokenizer; the message names the place that was searched.
+    """
+    if name is None:
+        return resolve_model(model)
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        try:
+            return resolve_model(name)
+        except ValueError as error:
+            raise ValueError(f"tokenizer: {error}") from None
+    if not any((path / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
+        raise ValueError(f"tokenizer: directory {path} has neither tokenizer.json nor tokenizer_config.json")
+    return path.resolve()
+
+
 def model_name(name: str | None) -> str:
     """Return the default name of a model for clients: a directory's own name, or the hub's without the revision."""
     if _is_default(name):

@@ -17,7 +17,7 @@ from ray import serve
 from ray.serve._private import replica as serve_replica
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from crossdock.workers.model.checkpoint import resolve_model
+from crossdock.workers.model.checkpoint import resolve_model, resolve_tokenizer
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.fingerprint import fingerprint
 from crossdock.workers.replica.calibrate import warm_up
@@ -126,7 +126,7 @@ class Replica:
         def on_lost(why: str) -> None:
             event_loop.call_soon_threadsafe(self._lost, why)
 
-        path = await asyncio.to_thread(resolve_model, spec.model.path)
+        path = await asyncio.to_thread(resolve_tokenizer, spec.tokenizer, spec.model.path)
         gang = Gang(spec, _gang_host(), on_lost)
         loaded: asyncio.Future[tuple[Engine, SchedulingProfile]] = event_loop.create_future()
 

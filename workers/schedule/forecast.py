@@ -36,6 +36,7 @@ class Forecast:
     overrun: float = 1.0  # factor by which some steps take longer than predicted, see `StepCostFit.overrun`
     depth: int = 1  # steps in flight, the number of pipeline stages
     interval_share: float = 1.0  # interval of steps / seconds of one, see `IntervalShare`; 1 where `depth` is 1
+    scored_factor: float = 1.0  # how many times as long a chunk takes that needs log-probabilities of its tokens
     _queue: list[Request] = field(default_factory=list)  # the waiting requests at the last look
     _seconds: list[float] = field(default_factory=list)  # of their prompts
     _looked: tuple[StepCost | None, float, float] = (None, 0.0, 0.0)  # cost, interval share and step time at that look
@@ -73,6 +74,10 @@ class Forecast:
             *((other.priority, self.prefill_seconds(other)) for other in running),
         ]
 
+    def factor(self, request: Request) -> float:
+        """Return how many times as long as others of its length a chunk of the prompt takes."""
+        return self.scored_factor if request.sampling.prompt_logprobs is not None else 1.0
+
     def prefill_seconds(self, request: Request) -> float:
         """Return the seconds of this replica's time that the rest of a request's prompt takes; 0 without a cost.
 
@@ -80,7 +85,7 @@ class Forecast:
         """
         if self.cost is None:
             return 0.0
-        return self.interval_share * self.cost.prefill_seconds(*self._rest(request))
+        return self.factor(request) * self.interval_share * self.cost.prefill_seconds(*self._rest(request))
 
     def seconds_alone(self, request: Request) -> float:
         """Return the seconds until the rest of a request's prompt is computed on an idle replica; 0 without a cost."""

@@ -98,7 +98,7 @@ class PrefillScheduler:
             start, is_outside_lane = request.num_scheduled_tokens, self._is_outside_lane(request)
             if num_tokens := self._chunk(request, start, budget):
                 chunks.append(self._part(request, start, num_tokens))
-                budget.take(start, num_tokens, is_outside_lane)
+                budget.take(start, num_tokens, is_outside_lane, self.forecast.factor(request))
                 self._count(request, start, num_tokens)
         return chunks
 
@@ -119,8 +119,14 @@ class PrefillScheduler:
         if not config.enable_chunked_prefill:
             return end - start if end - start <= budget.tokens else 0
         priority = -1 if table.is_starving(request) else request.priority
-        threshold = config.long_prefill_token_threshold
-        return budget.chunk(start, end, priority, self._is_outside_lane(request), threshold, table.pages.page_size)
+        threshold = 0 if self._is_one_request_alone() else config.long_prefill_token_threshold
+        factor, is_outside = self.forecast.factor(request), self._is_outside_lane(request)
+        return budget.chunk(start, end, priority, is_outside, threshold, table.pages.page_size, factor)
+
+    def _is_one_request_alone(self) -> bool:
+        """Return whether only one request is computed here, or soon will be: as in vLLM, its chunks need no bound."""
+        table = self.table
+        return len(table.running) + len(table.waiting) <= 1 and not table.arriving()
 
     def _is_outside_lane(self, request: Request) -> bool:
         """Return whether a prompt may not use the budget that is reserved for short ones. Starving ones may."""

@@ -119,6 +119,10 @@ class Scheduler:
         self._forecast.cost, self._forecast.overrun = cost, overrun
         self._forecast.interval_share = interval_share
 
+    def learn_scored(self, factor: float) -> None:
+        """Assume from now on that a chunk takes `factor` times as long if its tokens need log-probabilities."""
+        self._forecast.scored_factor = factor
+
     # -- schedule: what the next step computes -----------------------------------------------------------------------
 
     def schedule(self, now: float) -> Batch:

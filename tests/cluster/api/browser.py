@@ -14,7 +14,7 @@ import httpx
 from tests.cluster.ports import free_port
 
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
-REASON = f"needs Debian's packages chromium and chromium-driver; {' and '.join(MISSING)} missing"
+REASON = "needs a browser: apt-get install chromium chromium-driver"
 ARGUMENTS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1280,1100"
@@ -78,6 +78,11 @@ class Browser:
         """Set the preferred colour scheme, `light` or `dark`."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self._post("goog/cdp/execute", cmd="Emulation.setEmulatedMedia", params={"features": features})
+
+    def resize(self, width: int, height: int) -> None:
+        """Set the size of the page in pixels, also below the least width of a window."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._post("goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=size)
 
     def complaints(self) -> list[str]:
         """Return the console's entries since the last call: errors of scripts, the network and the security policy."""

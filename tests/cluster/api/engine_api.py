@@ -101,7 +101,7 @@ class LiveApi:
     async def _start(self, tokenizer: ModelTokenizer, keys: Any, port: int) -> EngineApi:
         api = EngineApi(tokenizer, keys=keys, max_num_batched_tokens=40, max_num_seqs=8, admission="queue")
         await api.__aenter__()
-        self._server = await listen(api.app, "127.0.0.1", port)
+        self._server = await listen(api.app, "127.0.0.1", port, write_timeout_s=60)
         return api
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:

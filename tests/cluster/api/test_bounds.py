@@ -67,7 +67,7 @@ BEYOND = [  # the field, the bound, and a request just beyond it
     ("prompt", bounds.TRUNCATED_CHARS, ("/tokenize", {"prompt": "🙂" * 262_145})),
     ("prompt", bounds.TRUNCATED_CHARS, completion(prompt="a" * 262_145, truncate_prompt_tokens=5)),
     (None, bounds.BODY_FIELDS, completion(**{f"x{i}": 1 for i in range(1025)})),
-    (None, bounds.BODY_PARTS, completion(prompt=[[]] * 131_073)),
+    (None, bounds.BODY_PARTS, completion(prompt=[[]] * 65_537)),
     (None, bounds.BODY_VALUES, completion(prompt=[1] * (1 << 19) + [1, 1])),
 ]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.keys import ApiKey, KeyRing, read_keys
-from crossdock.cluster.api.limits import Account, Ledger
+from crossdock.cluster.api.limits import READS_PER_MINUTE, Account, Charge, Ledger
 
 CLASSES = ("interactive", "batch")
 
@@ -209,6 +209,10 @@ def account(clock: Clock, share: int = 1, **limits: Any) -> Account:
     return Ledger(share, clock).account(ApiKey(key="a", **limits))
 
 
+def charge(clock: Clock, **limits: Any) -> Charge:
+    return Charge(account(clock, **limits))
+
+
 def refusal(call: Any, *args: Any) -> ApiError:
     with pytest.raises(ApiError) as error:
         call(*args)
@@ -245,9 +249,9 @@ def test_concurrent_requests_beyond_limit_are_refused() -> None:
 
 
 def test_tokens_beyond_limit_per_minute_are_refused() -> None:
-    """Prompts are charged at once, outputs as they come."""
+    """Prompts are charged at once, outputs that nothing was reserved for as they come."""
     clock = Clock()
-    limited = account(clock, tokens_per_minute=600)
+    limited = charge(clock, tokens_per_minute=600)
     limited.prompt(500)
     error = refusal(limited.prompt, 200)
     assert error.headers["Retry-After"] == "10"
@@ -261,6 +265,58 @@ def test_tokens_beyond_limit_per_minute_are_refused() -> None:
     assert "Retry-After" not in refusal(limited.prompt, 601).headers, (
         "waiting does not help a prompt larger than the limit"
     )
+
+
+def test_output_is_reserved_and_what_was_not_used_is_given_back() -> None:
+    clock = Clock()
+    one = charge(clock, tokens_per_minute=600)
+    one.prompt(100, 300)
+    beside = Charge(one.account)
+    refusal(beside.prompt, 100, 101)
+    one.output(50)
+    one.end()
+    one.end()
+    assert one.headers()["x-ratelimit-remaining-tokens"] == "450"
+    beside.prompt(100, 350)
+    beside.output(350)
+    assert one.headers()["x-ratelimit-remaining-tokens"] == "0"
+    beside.output(60)  # more than it had reserved
+    beside.end()
+    clock.now += 6
+    assert one.account.tokens is not None
+    assert (one.headers()["x-ratelimit-remaining-tokens"], one.account.tokens.level) == ("0", 0)
+
+
+def test_requests_begun_at_once_use_no_more_tokens_than_the_limit() -> None:
+    """With outputs that may be longer than the limit, one request runs at a time."""
+    clock = Clock()
+    limited = account(clock, tokens_per_minute=100)
+    running = []
+    for _ in range(1000):
+        one = Charge(limited)
+        with suppress(ApiError):
+            one.prompt(1, 2000)
+            running.append(one)
+    assert len(running) == 1
+    running[0].output(2000)
+    running[0].end()
+    clock.now += 60 * 19
+    refusal(Charge(limited).prompt, 0)
+    clock.now += 61
+    Charge(limited).prompt(1, 2000)
+
+
+def test_reads_are_limited_for_every_key() -> None:
+    clock = Clock()
+    limited = account(clock)
+    for _ in range(READS_PER_MINUTE):
+        Charge(limited).begin(is_read=True)
+    assert "GET" in str(refusal(Charge(limited).begin, True))
+    Charge(limited).begin(is_read=False)
+    clock.now += 1
+    for _ in range(READS_PER_MINUTE // 60):
+        Charge(limited).begin(is_read=True)
+    refusal(Charge(limited).begin, True)
 
 
 def test_limits_are_divided_among_ingresses() -> None:
@@ -292,48 +348,67 @@ def test_accounts_of_keys_that_are_no_longer_used_are_forgotten() -> None:
     ledger = Ledger(1, clock)
     busy, in_debt = ApiKey(key="busy", requests_per_minute=9), ApiKey(key="in debt", tokens_per_minute=10)
     ledger.account(busy).begin()
-    ledger.account(in_debt).output(10_000)
+    Charge(ledger.account(in_debt)).output(10_000)
     for number in range(10_000):
         account = ledger.account(ApiKey(key=f"key {number}", requests_per_minute=60, tokens_per_minute=600))
-        account.begin()
-        account.prompt(10)
-        account.end()
+        one = Charge(account)
+        one.begin(is_read=False)
+        one.prompt(10, 5)
+        one.end()
         clock.now += 2
     assert len(ledger) < 200
-    refusal(ledger.account(in_debt).prompt, 1)
+    refusal(Charge(ledger.account(in_debt)).prompt, 1)
     assert ledger.account(busy).num_running == 1
 
 
-@given(st.lists(st.tuples(st.floats(0, 60), st.integers(1, 600), st.integers(0, 5000)), max_size=40))
-def test_tokens_over_a_long_time_stay_within_the_limit_and_one_request(events: list[tuple[float, int, int]]) -> None:
-    """One request may overdraw the account. Until that is paid, no other begins."""
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 30), st.integers(1, 600), st.integers(0, 900), st.floats(0, 1.5), st.integers(0, 3)),
+        max_size=40,
+    )
+)
+def test_tokens_over_any_time_stay_within_the_limit_and_what_outputs_exceed(
+    events: list[tuple[float, int, int, float, int]],
+) -> None:
+    """… their reservations by. Requests overlap, and each ends after up to three others have begun."""
     clock, limit = Clock(), 600
     limited = account(clock, tokens_per_minute=limit)
-    used, last = 0, 0
-    for seconds, prompt, output in events:
+    used, beyond = 0, 0
+    running: list[tuple[int, Charge, int]] = []
+    for number, (seconds, prompt, reserved, share, others) in enumerate(events):
         clock.now += seconds
+        one = Charge(limited)
         with suppress(ApiError):
-            limited.prompt(prompt)
-            for _ in range(output):  # one by one, as they come
-                limited.output(1)
-            last = prompt + output
-            used += last
-        assert used <= limit + limit / 60 * clock.now + last
+            one.prompt(prompt, reserved)
+            output = int(share * reserved)
+            used += prompt
+            beyond += max(0, prompt + output - min(prompt + reserved, limit))
+            running.append((number + others, one, output))
+        for end, ended, output in [*running]:
+            if end <= number:
+                running.remove((end, ended, output))
+                for _ in range(output):  # one by one, as they come
+                    ended.output(1)
+                used += output
+                ended.end()
+        assert used <= limit + limit / 60 * clock.now + beyond + 1e-6
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 900), st.integers(0, 300)), max_size=60))
-def test_prompts_of_any_minute_stay_within_twice_the_limit(events: list[tuple[float, int, int]]) -> None:
-    """In any minute, prompts begun cost at most the limit and the content of the bucket before."""
+def test_tokens_begun_in_any_minute_stay_within_twice_the_limit(events: list[tuple[float, int, int]]) -> None:
+    """In any minute, what is reserved is at most the limit and the content of the bucket before."""
     clock, limit = Clock(), 600
     limited = account(clock, tokens_per_minute=limit)
     begun: list[tuple[float, int]] = []
     for seconds, prompt, output in events:
         clock.now += seconds
+        one = Charge(limited)
         try:
-            limited.prompt(prompt)
+            one.prompt(prompt, output)
         except ApiError:
             continue
-        begun.append((clock.now, prompt))
-        limited.output(output)
+        begun.append((clock.now, min(prompt + output, limit)))
+        one.output(output)
+        one.end()
     for start, _ in begun:
         assert sum(tokens for when, tokens in begun if start <= when < start + 60) <= 2 * limit

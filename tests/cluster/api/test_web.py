@@ -212,6 +212,20 @@ def test_dashboard_requires_key(browser: Browser, guarded: LiveApi) -> None:
 
 
 @needs_browser
+def test_dashboard_without_a_server_asks_less_and_less_often(browser: Browser, open_api: LiveApi) -> None:
+    browser.open(f"{open_api.url}/dashboard")
+    browser.eventually(lambda: browser.text("#state") == "live")
+    browser.run("window.real = fetch; window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
+    for pause in (2, 4):
+        browser.eventually(
+            lambda pause=pause: browser.text("#state").endswith(f"does not answer. Next try in {pause} s.")
+        )
+    browser.run("window.fetch = window.real")
+    browser.eventually(lambda: browser.text("#state") == "live")
+    assert browser.complaints() == []
+
+
+@needs_browser
 def test_playground_follows_sliders(browser: Browser, open_api: LiveApi) -> None:
     browser.prefers("light")
     browser.open(f"{open_api.url}/playground/scheduler")
@@ -234,6 +248,23 @@ def test_playground_follows_sliders(browser: Browser, open_api: LiveApi) -> None
     browser.prefers("dark")
     keep(browser, "playground-dark")
     assert browser.complaints() == []
+
+
+@needs_browser
+@pytest.mark.parametrize("path", ["/dashboard", "/playground/scheduler"])
+def test_pages_fit_a_narrow_screen(browser: Browser, open_api: LiveApi, path: str) -> None:
+    end = keep_busy(open_api)
+    try:
+        browser.resize(360, 900)
+        browser.prefers("dark")
+        browser.open(open_api.url + path)
+        browser.eventually(lambda: browser.text("#state") in ("live", "computed by this server's scheduler"))
+        browser.eventually(lambda: colours(browser) > 3)
+        keep(browser, f"{path.rpartition('/')[2]}-narrow")
+        assert browser.run("return document.documentElement.scrollWidth") <= 360
+    finally:
+        browser.resize(1280, 1100)
+        end()
 
 
 @needs_browser

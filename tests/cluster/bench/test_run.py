@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from crossdock.cluster.bench import report
-from crossdock.cluster.bench.http import BenchError
+from crossdock.cluster.bench import report, run
+from crossdock.cluster.bench.http import BenchError, Endpoint, ServerGone
 from crossdock.cluster.bench.metrics import Sample
 from crossdock.cluster.bench.mix import Mix
 from crossdock.cluster.bench.run import BenchOptions, bench_jobs, open_loop
@@ -224,3 +224,25 @@ def test_short_requests_are_sent_while_long_prompts_prefill(scripted: tuple[Scri
     tiers = {len(body["prompt"]): body["service_tier"] for body in script.measured}
     assert tiers == {64: "standard", 1500: "batch"}
     assert report.as_json(result)["options"]["interference"]["short_interval"] == 0.05
+
+
+def test_closed_loop_whose_server_goes_pauses_and_ends(
+    scripted: tuple[Scripted, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop bounded by its duration alone would send as many requests as a core can fail."""
+    script, url = scripted
+    monkeypatch.setattr(run, "_GIVE_UP_S", 0.2)
+    monkeypatch.setattr(run, "_RETRY_S", 0.1)
+    connect = Endpoint.exchange
+
+    async def exchange(self: Endpoint, *args: Any) -> Any:
+        if len(script.measured) >= 4:
+            raise ServerGone("no server")
+        return await connect(self, *args)
+
+    monkeypatch.setattr(Endpoint, "exchange", exchange)
+    result = measure(url, duration=600.0, concurrency=2, warmup=0)
+    assert result.ended_early
+    assert result.summary["requests_ok"] == 4
+    assert 2 <= result.summary["requests_failed"] <= 12
+    assert "the run ended early: no server" in str(report.as_json(result)["notes"])

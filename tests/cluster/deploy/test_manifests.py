@@ -72,7 +72,10 @@ def pod(spec: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, whose kustomize it runs; no cluster")
+@pytest.mark.skipif(
+    shutil.which("kubectl") is None,
+    reason="needs kubectl for its kustomize, but no cluster: install Kubernetes' client",
+)
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_overlay_built_by_kustomize_is_valid_and_complete(overlay: str) -> None:
     command = ["kubectl", "kustomize", str(MANIFESTS / overlay)]
@@ -220,7 +223,7 @@ SITUATIONS = {
 }
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's package prometheus")
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
 def test_alerts_fire_in_their_situation_and_in_no_other(tmp_path: Path) -> None:
     """Evaluate three hours of samples, a minute apart, with Prometheus itself.
 

@@ -127,7 +127,12 @@ def test_upgrade_under_load_replaces_every_process_and_drops_no_stream(
             done = clients.done
             while clients.done < done + 8:  # the new replicas serve
                 time.sleep(0.05)
-        serve.delete(APP)
+        try:
+            serve.delete(APP)
+        except TimeoutError as error:
+            deployments = serve.status().applications[APP].deployments
+            states = {name: (each.replica_states, each.message) for name, each in deployments.items()}
+            raise AssertionError(f"these do not end: {states}, {budgets(url)}") from error
     assert not clients.problems
     assert set(before.values()) == {128}
     assert set(after.values()) == {96}

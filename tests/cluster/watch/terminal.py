@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,23 @@ COMMAND = Path(sys.executable).with_name("crossdock")
 
 
 class Pty:
-    """A `crossdock` command at a terminal of its own."""
+    """A `crossdock` command at a terminal of its own. `program`: what runs in place of the installed command.
 
-    def __init__(self, *args: str, lines: int = 20) -> None:
+    Without `gets_hangup` the end of the terminal sends no SIGHUP, as to a job that a shell has disowned.
+    """
+
+    def __init__(
+        self, *args: str, lines: int = 20, program: Sequence[str | Path] = (COMMAND,), gets_hangup: bool = True
+    ) -> None:
         self._master, slave = pty.openpty()
         self.process = subprocess.Popen(
-            [COMMAND, *args],
+            [*program, *args],
             stdin=slave,
             stdout=slave,
             stderr=slave,
             start_new_session=True,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": str(lines)},
-            preexec_fn=_own_terminal,
+            preexec_fn=_own_terminal if gets_hangup else None,
         )
         os.close(slave)
         self._seen = ""
@@ -46,11 +52,20 @@ class Pty:
             self._seen += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", piece)
         self._seen = self._seen.split(text, 1)[1]
 
+    def echoes(self) -> bool:
+        """Return whether the terminal shows what is typed, as a shell needs it."""
+        return bool(termios.tcgetattr(self._master)[3] & termios.ECHO)
+
     def close(self) -> int:
         """Return the exit status, once the command has ended."""
         code = self.process.wait(timeout=20)
         os.close(self._master)
         return code
+
+    def vanish(self) -> int:
+        """Close the terminal under the running command, and return the exit status."""
+        os.close(self._master)
+        return self.process.wait(timeout=20)
 
 
 def _own_terminal() -> None:

@@ -198,3 +198,10 @@ def test_chat_as_background_job_stops_on_sigint(script: Script) -> None:
         finally:
             chat.kill()
     assert script.stalls.wait(5)
+
+
+@pytest.mark.parametrize("gets_hangup", [True, False])
+def test_chat_ends_with_its_terminal(script: Script, gets_hangup: bool) -> None:
+    terminal = Pty("chat", "--url", script.url, gets_hangup=gets_hangup)
+    terminal.expect("> ")
+    assert terminal.vanish() in (1, -signal.SIGHUP)

@@ -31,7 +31,7 @@ def test_logits_of_any_chunks_equal_transformers(name: str) -> None:
         assert (ours.argmax(-1) == theirs.argmax(-1)).all()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_logits_of_every_backend_equal_transformers(name: str) -> None:
     module = build(name, SERVED[name])
@@ -141,7 +141,7 @@ def test_chunks_over_e4m3_pages_change_no_logits(name: str) -> None:
             assert float((ours - alone).norm() / alone.norm()) < 0.01
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
 def test_triton_over_e4m3_pages_equals_torch() -> None:
     """From pages that torch has written: Triton's interpreter rounds wrongly where rounding carries."""
     module = build("gemma2", SERVED["gemma2"])

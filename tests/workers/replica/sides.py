@@ -25,7 +25,7 @@ from tests.workers.architectures import build
 _HAS_NIXL = importlib.util.find_spec("nixl") is not None
 TRANSPORTS = [
     "tcp",
-    pytest.param("nixl", marks=pytest.mark.skipif(not _HAS_NIXL, reason="the nixl extra is not installed")),
+    pytest.param("nixl", marks=pytest.mark.skipif(not _HAS_NIXL, reason="needs NIXL: pip install nixl")),
 ]
 Answer = TypeVar("Answer")
 

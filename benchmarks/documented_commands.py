@@ -1,0 +1,189 @@
+"""Does every command of README and docs/ run as documented, and in how many seconds?
+
+    python benchmarks/documented_commands.py                     # about 15 minutes on two cores
+    python benchmarks/documented_commands.py --only 'simulate'   # commands that match an expression
+
+Prints a row per command: seconds and exit code. For a server the seconds are those until it has answered a request.
+Commands run in a folder of their own, with their documented settings and three changes: the port, so that another
+server may run; the default model in place of one that a reader would have; a trace of twenty requests. A command that
+needs what this machine lacks is listed with the reason. Exits with 1 if a command failed.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests
+
+from servers import add_server_options, log_of, serving
+from tables import hardware, markdown, today, write
+
+from crossdock.workers.model.checkpoint import default_model_dir
+from tests.test_documented_commands import FENCE, PAGES, ROOT, commands
+
+BIN = Path(sys.executable).parent
+SERVER_PORT = "8000"  # as documented
+OWN_MODEL = r"\./(big-|bigger-|my-)?model|Qwen/Qwen3-0\.6B"
+# Why a command is not run, by the start of the command.
+NOT_RUN = {
+    "make ": "sets up .venv first; CI runs `make test`, and `make serve` is `crossdock serve`",
+    "docker ": "needs Docker",
+    "kubectl ": "needs a Kubernetes cluster",
+    "ray ": "needs machines that it may start",
+    "serve deploy": "needs the cluster of `ray up`",
+    "python benchmarks/": "makes a table of benchmarks/RESULTS.md",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Documented:
+    """A command of a page. `line`: its words, quoted for a shell."""
+
+    page: str
+    line: str
+
+    @property
+    def is_server(self) -> bool:
+        return self.line.startswith(("crossdock serve", "serve run"))
+
+    @property
+    def needs_server(self) -> bool:
+        return "http://" in self.line or self.line.startswith("crossdock chat")
+
+    def reason(self) -> str | None:
+        """Return why the command is not run here; None if it is run."""
+        for start, reason in NOT_RUN.items():
+            if self.line.startswith(start):
+                return reason
+        if ranks := _ranks(self.line):
+            return f"needs {ranks} cores: one for each rank" if ranks > (os.cpu_count() or 1) else None
+        if "timed.yaml" in self.line:
+            return "its file is made in the walkthrough"
+        return None
+
+
+def documented() -> list[Documented]:
+    """Return the commands of README and docs/, each once, under the first page that has it."""
+    found: dict[str, Documented] = {}
+    for page in PAGES[:-1]:  # the last is RESULTS.md, whose commands make its tables
+        for block in FENCE.findall(page.read_text()):
+            for words in commands(block):
+                line = shlex.join([words[0].removeprefix(".venv/bin/"), *words[1:]])
+                found.setdefault(line, Documented(page.name, line))
+    return list(found.values())
+
+
+def _ranks(line: str) -> int:
+    """Return how many ranks `crossdock serve` with --tp, --pp or xtp starts; 0 without these."""
+    sizes = [int(size) for size in re.findall(r"--[tp]p (\d+)", line)]
+    if sizes:
+        return sizes[0] * (sizes[1] if len(sizes) > 1 else 1)
+    return sum(int(count) * int(tp) for count, tp in re.findall(r"=(\d+)xtp(\d+)", line))
+
+
+def adapted(line: str, port: int) -> list[str]:
+    """Return the words to run for a documented line: with this port, and the model that the folder has."""
+    line = re.sub(rf"\b{SERVER_PORT}\b", str(port), re.sub(OWN_MODEL, "./model", line))
+    program, *args = shlex.split(line)
+    if line.startswith("crossdock serve"):
+        args += ["--port", str(port)]
+    elif line.startswith("crossdock chat"):
+        args += ["--url", f"http://127.0.0.1:{port}"]
+    return [str(BIN / program), *args]
+
+
+def fill(folder: Path, port: int) -> None:
+    """Put into the folder what a reader has when the commands are run."""
+    (folder / "model").symlink_to(default_model_dir())
+    (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
+    (folder / "manifests").mkdir()
+    manifest = (ROOT / "manifests" / "serve.yaml").read_text()
+    (folder / "manifests" / "serve.yaml").write_text(manifest.replace(f"port: {SERVER_PORT}", f"port: {port}"))
+    configuration = subprocess.run([BIN / "crossdock", "config"], capture_output=True, check=True).stdout
+    for name in ("cluster.yaml", "tune.yaml"):  # `crossdock tune` writes over the second
+        (folder / name).write_bytes(configuration)
+    request = '{{"timestamp": {}, "input_length": 256, "output_length": 16, "hash_ids": [{}]}}\n'
+    (folder / "mooncake.jsonl").write_text("".join(request.format(500 * n, n) for n in range(20)))
+
+
+def run(words: list[str], folder: Path, args: argparse.Namespace, log: Path) -> tuple[float, int]:
+    """Run a command to its end and return its seconds and exit code; 124 after `args.limit` seconds."""
+    started = time.monotonic()
+    with log.open("ab") as output:
+        output.write(f"\n$ {shlex.join(words)}\n".encode())
+        output.flush()
+        try:
+            ended = subprocess.run(
+                words, cwd=folder, input=b"Say hello.", stdout=output, stderr=output, timeout=args.limit, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return args.limit, 124
+    return time.monotonic() - started, ended.returncode
+
+
+@contextmanager
+def server(words: list[str], folder: Path, args: argparse.Namespace) -> Iterator[float]:
+    """Start a server in the folder and yield the seconds until it answered."""
+    command = ["env", f"--chdir={folder}", *words]
+    with serving(words[1], command, args, log_of(args, "server")) as running:
+        yield running.start_s
+
+
+def rows(args: argparse.Namespace, folder: Path) -> Iterator[tuple[Documented, str, str]]:
+    """Yield each command that matches, with its seconds and its exit code, or a dash and the reason."""
+    chosen = [command for command in documented() if re.search(args.only, command.line)]
+    for command in chosen:
+        if reason := command.reason():
+            yield command, "-", f"not run: {reason}"
+    runs = [command for command in chosen if command.reason() is None]
+    for command in (command for command in runs if command.is_server):
+        try:
+            with server(adapted(command.line, args.port), folder, args) as start_s:
+                pass
+            yield command, f"{start_s:.1f}", "0"
+        except RuntimeError as error:
+            yield command, "-", f"failed: {error}"
+    for command in (command for command in runs if not command.is_server and not command.needs_server):
+        seconds, code = run(adapted(command.line, args.port), folder, args, log_of(args, "commands"))
+        yield command, f"{seconds:.1f}", str(code)
+    if needing := [command for command in runs if command.needs_server]:
+        with server(adapted("crossdock serve", args.port), folder, args):
+            for command in needing:
+                seconds, code = run(adapted(command.line, args.port), folder, args, log_of(args, "commands"))
+                yield command, f"{seconds:.1f}", str(code)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="an expression that the commands to run match (default: all)")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for a command (default: %(default)s)")
+    add_server_options(parser, "documented-commands", 8421)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    lines, has_failed = [["command", "page", "seconds", "exit code"]], False
+    with tempfile.TemporaryDirectory(prefix="cd-documented-") as name:
+        folder = Path(name)
+        fill(folder, args.port)
+        for command, seconds, code in rows(args, folder):
+            has_failed |= code != "0" and not code.startswith("not run")
+            lines.append([f"`{command.line}`", command.page, seconds, code])
+            print(f"{seconds:>7}  {code:<3}  {command.line}", flush=True)
+    caption = f"{hardware()}; {today()}."
+    write(args.output, f"{caption}\n\n{markdown(lines)}", {"date": today(), "hardware": hardware(), "rows": lines[1:]})
+    sys.exit(has_failed)
+
+
+if __name__ == "__main__":
+    main()

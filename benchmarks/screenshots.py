@@ -1,0 +1,88 @@
+"""Make the pictures of the dashboard and the playground in README: of a real server, under a real load.
+
+    python benchmarks/screenshots.py            # a minute; needs Debian's packages chromium and chromium-driver
+
+Four chats stream while prompts of 2,048 tokens arrive one after the other. Writes docs/dashboard.png and
+docs/playground.png; with --all also each page in light and dark, wide and narrow, into .cache/screenshots.
+"""
+
+import argparse
+import asyncio
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests
+
+from servers import ROOT, add_server_options, crossdock_command, log_of, serving
+
+from crossdock.cluster.bench.run import BenchOptions, run_bench
+from crossdock.cluster.bench.workloads import Interference
+from crossdock.workers.model.checkpoint import default_model_dir
+from tests.cluster.api.browser import Browser
+
+LOAD_S = 18.0  # seconds of load before the first picture: more than the dashboard's window of 15 s
+WIDE, NARROW = (1200, 760), (420, 900)  # pixels
+
+
+class Load(threading.Thread):
+    """Streams, and long prompts that arrive one after the other, until the last of them has ended."""
+
+    def __init__(self, address: str, long_prompts: int) -> None:
+        super().__init__(daemon=True)
+        plan = Interference(long_prompts=long_prompts, long_prompt_tokens=2048, interval=1.5, quiet=3.0)
+        self.options = BenchOptions(
+            url=address, workload="interference", interference=plan, output_tokens=4000, streams=4
+        )
+
+    def run(self) -> None:
+        asyncio.run(run_bench(self.options))
+
+
+def take(browser: Browser, url: str, ready: str, path: Path, size: tuple[int, int], scheme: str) -> None:
+    """Save a picture of a page, once its state says that it is ready."""
+    browser.resize(*size)
+    browser.prefers(scheme)
+    browser.open(url)
+    browser.eventually(lambda: browser.text("#state").startswith(ready), 60)
+    time.sleep(2)  # until the timeline has been drawn twice
+    browser.screenshot(path)
+    print(path, f"{path.stat().st_size / 1024:.0f} KiB", flush=True)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="also light and dark, wide and narrow, into .cache")
+    parser.set_defaults(model=default_model_dir())
+    add_server_options(parser, "screenshots", 8423)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    folder = args.output.parent
+    with serving("crossdock", crossdock_command(args), args, log_of(args, "server")) as server:
+        pages = {
+            "dashboard": (f"{server.address}/dashboard", "live"),
+            "playground": (f"{server.address}/playground/scheduler", "computed"),
+        }
+        Load(server.address, 12 if args.all else 6).start()
+        time.sleep(LOAD_S)
+        browser = Browser()
+        try:
+            for name, (url, ready) in pages.items():
+                take(browser, url, ready, folder / f"{name}.png", WIDE, "light")
+                shutil.copy(folder / f"{name}.png", ROOT / "docs" / f"{name}.png")
+                if not args.all:
+                    continue
+                for size, width in ((WIDE, "wide"), (NARROW, "narrow")):
+                    for scheme in ("light", "dark"):
+                        take(browser, url, ready, folder / f"{name}-{width}-{scheme}.png", size, scheme)
+        finally:
+            browser.close()
+
+
+if __name__ == "__main__":
+    main()
