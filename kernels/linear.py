@@ -42,7 +42,7 @@ def usable_kernels(dtype: torch.dtype, setting: CpuKernels = "auto") -> tuple[Ke
         reasons["own"] = f"it computes bfloat16 and the model is {str(dtype).removeprefix('torch.')}"
     elif "avx512_bf16" not in cpu_flags():
         reasons["own"] = "this CPU has no AVX512-BF16"
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         reasons["onednn"] = "this torch was built without oneDNN"
     elif dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         reasons["onednn"] = "oneDNN has no bfloat16 on this CPU"

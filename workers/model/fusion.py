@@ -96,7 +96,7 @@ def fuse(
         raise NotFusableError("the model's lm_head is not a plain linear of a multiple of 16 outputs")
     dtype = head.weight.dtype
     kernels = usable_kernels(dtype, cpu_kernels)
-    matrices = [shape.matrices(len(layers)), [Weights(*head.weight.shape, count=1)]]
+    matrices = [shape.matrices(len(layers)), [Weights(head.out_features, head.in_features, count=1)]]
     num_bytes = sum(each.num_bytes(dtype) for group in matrices for each in group)
     max_kernels = 2 if free_bytes is None or 2 * num_bytes <= free_bytes else 1
     try:
