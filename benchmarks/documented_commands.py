@@ -13,6 +13,7 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -57,7 +58,7 @@ class Documented:
 
     @property
     def needs_server(self) -> bool:
-        return "http://" in self.line or self.line.startswith("crossdock chat")
+        return "http://" in self.line or self.line.startswith(("crossdock chat", "crossdock top"))
 
     def reason(self) -> str | None:
         """Return why the command is not run here; None if it is run."""
@@ -98,6 +99,8 @@ def adapted(line: str, port: int) -> list[str]:
         args += ["--port", str(port)]
     elif line.startswith("crossdock chat"):
         args += ["--url", f"http://127.0.0.1:{port}"]
+    elif line.startswith("crossdock top"):
+        args += [f"http://127.0.0.1:{port}"]
     return [str(BIN / program), *args]
 
 
@@ -105,9 +108,9 @@ def fill(folder: Path, port: int) -> None:
     """Put into the folder what a reader has when the commands are run."""
     (folder / "model").symlink_to(default_model_dir())
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
-    (folder / "manifests").mkdir()
-    manifest = (ROOT / "manifests" / "serve.yaml").read_text()
-    (folder / "manifests" / "serve.yaml").write_text(manifest.replace(f"port: {SERVER_PORT}", f"port: {port}"))
+    shutil.copytree(ROOT / "manifests", folder / "manifests")
+    manifest = folder / "manifests" / "serve.yaml"
+    manifest.write_text(manifest.read_text().replace(f"port: {SERVER_PORT}", f"port: {port}"))
     configuration = subprocess.run([BIN / "crossdock", "config"], capture_output=True, check=True).stdout
     for name in ("cluster.yaml", "tune.yaml"):  # `crossdock tune` writes over the second
         (folder / name).write_bytes(configuration)
