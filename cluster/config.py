@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, TypeAlias, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
+from crossdock.cluster.api.generation_defaults import GenerationConfig
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.keys import check_keys
 from crossdock.cluster.deploy.nodes import DeployConfig
@@ -49,6 +50,15 @@ class ModelConfig(BaseModel):
     )
     max_model_len: int | None = Field(
         None, ge=1, description="Longest prompt and output together, in tokens; null is the model's own limit."
+    )
+    generation_config: str = Field(
+        "auto",
+        description="Sampling of requests that leave it open: auto is the model's generation_config.json, vllm none; "
+        "else a directory with that file.",
+    )
+    override_generation_config: GenerationConfig = Field(
+        default_factory=lambda: GenerationConfig.model_validate({}),
+        description="Values that win over those of generation_config.",
     )
 
     @property

@@ -55,6 +55,9 @@ class HttpConfig(BaseModel):
         None, description="A file with further keys, checked every second: YAML as in api_keys, or one key a line."
     )
     max_body_bytes: int = Field(20 << 20, ge=1)
+    max_queued_requests: int = Field(
+        4096, ge=1, description="Outputs that may wait for their first token at an ingress; further ones get 429."
+    )
     request_timeout_s: float | None = Field(None, gt=0, description="Limit of a whole request, streams included.")
     write_timeout_s: float = Field(
         60.0, gt=0, description="A client that reads nothing of its answer for so long is disconnected, where direct."
@@ -70,7 +73,9 @@ class HttpConfig(BaseModel):
         description="Show metrics at /metrics under vLLM's names too, for dashboards and autoscalers made for it.",
     )
     model_aliases: tuple[str, ...] = Field((), description="Further names that the served model answers to.")
-    max_logprobs: int = Field(20, ge=0, description="Most alternatives a request may ask for, per token.")
+    max_logprobs: int = Field(
+        20, ge=-1, description="Most alternatives a request may ask for, per token; -1: the whole vocabulary."
+    )
     force_include_usage: bool = Field(False, description="Streams end with their usage, also where none is asked for.")
     default_chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Variables of the chat template in every chat; a request's win over them."
@@ -87,7 +92,12 @@ class HttpConfig(BaseModel):
         return variables
 
     @property
+    def needs_key(self) -> bool:
+        """Whether clients must send an API key."""
+        return bool(self.api_keys) or self.api_keys_file is not None
+
+    @property
     def is_open_to_others(self) -> bool:
         """Whether other machines may use the API without a key."""
         is_local = self.host in ("localhost", "::1") or self.host.startswith("127.")
-        return not is_local and not self.api_keys and self.api_keys_file is None
+        return not is_local and not self.needs_key

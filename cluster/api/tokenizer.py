@@ -31,27 +31,20 @@ class Detokenizer(Protocol):
     def flush(self) -> str: ...
 
 
-_RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
-
 class ModelTokenizer:
-    """A model's tokenizer and chat template. `defaults`: sampling parameters for requests that give none."""
+    """A model's tokenizer and chat template."""
 
-    def __init__(self, tokenizer: Any, *, defaults: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.defaults: dict[str, Any] = dict(defaults or {})
         self.takes_parts = False  # the chat template reads the content of messages as a list of parts
         self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._bytes = _TokenBytes.of(tokenizer)
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)  # characters; an upper bound
 
     @classmethod
-    def load(cls, model: Path, tokenizer: Path | None = None) -> Self:
-        """Load a Hugging Face directory: the tokenizer, and the sampling its authors recommend (as vLLM does)."""
-        recommended = model / "generation_config.json"
-        settings = json.loads(recommended.read_text()) if recommended.is_file() else {}
-        defaults = {name: settings[name] for name in _RECOMMENDED if settings.get(name) is not None}
-        return cls(AutoTokenizer.from_pretrained(str(tokenizer or model)), defaults=defaults)
+    def load(cls, folder: Path) -> Self:
+        """Load the tokenizer of a Hugging Face directory."""
+        return cls(AutoTokenizer.from_pretrained(str(folder)))
 
     @property
     def last_token_id(self) -> int:
@@ -95,6 +88,11 @@ class ModelTokenizer:
         """Return the token as the vocabulary writes it (`Ġthe`, `▁the`)."""
         name: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         return name or ""
+
+    def template_reads(self, variable: str, chat_template: str | None = None) -> bool:
+        """Return whether a chat template mentions a variable. `chat_template`: a request's own; None: the model's."""
+        text = chat_template if chat_template is not None else str(self._tokenizer.chat_template or "")
+        return re.search(rf"\b{variable}\b", text) is not None
 
     def render_chat(
         self,

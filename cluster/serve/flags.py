@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 import yaml
-from pydantic import ByteSize
+from pydantic import BaseModel, ByteSize
 
 from crossdock.cluster.config import ClusterConfig, field_at
 from crossdock.cluster.config_file import load
@@ -75,7 +75,7 @@ class Flag:
         kind = _required(field.annotation)
         if kind in (int, ByteSize):
             return _number(text)
-        if get_origin(kind) is dict:
+        if get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, BaseModel)):
             try:
                 return json.loads(text)
             except ValueError:
@@ -109,6 +109,13 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("http.trust_request_chat_template"),
         Flag("model.dtype"),
         Flag("model.max_model_len"),
+        Flag("model.generation_config", metavar="auto|vllm|DIR"),
+        Flag(
+            "model.override_generation_config",
+            kind=str,
+            metavar="JSON",
+            help="Sampling that wins over generation_config: '{\"temperature\": 0.5}'.",
+        ),
     ),
     "Engine (names as in vLLM)": (
         Flag("engine.max_num_batched_tokens"),
@@ -146,6 +153,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
     "HTTP": (
         Flag("http.host"),
         Flag("http.port"),
+        Flag("http.max_logprobs"),
         Flag("http.root_path"),
         Flag("http.keep_alive_s"),
         Flag(
@@ -164,6 +172,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             help="Key that clients must send; given again: any of them.",
             envvar="CROSSDOCK_API_KEY",
         ),
+        Flag("http.max_queued_requests", ("--max-queued-requests", "--max-num-queued-reqs")),
         Flag("http.vllm_metrics"),
     ),
     "Cluster and file": (
@@ -182,6 +191,14 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             "pools.*.pipeline_parallel_size",
             ("--pipeline-parallel-size", "--pp-size", "--pp", "-pp"),
             help="Consecutive stages of layers of a replica, in all pools.",
+        ),
+        Flag(
+            "--verbose",
+            ("--verbose/--no-verbose",),
+            kind=bool,
+            metavar="",
+            help="Show what Ray, Serve and libraries report about themselves.",
+            envvar="CROSSDOCK_VERBOSE",
         ),
         Flag("--config", ("--config", "-c"), kind=Path, help="YAML file; flags win over it."),
         Flag(
@@ -216,6 +233,7 @@ def configuration(given: Mapping[str, Any]) -> ClusterConfig:
 
 def _overrides(values: dict[str, Any]) -> dict[str, object]:
     """Return the settings that flags mean, by dotted name. `values`: the given flags, by their key in the table."""
+    values.pop("--verbose", None)  # about the output of the command alone
     size, settings = values.pop("--chunked-prefill-size", None), values.pop("--set", ())
     if size is not None:
         values |= _chunked_prefill(size, values)

@@ -19,7 +19,7 @@ def load_tokenizer(path: Path, config: ModelConfig) -> ModelTokenizer:
         tokenizer = ModelTokenizer.load(path)
     else:
         folder = resolve_tokenizer(config.tokenizer, config.path)
-        tokenizer = ModelTokenizer.load(path, folder)
+        tokenizer = ModelTokenizer.load(folder)
         size = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config().vocab_size
         if tokenizer.last_token_id >= size:
             raise ValueError(

@@ -127,7 +127,13 @@ class Simulation:
         sample = Sample(job.role, job.output_tokens, job.prompt_tokens, now, array("d"), bytearray())
         sample.service_tier = slo_class
         self._outcome.samples.append(sample)
-        submission = Submission(str(number), token_ids(job), _sampling(job.output_tokens), slo_class=slo_class)
+        submission = Submission(
+            str(number),
+            token_ids(job),
+            _sampling(job.output_tokens),
+            slo_class=slo_class,
+            is_promised=job.service_tier is not None,  # as at the API
+        )
         life = RequestLife(submission, self.routers[number % len(self.routers)], now)
         request = self.requests[submission.id] = SimulatedRequest(life, sample)
         self._do(request, life.place(now), now)

@@ -55,7 +55,9 @@ class SchedulerConfig(BaseModel):
     slo_classes: tuple[SloClass, ...] = Field(DEFAULT_CLASSES, description="The SLO classes, most urgent first.")
     default_slo_class: str = Field(DEFAULT_CLASS, description="The class of requests that name none.")
     admission: Literal["reject", "queue"] = Field(
-        "reject", description="reject: 429 when the class's ttft_s cannot be met; queue: wait anyway."
+        "reject",
+        description="reject: a request that asks for a class gets 429 if the class's ttft_s cannot be met, and others "
+        "wait; queue: all wait.",
     )
     page_size: int = Field(16, ge=1, description="Tokens a KV page holds (vLLM's block size).")
 

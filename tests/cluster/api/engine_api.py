@@ -14,7 +14,7 @@ from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.listener import listen
 from crossdock.cluster.api.tiers import Tiers
 from crossdock.cluster.api.tokenizer import ModelTokenizer
-from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.cluster.dispatch.dispatcher import MOST_QUEUED, Dispatcher
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.schedule.slo import SloClass
@@ -38,12 +38,13 @@ class EngineApi:
         num_replicas: int = 1,
         keys: Any = (),
         router: RouterConfig | None = None,
+        most_queued: int = MOST_QUEUED,
         **engine: Any,
     ) -> None:
         settings = {"kv_cache_memory": ByteSize(4 << 20), "slo_classes": CLASSES, "enable_prefix_caching": False}
         config = EngineConfig.model_validate(settings | engine)
         self.replicas = [InProcess(config) for _ in range(num_replicas)]
-        self.dispatcher = Dispatcher("tiny", router)
+        self.dispatcher = Dispatcher("tiny", router, most_queued=most_queued)
         http = HttpConfig.model_validate({"api_keys": keys})
         self.app = build_api(self.dispatcher, tokenizer, http, Tiers(config.slo_classes, config.default_slo_class))
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://a")
