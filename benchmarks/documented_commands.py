@@ -3,22 +3,23 @@
     python benchmarks/documented_commands.py                     # about 15 minutes on two cores
     python benchmarks/documented_commands.py --only 'simulate'   # commands that match an expression
 
-Prints a row per command: seconds and exit code. For a server the seconds are those until it has answered a request.
-Commands run in a folder of their own, with their documented settings and three changes: the port, so that another
-server may run; the default model in place of one that a reader would have; a trace of twenty requests. A command that
-needs what this machine lacks is listed with the reason. Exits with 1 if a command failed.
+Prints a row per command: seconds, seconds of CPU and exit code. For a server the seconds are those until it has
+answered a request. Commands run in a folder of their own, with their documented settings and three changes: the port, so
+that another server may run; the default model in place of one that a reader would have; a trace of twenty requests. A
+command that needs what this machine lacks is listed with the reason. Exits with 1 if a command failed.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,8 @@ NOT_RUN = {
     "python benchmarks/": "makes a table of benchmarks/RESULTS.md",
 }
 
+Outcome = tuple[str, str, str]  # seconds, seconds of CPU, and exit code or the reason why there is none
+
 
 @dataclass(frozen=True, slots=True)
 class Documented:
@@ -57,7 +60,7 @@ class Documented:
 
     @property
     def needs_server(self) -> bool:
-        return "http://" in self.line or self.line.startswith("crossdock chat")
+        return "http://" in self.line or self.line.startswith(("crossdock chat", "crossdock top"))
 
     def reason(self) -> str | None:
         """Return why the command is not run here; None if it is run."""
@@ -98,6 +101,8 @@ def adapted(line: str, port: int) -> list[str]:
         args += ["--port", str(port)]
     elif line.startswith("crossdock chat"):
         args += ["--url", f"http://127.0.0.1:{port}"]
+    elif line.startswith("crossdock top"):
+        args += [f"http://127.0.0.1:{port}"]
     return [str(BIN / program), *args]
 
 
@@ -105,9 +110,9 @@ def fill(folder: Path, port: int) -> None:
     """Put into the folder what a reader has when the commands are run."""
     (folder / "model").symlink_to(default_model_dir())
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
-    (folder / "manifests").mkdir()
-    manifest = (ROOT / "manifests" / "serve.yaml").read_text()
-    (folder / "manifests" / "serve.yaml").write_text(manifest.replace(f"port: {SERVER_PORT}", f"port: {port}"))
+    shutil.copytree(ROOT / "manifests", folder / "manifests")
+    manifest = folder / "manifests" / "serve.yaml"
+    manifest.write_text(manifest.read_text().replace(f"port: {SERVER_PORT}", f"port: {port}"))
     configuration = subprocess.run([BIN / "crossdock", "config"], capture_output=True, check=True).stdout
     for name in ("cluster.yaml", "tune.yaml"):  # `crossdock tune` writes over the second
         (folder / name).write_bytes(configuration)
@@ -115,22 +120,23 @@ def fill(folder: Path, port: int) -> None:
     (folder / "mooncake.jsonl").write_text("".join(request.format(500 * n, n) for n in range(20)))
 
 
-def run(words: list[str], folder: Path, args: argparse.Namespace, log: Path) -> tuple[float, int]:
-    """Run a command to its end and return its seconds and exit code; 124 after `args.limit` seconds."""
-    started = time.monotonic()
+def run(words: list[str], folder: Path, args: argparse.Namespace, log: Path) -> Outcome:
+    """Run a command to its end. The exit code is 124 after `args.limit` seconds."""
+    started, before = time.monotonic(), os.times()
+    code = 124
     with log.open("ab") as output:
         output.write(f"\n$ {shlex.join(words)}\n".encode())
         output.flush()
-        try:
-            ended = subprocess.run(
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = subprocess.run(
                 words, cwd=folder, input=b"Say hello.", stdout=output, stderr=output, timeout=args.limit, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return args.limit, 124
-    return time.monotonic() - started, ended.returncode
+            ).returncode
+    after = os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return f"{time.monotonic() - started:.1f}", f"{cpu:.1f}", str(code)
 
 
-@contextmanager
+@contextlib.contextmanager
 def server(words: list[str], folder: Path, args: argparse.Namespace) -> Iterator[float]:
     """Start a server in the folder and yield the seconds until it answered."""
     command = ["env", f"--chdir={folder}", *words]
@@ -138,28 +144,26 @@ def server(words: list[str], folder: Path, args: argparse.Namespace) -> Iterator
         yield running.start_s
 
 
-def rows(args: argparse.Namespace, folder: Path) -> Iterator[tuple[Documented, str, str]]:
-    """Yield each command that matches, with its seconds and its exit code, or a dash and the reason."""
+def rows(args: argparse.Namespace, folder: Path) -> Iterator[tuple[Documented, Outcome]]:
+    """Yield each command that matches, with its outcome."""
     chosen = [command for command in documented() if re.search(args.only, command.line)]
     for command in chosen:
         if reason := command.reason():
-            yield command, "-", f"not run: {reason}"
+            yield command, ("-", "-", f"not run: {reason}")
     runs = [command for command in chosen if command.reason() is None]
     for command in (command for command in runs if command.is_server):
         try:
             with server(adapted(command.line, args.port), folder, args) as start_s:
                 pass
-            yield command, f"{start_s:.1f}", "0"
+            yield command, (f"{start_s:.1f}", "-", "0")
         except RuntimeError as error:
-            yield command, "-", f"failed: {error}"
+            yield command, ("-", "-", f"failed: {error}")
     for command in (command for command in runs if not command.is_server and not command.needs_server):
-        seconds, code = run(adapted(command.line, args.port), folder, args, log_of(args, "commands"))
-        yield command, f"{seconds:.1f}", str(code)
+        yield command, run(adapted(command.line, args.port), folder, args, log_of(args, "commands"))
     if needing := [command for command in runs if command.needs_server]:
         with server(adapted("crossdock serve", args.port), folder, args):
             for command in needing:
-                seconds, code = run(adapted(command.line, args.port), folder, args, log_of(args, "commands"))
-                yield command, f"{seconds:.1f}", str(code)
+                yield command, run(adapted(command.line, args.port), folder, args, log_of(args, "commands"))
 
 
 def parse_args() -> argparse.Namespace:
@@ -172,14 +176,15 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    lines, has_failed = [["command", "page", "seconds", "exit code"]], False
+    lines, has_failed = [["command", "page", "seconds", "CPU seconds", "exit code"]], False
     with tempfile.TemporaryDirectory(prefix="cd-documented-") as name:
         folder = Path(name)
         fill(folder, args.port)
-        for command, seconds, code in rows(args, folder):
+        for command, outcome in rows(args, folder):
+            seconds, cpu, code = outcome
             has_failed |= code != "0" and not code.startswith("not run")
-            lines.append([f"`{command.line}`", command.page, seconds, code])
-            print(f"{seconds:>7}  {code:<3}  {command.line}", flush=True)
+            lines.append([f"`{command.line}`", command.page, *outcome])
+            print(f"{seconds:>7} {cpu:>7}  {code:<3}  {command.line}", flush=True)
     caption = f"{hardware()}; {today()}."
     write(args.output, f"{caption}\n\n{markdown(lines)}", {"date": today(), "hardware": hardware(), "rows": lines[1:]})
     sys.exit(has_failed)

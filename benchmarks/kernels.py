@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch, reference_paged_attention, store_kv
-from crossdock.kernels.choice import Choice
+from crossdock.kernels.choice import KernelChoice
 from crossdock.kernels.cpu_attention import CpuAttention
 from crossdock.kernels.linear import FORMATS, Weights, linear_choice, usable_kernels
 from crossdock.kernels.options import Kernel
@@ -115,6 +115,7 @@ def linears(seconds: float, dtype: torch.dtype) -> None:
     *layers, head = (Weights(*shape, count=1 if name == "head" else LAYERS) for name, shape in shapes.items())
     chosen_layers = linear_choice("decoder layers", layers, dtype, kernels)
     chosen_head = linear_choice("output projection", [head], dtype, kernels)
+    print("the least time of any of a model's matrices of a shape, times their number")
     print(f"\nlinears in {shown(dtype)}, GFLOP/s (ms of one); chosen: {chosen_layers}; for the head {chosen_head}")
     print(f"{'':8} {'rows':>5} " + " ".join(f"{kernel:>16}" for kernel in kernels) + "   chosen, chosen / best")
     totals: dict[int, list[float]] = {}
@@ -127,12 +128,8 @@ def linears(seconds: float, dtype: torch.dtype) -> None:
             if name == "head" and rows > 64:
                 continue
             x = torch.randn(rows, K, dtype=dtype)
-
-            def run(linears: list[Callable[[Tensor], Tensor]], x: Tensor = x) -> None:
-                for linear in linears:
-                    linear(x)
-
-            times = milliseconds(seconds, *(partial(run, linears) for linears in formats))
+            least = milliseconds(seconds, *(partial(linear, x) for linears in formats for linear in linears))
+            times = [count * min(least[i * count : (i + 1) * count]) for i in range(len(kernels))]
             cells = " ".join(f"{2e-6 * rows * N * K * count / t:7.0f} ({t / count:6.3f})" for t in times)
             choice = chosen_head if name == "head" else chosen_layers
             print(f"{name:8} {rows:5} {cells} {verdict(times, choice, rows, kernels)}")
@@ -144,7 +141,7 @@ def linears(seconds: float, dtype: torch.dtype) -> None:
         print(f"{'layers':8} {rows:5} {cells} {verdict(times, chosen_layers, rows, kernels)}")
 
 
-def verdict(times: list[float], choice: Choice, rows: int, kernels: Sequence[Kernel]) -> str:
+def verdict(times: list[float], choice: KernelChoice, rows: int, kernels: Sequence[Kernel]) -> str:
     """Return the kernel chosen for these rows, and how many times slower it is than the fastest."""
     chosen = choice.at(rows)
     return f"   {chosen:7}{times[kernels.index(chosen)] / min(times):5.2f}"

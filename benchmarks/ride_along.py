@@ -1,62 +1,65 @@
 """How many prompt tokens per second does a step lose when decodes ride along with its chunk?
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/ride_along.py       # four chunks, 0 to 16 decodes, seven rounds
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/ride_along.py       # four chunks, 1 to 16 decodes, nine rounds
 
-Prints a row per size of chunk: prompt tokens/s of steps with the chunk alone and, for 1, 4, 8 and 16 decodes in the
-same step, three shares:
+Prints a row for each chunk and number of decodes in the same step: prompt tokens/s of the chunk alone and beside the
+decodes, and three shares:
 
-- prompt tokens/s, relative to the chunk alone,
-- all tokens/s, decodes included, likewise,
+- prompt tokens/s, relative to the chunk alone; in brackets the same per second of CPU time, which processes that take
+  turns on a core change less,
+- all tokens/s, decodes included, relative to the chunk alone,
 - seconds of the step, relative to the same work in two steps, one of the chunk and one of the decodes.
 
-Every round measures all steps of a chunk size side by side, so that a load from elsewhere on the machine affects all
-of them alike. A share is the median over the rounds, with the range of the first one in brackets. The chunk and each
-stream have the same number of tokens before them.
+Every round measures all steps of a chunk size side by side. Figures are of the fastest of the rounds, since a load
+from elsewhere on the machine only ever makes a step slower. The chunk and each stream have the same number of tokens
+before them.
 """
 
 import argparse
 import os
-from statistics import median
+import time
+from collections.abc import Sequence
 
-from tables import hardware, markdown, today
+from tables import Row, hardware, table, today
 
 from crossdock.workers.replica.calibrate import measure_step, warm_up
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine import Engine, load_engine
 
 
-def seconds(engine: Engine, chunk: int, decodes: int, context: int) -> float:
-    """Return the seconds of one step. `chunk` 0: decodes alone."""
+def seconds(engine: Engine, chunk: int, decodes: int, context: int) -> tuple[float, float]:
+    """Return the seconds of one step, and those of CPU time of all threads. `chunk` 0: decodes alone."""
+    cpu = time.process_time()
     step = measure_step(engine, (context, chunk) if chunk else None, decodes, context, repeats=1)
     if step is None:
         raise ValueError(f"{chunk} tokens and {decodes} streams of {context} do not fit: raise --memory")
-    return step[1][0]
+    return step[1][0], time.process_time() - cpu
 
 
-def measure(engine: Engine, chunk: int, decodes: list[int], context: int, rounds: int) -> list[str]:
-    """Return the cells of a chunk size's row: its tokens/s alone, then three shares for each number of decodes."""
-    alone: list[float] = []
-    beside: dict[int, list[float]] = {number: [] for number in decodes}
-    streams: dict[int, list[float]] = {number: [] for number in decodes}
+def measure(engine: Engine, chunk: int, decodes: Sequence[int], context: int, rounds: int) -> dict[str, Row]:
+    """Return the rows of a chunk size."""
+    kinds = [(chunk, 0), *((size, count) for count in decodes for size in (chunk, 0))]
+    times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
+    cpu: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
     for number in range(rounds + 1):
-        once = seconds(engine, chunk, 0, context)
-        mixed = {count: seconds(engine, chunk, count, context) for count in decodes}
-        apart = {count: seconds(engine, 0, count, context) for count in decodes}
-        if number:  # the first round is not counted
-            alone.append(once)
-            for count in decodes:
-                beside[count].append(mixed[count])
-                streams[count].append(apart[count])
-    cells = [str(chunk), f"{chunk / median(alone):.0f}"]
+        for kind in kinds:
+            once, cpu_seconds = seconds(engine, *kind, context)
+            if number:  # the first round is not counted
+                times[kind].append(once)
+                cpu[kind].append(cpu_seconds)
+    alone = min(times[chunk, 0])
+    rows: dict[str, Row] = {}
     for count in decodes:
-        prompt = [a / b for a, b in zip(alone, beside[count], strict=True)]
-        every = (chunk + count) / chunk
-        saved = [b / (a + s) for a, b, s in zip(alone, beside[count], streams[count], strict=True)]
-        low, high = min(prompt), max(prompt)
-        cells.append(
-            f"{median(prompt):.1%} ({low:.0%} to {high:.0%}), {every * median(prompt):.1%}, {median(saved):.2f}x"
-        )
-    return cells
+        mixed, apart = min(times[chunk, count]), min(times[0, count])
+        rows[f"{chunk} beside {count}"] = {
+            "alone, prompt tok/s": chunk / alone,
+            "beside, prompt tok/s": chunk / mixed,
+            "share": alone / mixed,
+            "(CPU)": min(cpu[chunk, 0]) / min(cpu[chunk, count]),
+            "all tokens, share": alone / mixed * (chunk + count) / chunk,
+            "seconds / apart": mixed / (alone + apart),
+        }
+    return rows
 
 
 def main() -> None:
@@ -65,7 +68,7 @@ def main() -> None:
     parser.add_argument("--chunks", default="64,256,512,1024", help="prompt tokens in a step")
     parser.add_argument("--decodes", default="1,4,8,16", help="streams in the same step")
     parser.add_argument("--context", type=int, default=512, help="tokens before the chunk and in each stream")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--memory", default="1GiB", help="for KV pages")
     arguments = parser.parse_args()
 
@@ -73,13 +76,12 @@ def main() -> None:
     engine = load_engine(ReplicaSpec(config.model_spec(arguments.model), config, os.cpu_count() or 1))
     warm_up(engine)
     decodes = [int(count) for count in arguments.decodes.split(",")]
-    heads = [f"{count} decodes: prompt tokens/s, all tokens/s, seconds / apart" for count in decodes]
-    lines = [["chunk", "alone, tokens/s", *heads]]
+    rows: dict[str, Row] = {}
     for chunk in arguments.chunks.split(","):
-        lines.append(measure(engine, int(chunk), decodes, arguments.context, arguments.rounds))
+        rows |= measure(engine, int(chunk), decodes, arguments.context, arguments.rounds)
         print(f"chunk {chunk}: load {os.getloadavg()[0]:.2f}", flush=True)
     print(f"\n{hardware()}; {today()}; context {arguments.context}, {arguments.rounds} rounds\n")
-    print(markdown(lines))
+    print(table(rows, "chunk, decodes"))
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ from typing import Any
 
 import httpx
 from servers import add_server_options, crossdock_command, log_of, serving
-from tables import Row, cell, hardware, markdown, quantiles, today, write
+from tables import Row, hardware, markdown, quantiles, table, today, write
 
 from crossdock.cluster.bench.metrics import Sample, spread_ms
 from crossdock.cluster.bench.run import BenchOptions, BenchResult, bench_jobs, run_bench
-from crossdock.cluster.simulate.fleet import describe
+from crossdock.cluster.simulate.fleet import describe, read_profile
 from crossdock.cluster.simulate.report import decision_figures, describe_decision
 from crossdock.cluster.simulate.simulation import Outcome, Simulation
 from crossdock.cluster.watch.scrape import QUANTILE, STEP_ERROR, Scrape
@@ -134,7 +134,7 @@ def simulate(
     setting: dict[str, Any], profile: SchedulingProfile, noise: float, start_s: float, options: BenchOptions
 ) -> Outcome:
     """Play the same arrivals in simulated time."""
-    pools = [{**pool, "profile": profile} for pool in setting["pools"]]
+    pools = [{**pool, "profile": profile, "engine": ENGINE} for pool in setting["pools"]]
     fleet = describe({**setting, "pools": pools, "noise": noise, "start_s": start_s, "latency_s": 0.01})
     return Simulation(fleet, options.seed).run(bench_jobs(options))
 
@@ -164,14 +164,6 @@ def trace_table(decisions: Sequence[dict[str, Any]], ups: Sequence[float | None]
     return markdown(lines)
 
 
-def phase_table(live: dict[str, Row], simulated: dict[str, Row]) -> str:
-    names = list(next(iter(live.values())))
-    lines = [["", *names]]
-    for kind, rows in (("live", live), ("simulated", simulated)):
-        lines += [[f"{kind}: {phase}", *(cell(row.get(name)) for name in names)] for phase, row in rows.items()]
-    return markdown(lines)
-
-
 def run(name: str, args: argparse.Namespace, trace: Path, load: Sequence[Phase]) -> tuple[str, dict[str, Any]]:
     """Measure one setting, live and simulated. Return the tables and the figures."""
     setting = SETTINGS[name]
@@ -193,18 +185,28 @@ def run(name: str, args: argparse.Namespace, trace: Path, load: Sequence[Phase])
         else None
         for each in decisions
     ]
-    known = [up for up in ups if up is not None]
     decoder = next(each for each in listed if each["profile"]["role"] != "prefill")
     learnt = {key: decoder[key] for key in ("cost", "overrun", "interval_share") if decoder.get(key)}
     profile = SchedulingProfile.model_validate(decoder["profile"] | learnt)
+    known = [up for up in ups if up is not None]
     start_s = sum(known) / len(known) if known else args.start_s
-    outcome = simulate(setting, profile, noise, start_s, options)
-    simulated = [decision_figures(each.at, asdict(each.action), outcome.samples) for each in outcome.decisions]
-    live, other = figures(result.samples, load, result.origin), figures(outcome.samples, load, 0.0)
-    text = f"{name}, live\n\n{trace_table(decisions, ups)}\n\n{name}, simulated\n\n{trace_table(simulated)}\n\n"
-    text += phase_table(live, other)
-    data = {"live": live, "simulated": other, "decisions": decisions, "simulated_decisions": simulated}
-    return text, data | {"noise": noise, "start_s": start_s, "profile": profile.model_dump(mode="json")}
+    text, simulated = run_simulated(name, profile, noise, start_s, options, load)
+    live = figures(result.samples, load, result.origin)
+    text = f"{name}, live\n\n{trace_table(decisions, ups)}\n{table(live, 'arrived')}\n{text}"
+    return text, {"live": live, "live_decisions": decisions, **simulated}
+
+
+def run_simulated(
+    name: str, profile: SchedulingProfile, noise: float, start_s: float, options: BenchOptions, load: Sequence[Phase]
+) -> tuple[str, dict[str, Any]]:
+    """Play one setting in simulated time. Return the tables and the figures."""
+    outcome = simulate(SETTINGS[name], profile, noise, start_s, options)
+    decisions = [decision_figures(each.at, asdict(each.action), outcome.samples) for each in outcome.decisions]
+    rows = figures(outcome.samples, load, 0.0)
+    title = f"{name}, simulated; steps vary by {noise:.0%}, a new replica is up after {start_s:.1f} s"
+    text = f"{title}\n\n{trace_table(decisions)}\n{table(rows, 'arrived')}"
+    fleet = {"noise": noise, "start_s": start_s, "profile": profile.model_dump(mode="json")}
+    return text, {"simulated": rows, "simulated_decisions": decisions, "fleet": fleet}
 
 
 def parse_args() -> argparse.Namespace:
@@ -218,6 +220,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=256, help="of its answers")
     parser.add_argument("--warmup", type=float, default=8.0, help="seconds of other requests before")
     parser.add_argument("--start-s", type=float, default=10.0, help="simulated, where no replica was started live")
+    parser.add_argument("--profile", help="simulate alone, with a preset or a file of `crossdock tune --profile`")
     parser.add_argument("--seed", type=int, default=0)
     add_server_options(parser, "scaling", 8417)
     return parser.parse_args()
@@ -225,13 +228,17 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    args.model = args.model or default_model_dir()
+    args.model = args.model or (default_model_dir() if args.profile is None else Path(args.profile))
     load = phases(args)
     trace = log_of(args, "trace").with_suffix(".jsonl")
     write_trace(trace, load)
     texts, data = [], {}
     for name in args.settings:
-        text, data[name] = run(name, args, trace, load)
+        if args.profile is None:
+            text, data[name] = run(name, args, trace, load)
+        else:
+            options = BenchOptions("", "trace", trace=trace, service_tier=CLASS, seed=args.seed)
+            text, data[name] = run_simulated(name, read_profile(args.profile), 0.1, args.start_s, options, load)
         texts.append(text)
     shapes = "; ".join(
         f"{phase.name}: {phase.rate:g} requests per second, {phase.prompt_tokens} tokens in, {phase.output_tokens} out"

@@ -18,7 +18,7 @@ number of rows.
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KernelChoice:
     """One kernel for few rows, one for many."""
 
     few: Kernel
@@ -40,12 +40,12 @@ class Choice:
         return f"{self.few} below {self.many_from} rows, {self.many} from there"
 
 
-def only(kernel: Kernel) -> Choice:
+def only(kernel: Kernel) -> KernelChoice:
     """Return the choice of one kernel for all rows."""
-    return Choice(kernel, kernel)
+    return KernelChoice(kernel, kernel)
 
 
-def choose(seconds: Mapping[Kernel, Sequence[float]], rows: Sequence[int], max_kernels: int = 2) -> Choice:
+def choose(seconds: Mapping[Kernel, Sequence[float]], rows: Sequence[int], max_kernels: int = 2) -> KernelChoice:
     """Return the choice with the fewest kernels that is within `MARGIN` of the fastest everywhere.
 
     If there is none, return the choice whose worst ratio to the fastest is the smallest. At most one kernel for few
@@ -59,7 +59,7 @@ def choose(seconds: Mapping[Kernel, Sequence[float]], rows: Sequence[int], max_k
     kernels = [kernel for kernel in PREFERENCE if kernel in seconds]
     fastest = [min(column) for column in zip(*(seconds[kernel] for kernel in kernels), strict=True)]
 
-    def slowdowns(choice: Choice) -> list[float]:
+    def slowdowns(choice: KernelChoice) -> list[float]:
         return [seconds[choice.at(count)][i] / fastest[i] for i, count in enumerate(rows)]
 
     singles = [only(kernel) for kernel in kernels]
@@ -68,7 +68,7 @@ def choose(seconds: Mapping[Kernel, Sequence[float]], rows: Sequence[int], max_k
             return choice
     if max_kernels == 1:
         return min(singles, key=lambda choice: max(slowdowns(choice)))
-    pairs = [Choice(few, many, count) for few, many in permutations(kernels, 2) for count in rows[1:]]
+    pairs = [KernelChoice(few, many, count) for few, many in permutations(kernels, 2) for count in rows[1:]]
     close = [choice for choice in pairs if max(slowdowns(choice)) <= MARGIN]
     if close:
         return min(close, key=lambda choice: sum(slowdowns(choice)))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch, cpp_attention, library_for, reference_paged_attention
-from crossdock.kernels.choice import Choice, only
+from crossdock.kernels.choice import KernelChoice, only
 from crossdock.kernels.measure import Cells, Timed, measured_choice
 from crossdock.kernels.options import CpuKernels, Kernel
 
@@ -26,25 +26,25 @@ Heads: TypeAlias = tuple[int, int, int, torch.dtype]
 
 @dataclass(frozen=True, slots=True)
 class CpuAttention:
-    """`paged_attention` by the kernel that `cpu_kernels` names: auto measures when a shape of heads is first seen.
+    """`paged_attention` by the kernel that `cpu_kernels` names, own or torch.
 
-    For every setting but own, prompts run in torch's flash attention.
+    For auto, and for onednn, which has no attention: the faster of the two, measured when a shape is first seen.
     """
 
     setting: CpuKernels = "auto"
-    _choices: dict[Heads, tuple[Choice, Choice]] = field(default_factory=dict)
+    _choices: dict[Heads, tuple[KernelChoice, KernelChoice]] = field(default_factory=dict)
 
-    def choices(self, heads: Heads) -> tuple[Choice, Choice]:
+    def choices(self, heads: Heads) -> tuple[KernelChoice, KernelChoice]:
         """Return the choices by rows for chunks that begin a prompt and for chunks deep in one."""
         if heads not in self._choices:
-            if self.setting == "auto":
-                self._choices[heads] = _measured(0, heads), _measured(2 * LONG_CONTEXT, heads)
-            else:
-                single = only("own") if self.setting == "own" else Choice("own", "torch", ROWS[0])
+            if self.setting in ("own", "torch"):
+                single = only("own") if self.setting == "own" else KernelChoice("own", "torch", ROWS[0])
                 self._choices[heads] = single, single
+            else:
+                self._choices[heads] = _measured(0, heads), _measured(2 * LONG_CONTEXT, heads)
         return self._choices[heads]
 
-    def chosen(self) -> list[tuple[Heads, tuple[Choice, Choice]]]:
+    def chosen(self) -> list[tuple[Heads, tuple[KernelChoice, KernelChoice]]]:
         """Return the shapes of heads seen so far, and their choices."""
         return list(self._choices.items())
 
@@ -111,7 +111,7 @@ def flash_chunk(
     out[first:end] = own[0].transpose(0, 1)
 
 
-def _measured(past: int, heads: Heads) -> Choice:
+def _measured(past: int, heads: Heads) -> KernelChoice:
     """Return the choice by rows for chunks after `past` tokens of context."""
     Hq, Hkv, D, dtype = heads
     key = {"past": past, "heads": [Hq, Hkv, D], "dtype": str(dtype)}
@@ -146,5 +146,5 @@ def _cells(past: int, heads: Heads) -> Cells:
 
         calls: dict[Kernel, Callable[[], None]] = {"own": own, "torch": flash}
         for kernel, call in calls.items():
-            cells[kernel, rows] = [Timed(call)]
+            cells[kernel, rows] = [Timed([call])]
     return cells

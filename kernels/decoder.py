@@ -13,7 +13,7 @@ from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.build import cpu_library
-from crossdock.kernels.choice import Choice
+from crossdock.kernels.choice import KernelChoice
 from crossdock.kernels.layer_steps import HeadSteps, add_and_norm, finish_heads, silu_and_multiply, steps_library
 from crossdock.kernels.linear import ChosenLinear, OwnLinear, Weights, interleave, padded
 
@@ -110,7 +110,7 @@ class _Products:
     down: ChosenLinear
 
     @classmethod
-    def of(cls, layer: DecoderLayer, choice: Choice) -> "_Products":
+    def of(cls, layer: DecoderLayer, choice: KernelChoice) -> "_Products":
         return cls(
             ChosenLinear(torch.cat([layer.q, layer.k, layer.v]), choice),
             ChosenLinear(layer.out, choice),
@@ -130,7 +130,7 @@ class DecoderStack:
         self,
         shape: DecoderShape,
         layers: Sequence[DecoderLayer],
-        choice: Choice,
+        choice: KernelChoice,
         attention: Callable[..., Tensor],
     ) -> None:
         self._shape, self._choice, self._attention = shape, choice, attention

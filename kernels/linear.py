@@ -1,16 +1,17 @@
-"""Linear layers on a CPU: one weight in the format of each kernel that a `Choice` names."""
+"""Linear layers on a CPU: one weight in the format of each kernel that a `KernelChoice` names."""
 
 import ctypes
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from crossdock.kernels.build import cpu_flags, cpu_library
-from crossdock.kernels.choice import PREFERENCE, Choice, only
+from crossdock.kernels.choice import PREFERENCE, KernelChoice, only
 from crossdock.kernels.measure import Cells, Timed, measured_choice
 from crossdock.kernels.options import CpuKernels, Kernel
 
@@ -19,7 +20,7 @@ _HUGE_PAGE = 2 << 20
 _ROW_MULTIPLE = 8
 ROWS = (1, 4, 8, 16, 32, 64, 256)  # numbers of rows that are measured; 1,024 chooses as 256 does
 _MAX_BYTES = 32 << 20  # of weights measured per shape: more than stays in a core's cache, as a model's layers are
-_MAX_FLOPS = 5e8  # of one timed call: with many rows a few weights are enough
+_SLICE_BYTES = 8 << 20  # of a weight that is larger, so many are measured at a time
 
 
 def padded(rows: int) -> int:
@@ -42,7 +43,12 @@ def usable_kernels(dtype: torch.dtype, setting: CpuKernels = "auto") -> tuple[Ke
         reasons["own"] = f"it computes bfloat16 and the model is {str(dtype).removeprefix('torch.')}"
     elif "avx512_bf16" not in cpu_flags():
         reasons["own"] = "this CPU has no AVX512-BF16"
-    if not torch.backends.mkldnn.is_available():
+    elif setting in ("auto", "own"):
+        try:
+            cpu_library("decoder")
+        except OSError as error:
+            reasons["own"] = str(error)
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         reasons["onednn"] = "this torch was built without oneDNN"
     elif dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         reasons["onednn"] = "oneDNN has no bfloat16 on this CPU"
@@ -118,7 +124,7 @@ class Weights:
 
 def linear_choice(
     name: str, weights: Sequence[Weights], dtype: torch.dtype, kernels: Sequence[Kernel], max_kernels: int = 2
-) -> Choice:
+) -> KernelChoice:
     """Return the choice for products that run one after the other over the same rows: all have the same kernel.
 
     Takes about a second, at the first start on a machine. See `measured_choice`.
@@ -131,31 +137,41 @@ def linear_choice(
 
 
 def linear_cells(weights: Sequence[Weights], dtype: torch.dtype, kernels: Sequence[Kernel]) -> Cells:
-    """Return calls whose scaled seconds are those of all `weights`, for each kernel and each number of `ROWS`."""
+    """Return calls whose scaled seconds are those of all `weights`, for each kernel and each number of `ROWS`.
+
+    A call is one matrix, or a slice of its outputs small enough for a short call. The slices of several matrices are
+    called in turn: a weight that stays in the cache would make all kernels too fast.
+    """
     cells: Cells = {}
     for each in weights:
-        height = min(each.out_features, max(_MAX_BYTES // (each.in_features * dtype.itemsize) // 16 * 16, 16))
-        one = torch.full((height, each.in_features), 0.01, dtype=dtype)
-        copies = max(1, min(each.count, _MAX_BYTES // (one.numel() * dtype.itemsize)))
-        for kernel in kernels:
-            linears = [FORMATS[kernel](one.clone()) for _ in range(copies)]
-            for rows in ROWS:
-                used = linears[: max(1, int(_MAX_FLOPS / (2 * rows * one.numel())))]
-                x = torch.full((rows, each.in_features), 0.01, dtype=dtype)
-
-                def call(used: Sequence[Callable[[Tensor], Tensor]] = used, x: Tensor = x) -> None:
-                    for linear in used:
-                        linear(x)
-
-                scale = each.count / len(used) * each.out_features / height
-                cells.setdefault((kernel, rows), []).append(Timed(call, scale))
+        heights = [_slice_height(each, rows, dtype) for rows in ROWS]
+        for height in set(heights):
+            scale = each.count * each.out_features / height
+            one = torch.full((height, each.in_features), 0.01, dtype=dtype)
+            copies = max(1, min(int(scale), _MAX_BYTES // (one.numel() * dtype.itemsize)))
+            for kernel in kernels:
+                linears = [FORMATS[kernel](one.clone()) for _ in range(copies)]
+                for rows in (rows for rows, own in zip(ROWS, heights, strict=True) if own == height):
+                    used = linears[: max(1, int(5 * _call_flops() / (2 * rows * one.numel())))]
+                    x = torch.full((rows, each.in_features), 0.01, dtype=dtype)
+                    cells.setdefault((kernel, rows), []).append(Timed([partial(linear, x) for linear in used], scale))
     return cells
+
+
+def _slice_height(weights: Weights, rows: int, dtype: torch.dtype) -> int:
+    """Return how many outputs of a matrix one call computes, a multiple of 48 unless it is all of them."""
+    most = min(_SLICE_BYTES / dtype.itemsize, _call_flops() / (2 * rows)) / weights.in_features
+    return min(weights.out_features, max(int(most) // 48 * 48, 48))
+
+
+def _call_flops() -> float:
+    return 1e8 * torch.get_num_threads()
 
 
 class ChosenLinear:
     """A linear layer without bias: x [T, K] to [T, N], by the kernel that `choice` has for T rows."""
 
-    def __init__(self, weight: Tensor, choice: Choice) -> None:
+    def __init__(self, weight: Tensor, choice: KernelChoice) -> None:
         self._choice = choice
         self.formats = {kernel: FORMATS[kernel](weight) for kernel in choice.kernels}
 

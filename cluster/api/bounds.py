@@ -25,6 +25,12 @@ STOP_TOKENS = 1024
 BIASES = 1024
 ALLOWED_TOKENS = 1 << 14
 CACHE_SALT_CHARS = 1024
+BAD_WORDS = 128
+BAD_WORD_CHARS = 1024
+DOCUMENTS = 1024
+LOGPROB_TOKENS = 128  # vLLM's bound
+FEW_LOGPROBS = 20  # alternatives per token, OpenAI's bound: answers are not counted, since each has few
+MANY_LOGPROBS = 1 << 20  # in all, of an answer with more per token; about 60 MB as JSON
 
 GRAMMAR_CHARS = 1 << 16  # a schema as JSON, a regex, a Lark grammar, or all entries of a choice together
 GUIDED_CHOICES = 1024  # entries of a choice

@@ -16,6 +16,7 @@ MAX_HEAD_BYTES = 64 << 10  # of request line and headers together, or of trailer
 HEAD_TIMEOUT_S = 30.0  # in which they must have arrived
 LINGER_S = 10.0  # an ended connection is read on for so long: a client that is still sending reads no answer
 LINGER_BYTES = 64 << 20  # … and for at most so many bytes
+_UNSENT_BYTES = 8 << 10  # that may wait for the client before the answer does; events of one step are sent together
 _PIECE = 16 << 10  # bytes parsed at a time; a head may be larger than its bound by one piece
 
 
@@ -66,6 +67,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_in_head = False
         self._is_in_body = False
         self._is_over = False  # what still arrives is discarded
+        self._is_ended = False  # the last answer has been sent
         self._head_bytes = 0
         self._has_body_come = False  # since a piece was parsed before
         self._bytes_beside_body = 0  # in pieces without any part of a body: trailers
@@ -80,7 +82,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # so that `pause_writing` reports any byte that the client leaves unread
+        transport.set_write_buffer_limits(_UNSENT_BYTES, 0)
         if self._connections.opened(self):
             self._wait_for_head()
         else:
@@ -124,7 +126,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_in_body, self._bytes_beside_body = True, 0
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
-        self.cycle.transport = _AnswerTransport(self.transport, self._end_answer)  # type: ignore[assignment]
+        self.cycle.transport = _AnswerTransport(self.transport, self._linger)  # type: ignore[assignment]
         if self.parser.should_upgrade():  # to nothing: what follows is no HTTP/1.1
             self.cycle.keep_alive = False
 
@@ -138,6 +140,10 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._unanswered.popleft()
+        if self._is_ended:  # with this answer: requests behind it get none
+            self._unanswered.clear()
+            self.pipeline.clear()
+            return
         super().on_response_complete()
         if not self._unanswered:
             self._connections.waits(self, True)
@@ -173,7 +179,7 @@ class BoundedConnection(HttpToolsProtocol):
     def _wait_for_head(self) -> None:
         self._end_head()
         self._connections.waits(self, True)
-        self._late = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+        self._late = self.loop.call_later(HEAD_TIMEOUT_S, self._close)
 
     def _end_head(self) -> None:
         self._is_in_head = False
@@ -205,19 +211,21 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.write(_written(error))
         self._linger()
 
-    def _end_answer(self) -> None:
-        """End the connection after an answer. A client that is still sending its body must be able to read it."""
-        if self._is_in_body or self._is_over:
-            self._linger()
-        else:
-            self.transport.close()
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """Close the connection once the client has read what was written, or does not read it in time."""
+        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self.loop.call_later(self._connections.write_timeout_s, self.transport.abort)
 
     def _linger(self) -> None:
-        """End the sending side, and discard for a while what the client still sends.
+        """End the sending side after the last answer, and discard for a while what the client still sends.
 
-        To close at once would reset the connection, and the client's kernel might drop the answer.
+        To close at once would reset the connection if it sends more, and its kernel might drop the answer.
         """
-        self._is_over = True
+        self._is_over = self._is_ended = True
         self._end_head()
         self._connections.waits(self, True)
         self.flow.resume_reading()

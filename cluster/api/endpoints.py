@@ -10,7 +10,6 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from crossdock.cluster.api.bodies import invalid_field
 from crossdock.cluster.api.chats import Chats
 from crossdock.cluster.api.completions import Completions
 from crossdock.cluster.api.errors import ApiError, ErrorAnswer, shown
@@ -20,8 +19,9 @@ from crossdock.cluster.api.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.http_guard import HttpGuard
 from crossdock.cluster.api.http_json import JsonRoute, error_answer
+from crossdock.cluster.api.json_body import invalid_field
 from crossdock.cluster.api.keys import KeyRing
-from crossdock.cluster.api.limits import Ledger
+from crossdock.cluster.api.limits import AskPeers, Ledger, Loan
 from crossdock.cluster.api.models import Models
 from crossdock.cluster.api.playground import Playground
 from crossdock.cluster.api.prompts import PromptEncoder
@@ -45,8 +45,9 @@ def build_api(
     tiers: Tiers | None = None,
     defaults: GenerationDefaults | None = None,
     decisions: Decisions | None = None,
+    ask_peers: AskPeers | None = None,
 ) -> FastAPI:
-    """Return the ASGI application.
+    """Return the ASGI application. Its `state.lend` answers the other ingresses' `ask_peers`.
 
     `tokenizer` must be that of the model that the dispatcher's replicas serve. `tiers`: their SLO classes; None: the
     default ones. `defaults`: of sampling; None: those of OpenAI's API. `decisions`: the scaler's; None: there is no
@@ -76,11 +77,14 @@ def build_api(
             timelines=dispatcher.timelines,
             paths=_GENERATES,
         )
+    keys = KeyRing(http.api_keys, None if http.api_keys_file is None else Path(http.api_keys_file), tiers.names)
+    ledger = Ledger(http.replicas, ask_peers=ask_peers)
+    app.state.lend = partial(_lend, keys, ledger)
     app.add_middleware(
         HttpGuard,
-        keys=KeyRing(http.api_keys, None if http.api_keys_file is None else Path(http.api_keys_file), tiers.names),
+        keys=keys,
         open_paths={*_OPEN, *web_assets()},
-        ledger=Ledger(http.replicas),
+        ledger=ledger,
         max_body_bytes=http.max_body_bytes,
         request_timeout_s=http.request_timeout_s,
     )
@@ -142,6 +146,12 @@ def _add_endpoints(
             dependencies=[] if path in _OPEN else [_KEY],
             route_class_override=JsonRoute if method == "POST" else None,
         )
+
+
+def _lend(keys: KeyRing, ledger: Ledger, tenant: str, requests: float, tokens: float) -> Loan:
+    """Give another ingress what it lacks for a tenant's key. A key that is not in force here has nothing."""
+    key = keys.of_tenant(tenant)
+    return Loan() if key is None else ledger.account(key).lend(requests, tokens)
 
 
 async def _asset(asset: WebAsset, request: Request) -> Response:

@@ -12,9 +12,10 @@ from fastapi import Request
 from starlette.datastructures import State
 
 from crossdock.cluster.api.answers import usage
-from crossdock.cluster.api.bodies import GenerationBody
+from crossdock.cluster.api.bad_words import encode_bad_words
 from crossdock.cluster.api.choices import Choice, Output, Prompt, merge
 from crossdock.cluster.api.errors import ApiError, shown
+from crossdock.cluster.api.generation_body import GenerationBody
 from crossdock.cluster.api.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.limits import UNSTATED_OUTPUT
 from crossdock.cluster.api.models import Models
@@ -49,6 +50,13 @@ class Generation:
             "service_tier": self.tier.slo_class,
         }
 
+    def usage_of(self, output: Output) -> dict[str, Any] | None:
+        """Count the tokens of a choice up to an output, for the output's event; None: the client did not ask."""
+        if not self.body.repeats_usage:
+            return None
+        choice = self.choices[output.index]
+        return usage(len(choice.prompt.token_ids), output.num_tokens, choice.num_cached_tokens)
+
     def usage(self) -> dict[str, Any]:
         """Count tokens. A prompt counts once, however many outputs it has."""
         firsts = self.choices[:: self.body.n]
@@ -82,10 +90,15 @@ class Generations:
     def begin(self, request: Request, body: GenerationBody) -> Generation:
         """Begin a generation. Raises ApiError for an unknown model, or what the API key may not use."""
         card = self._models.card(body.model)
+        if body.request_id is not None and request.headers.get("x-request-id") != request.state.request_id:
+            request.state.request_id = body.request_id  # as in vLLM the header wins
+        if body.priority < 0 and request.state.api_key is not None:
+            reason = "'priority' must be 0 or more: an API key's requests may go after those of others, not before."
+            raise ApiError(reason, param="priority", code="invalid_value")
         header = request.headers.get(SLO_CLASS_HEADER)
         tier = self._tiers.choose(body.service_tier, header, request.state.api_key)
         if request.state.account is not None:
-            request.state.account.prompt(0)  # a key without tokens is refused before its prompts cost anything
+            request.state.account.check()  # a key without tokens is refused before its prompts cost anything
         return Generation(body, card, tier, request.state)
 
     async def add_choices(self, generation: Generation, prompts: Sequence[Prompt]) -> None:
@@ -103,11 +116,14 @@ class Generations:
             vocab_size=card.vocab_size,
             max_logprobs=self._max_logprobs,
         )
+        sampling = replace(sampling, bad_words=await encode_bad_words(body.bad_words, self._tokenizer))
+        num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        body.check_logprobs_of_all(sampling, num_prompt_tokens, sum(limits))
         stops = body.stop_table()
         if state.account is not None:
             is_stated = body.token_limit() is not None
             outputs = body.n * sum(limit if is_stated else min(limit, UNSTATED_OUTPUT) for limit in limits)
-            state.account.prompt(sum(len(prompt.token_ids) for prompt in prompts), outputs)
+            await state.account.prompt(num_prompt_tokens, outputs)
         seed = secrets.randbits(63) if body.seed is None else body.seed
         wanted = ((prompt, limit, i) for prompt, limit in zip(prompts, limits, strict=True) for i in range(body.n))
         async for some in slices(wanted, _CHOICES_AT_ONCE):
@@ -135,6 +151,7 @@ class Generations:
             sampling,
             body.cache_salt if key is None else key.cache_salt(body.cache_salt),
             generation.tier.slo_class,
+            body.priority,
             generation.tier.is_promised,
             request_id=state.request_id,
             tenant="" if key is None else key.tenant,

@@ -73,7 +73,9 @@ class HttpConfig(BaseModel):
         description="Show metrics at /metrics under vLLM's names too, for dashboards and autoscalers made for it.",
     )
     model_aliases: tuple[str, ...] = Field((), description="Further names that the served model answers to.")
-    max_logprobs: int = Field(20, ge=0, description="Most alternatives a request may ask for, per token.")
+    max_logprobs: int = Field(
+        20, ge=-1, description="Most alternatives a request may ask for, per token; -1: the whole vocabulary."
+    )
     force_include_usage: bool = Field(False, description="Streams end with their usage, also where none is asked for.")
     default_chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Variables of the chat template in every chat; a request's win over them."

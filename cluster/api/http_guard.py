@@ -6,7 +6,8 @@ import math
 import re
 import traceback
 import uuid
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Collection, Mapping
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -77,9 +78,9 @@ class HttpGuard:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        sender = _AnswerSender(send, _request_id(headers))
         state = scope.setdefault("state", {})
-        state["request_id"] = sender.request_id
+        state["request_id"] = _request_id(headers)  # a body may give another
+        sender = _AnswerSender(send, state)
         state["api_key"] = state["account"] = None
         body = None
         try:
@@ -87,7 +88,7 @@ class HttpGuard:
                 state["api_key"] = key = self._key(scope, headers)
                 if key is not None:
                     state["account"] = sender.charge = Charge(self._ledger.account(key))
-                    sender.charge.begin(is_read=scope["method"] != "POST")
+                    await sender.charge.begin(is_read=scope["method"] != "POST")
                 body = await self._bodies.read(headers, receive)
                 if body is None:
                     return
@@ -114,10 +115,10 @@ class HttpGuard:
 class _AnswerSender:
     """The sending side of a request. Adds its headers to the answer, and turns an error into an answer or an event."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, send: Send, state: Mapping[str, Any]) -> None:
         self.charge: Charge | None = None  # the answer's headers show the state of its account
         self._send = send
+        self._state = state
         self._has_started = False
         self._has_ended = False
         self._is_stream = False
@@ -129,7 +130,7 @@ class _AnswerSender:
             self._is_stream = any(
                 name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
             )
-            headers.append((b"x-request-id", self.request_id.encode()))
+            headers.append((b"x-request-id", self._state["request_id"].encode()))
             present = {name for name, _ in headers}
             for name, value in (self.charge.headers() if self.charge is not None else {}).items():
                 if name.encode() not in present:  # a refusal for a limit has them already
@@ -144,9 +145,9 @@ class _AnswerSender:
     async def fail(self, error: Exception) -> None:
         api_error = as_api_error(error)
         if api_error.status == 500:
-            logger.error("request %s failed", self.request_id, exc_info=error)
+            logger.error("request %s failed", self._state["request_id"], exc_info=error)
         elif api_error.status > 500:
-            logger.warning("request %s failed: %s", self.request_id, error)
+            logger.warning("request %s failed: %s", self._state["request_id"], error)
         if not self._has_started:
             await error_answer(api_error)({"type": "http"}, _never, self.send)
         elif self._is_stream and not self._has_ended:

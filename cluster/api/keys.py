@@ -119,6 +119,11 @@ class KeyRing:
         self._check_file()
         return find_key(self._keys, authorization)
 
+    def of_tenant(self, tenant: str) -> ApiKey | None:
+        """Return the key whose `tenant` this is; None if it is not in force."""
+        self._check_file()
+        return next((key for key in self._keys if key.tenant == tenant), None)
+
     def _check_file(self) -> None:
         now = self._clock()
         if self._path is None or now - self._checked_at < _CHECK_S:

@@ -22,6 +22,15 @@ def template_messages(messages: Sequence[Mapping[str, Any]], *, keeps_parts: boo
     return [_template_message(message, f"messages[{i}]", keeps_parts) for i, message in enumerate(messages)]
 
 
+def last_assistant_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of the last message if it is the assistant's, else an empty one."""
+    last = messages[-1]
+    if last.get("role") != "assistant":
+        return ""
+    text: str = _template_message(last, f"messages[{len(messages) - 1}]", keeps_parts=False)["content"]
+    return text
+
+
 def _template_message(message: Mapping[str, Any], param: str, keeps_parts: bool) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:

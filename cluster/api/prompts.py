@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from crossdock.cluster.api.bodies import ChatCompletionRequest, GenerationBody, TokenizeRequest, check_tools
+from crossdock.cluster.api.bodies import ChatCompletionRequest, TokenizeRequest, check_tools
 from crossdock.cluster.api.bounds import TEMPLATE_CHARS, TRUNCATED_CHARS, TRUNCATED_PER_TOKEN
 from crossdock.cluster.api.errors import ApiError, shown, to_json
+from crossdock.cluster.api.generation_body import GenerationBody
 from crossdock.cluster.api.heap import Heap
 from crossdock.cluster.api.http_config import NOT_TEMPLATE_VARIABLES
 from crossdock.cluster.api.messages import template_messages
@@ -98,6 +99,9 @@ class PromptEncoder:
     def _render(self, body: ChatCompletionRequest | TokenizeRequest, tools: list[dict[str, Any]] | None) -> str:
         """Return the text that the chat template makes of the messages."""
         messages = template_messages(body.messages or (), keeps_parts=self._tokenizer.takes_parts)
+        variables = self._variables | body.chat_template_kwargs
+        if isinstance(body, ChatCompletionRequest):
+            variables = self._variables | self._template_fields(body) | body.chat_template_kwargs
         adds = body.add_generation_prompt
         try:
             return self._tokenizer.render_chat(
@@ -106,10 +110,26 @@ class PromptEncoder:
                 add_generation_prompt=not body.continue_final_message if adds is None else adds,
                 continue_final_message=body.continue_final_message,
                 chat_template=body.chat_template,
-                variables=self._variables | body.chat_template_kwargs,
+                variables=variables,
             )
         except ValueError as error:
             raise ApiError(shown(str(error)), param="messages", code="invalid_value") from error
+
+    def _template_fields(self, body: ChatCompletionRequest) -> dict[str, Any]:
+        """Return the fields that the template reads. Raises ApiError for one that it does not: it would do nothing."""
+        reads = partial(self._tokenizer.template_reads, chat_template=body.chat_template)
+        fields: dict[str, Any] = {}
+        if body.documents:
+            fields["documents"] = body.documents
+            if not reads("documents"):
+                reason = "'documents' is not supported: this model's chat template does not read them."
+                raise ApiError(reason, param="documents", code="unsupported_parameter")
+        if body.reasoning_effort is not None:
+            fields |= {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}
+            if body.reasoning_effort != "none" and not (reads("reasoning_effort") or reads("enable_thinking")):
+                reason = "'reasoning_effort' is not supported: this model's chat template does not read it."
+                raise ApiError(reason, param="reasoning_effort", code="unsupported_parameter")
+        return fields
 
     def _check_template_fields(self, body: ChatCompletionRequest | TokenizeRequest) -> None:
         if body.chat_template is not None and not self._trusts_templates:
@@ -144,11 +164,16 @@ def _is_short(body: ChatCompletionRequest | TokenizeRequest) -> bool:
 
 
 def truncate(token_ids: list[int], body: GenerationBody, card: ModelCard) -> list[int]:
-    """Return the end of the prompt, as long as `truncate_prompt_tokens` allows; -1 asks for all that fits."""
+    """Return the part of the prompt that `truncate_prompt_tokens` keeps: its end, or with `right` its beginning.
+
+    -1 keeps all that fits beside the output.
+    """
     keep = body.truncate_prompt_tokens
     if keep == -1:
         keep = card.max_model_len - max(1, _limit(body) or 1)
-    result = token_ids if keep is None else token_ids[max(0, len(token_ids) - keep) :]
+    result = token_ids
+    if keep is not None:
+        result = token_ids[:keep] if body.truncation_side == "right" else token_ids[max(0, len(token_ids) - keep) :]
     if not result:
         reason = f"'{body.prompt_field}' must have at least one token."
         raise ApiError(reason, param=body.prompt_field, code="invalid_value")

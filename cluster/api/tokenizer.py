@@ -89,6 +89,11 @@ class ModelTokenizer:
         name: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         return name or ""
 
+    def template_reads(self, variable: str, chat_template: str | None = None) -> bool:
+        """Return whether a chat template mentions a variable. `chat_template`: a request's own; None: the model's."""
+        text = chat_template if chat_template is not None else str(self._tokenizer.chat_template or "")
+        return re.search(rf"\b{variable}\b", text) is not None
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

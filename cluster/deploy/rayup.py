@@ -69,7 +69,7 @@ def _node_type(config: ClusterConfig, node: NodeConfig) -> dict[str, Any]:
 
 def _on_premises(config: ClusterConfig) -> dict[str, Any]:
     """Return the machines by address. Ray's local provider has one node type for all: each starts Ray with what its
-    pool's machines have, which it finds by the address that the autoscaler gives it."""
+    pool's machines have, which it finds by its own address."""
     deploy = config.deploy
     require_nodes(config)
     if "head_ip" not in deploy.provider or "worker_ips" in deploy.provider:
@@ -81,12 +81,16 @@ def _on_premises(config: ClusterConfig) -> dict[str, Any]:
     addresses = [address for node in deploy.nodes for address in node.addresses]
     if twice := [each for each in addresses if [*addresses, deploy.provider["head_ip"]].count(each) > 1]:
         raise ValueError(f"deploy.nodes: {twice[0]} is named twice; a machine is the head, or of one pool")
-    cases = " ".join(f"{'|'.join(node.addresses)}) resources='{_resources(config, node)}';;" for node in deploy.nodes)
-    worker = f'case "$RAY_CLOUD_INSTANCE_ID" in {cases} *) exit 1;; esac; {_WORKER} $resources'
-    return {
-        "provider": {**deploy.provider, "worker_ips": addresses},
-        **_commands(config, f"{_HEAD} --num-cpus=0 --num-gpus=0", worker),
-    }
+    cases = " ".join(f"{_pattern(node)}) resources='{_resources(config, node)}';;" for node in deploy.nodes)
+    worker = f'case " $(hostname -I) " in {cases} *) exit 1;; esac; {_WORKER} $resources'
+    # Version 2, Ray's default, takes the head for one of these machines, and so leaves one of them out (Ray 2.60).
+    head = f"export RAY_enable_autoscaler_v2=0; {_HEAD} --num-cpus=0 --num-gpus=0"
+    return {"provider": {**deploy.provider, "worker_ips": addresses}, **_commands(config, head, worker)}
+
+
+def _pattern(node: NodeConfig) -> str:
+    """Return the shell pattern of a list of addresses with one of this pool's machines."""
+    return "|".join(f'*" {address} "*' for address in node.addresses)
 
 
 def _resources(config: ClusterConfig, node: NodeConfig) -> str:

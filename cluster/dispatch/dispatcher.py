@@ -93,7 +93,7 @@ class Dispatcher:
         self._suspects = SuspectTurns(timeouts.suspect_s)
         self._lives: dict[str, RequestLife] = {}  # by request, those in flight
         self._ingress_texts = ingress_texts or self._own_text
-        self._metrics_text = SharedAnswer(self._scrape, self._connections.spawn, _METRICS_HOLD_S)
+        self._metrics_text: SharedAnswer[str] = SharedAnswer(self._scrape, self._connections.spawn, _METRICS_HOLD_S)
         self.leave = self._connections.leave
         self.close = self._connections.close
 

@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.http_config import OPEN_TO_OTHERS
+from crossdock.cluster.api.limits import Loan
 from crossdock.cluster.api.listener import listen
 from crossdock.cluster.api.tiers import Tiers
 from crossdock.cluster.config import ClusterConfig, PoolConfig
@@ -35,6 +36,7 @@ logger = logging.getLogger("ray.serve")
 APP_NAME = "crossdock"
 _FIRST_REPLICA_S = 10.0  # an ingress waits so long for a replica; while models load it answers 503 after that
 _SCRAPE_S = 5.0  # a scrape waits so long for the other ingresses: Prometheus gives up after 10 s
+_LOAN_S = 0.5  # a request waits so long for what the other ingresses lend
 _NEVER_QUEUE = 1_000_000  # requests; the engine decides about admission, and Serve's own limit must not interfere
 _TINY_BUNDLE = 0.001  # CPUs; Ray accepts no bundle without resources
 
@@ -65,7 +67,7 @@ class Ingress:
         model = config.model
         defaults = GenerationDefaults.read(path, model.generation_config, model.override_generation_config)
         decisions = None if scaler is None else partial(_decisions, scaler)
-        self._api = build_api(self.dispatcher, tokenizer, config.http, tiers, defaults, decisions)
+        self._api = build_api(self.dispatcher, tokenizer, config.http, tiers, defaults, decisions, self._ask_peers)
         follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
         with suppress(TimeoutError):  # without this wait an upgrade would route requests to an ingress without replicas
             async with asyncio.timeout(_FIRST_REPLICA_S):
@@ -100,17 +102,29 @@ class Ingress:
         """Return the state of every replica that is up: what /v1/replicas answers to an operator."""
         return await self.dispatcher.replicas({}, None)
 
+    async def lend(self, asker: str, tenant: str, requests: float, tokens: float) -> Loan | None:
+        """Give another ingress, `asker`, what it lacks for a tenant's key; None: that is this one."""
+        return None if asker == self._name else self._api.state.lend(tenant, requests, tokens)
+
+    async def _ask_peers(self, tenant: str, requests: float, tokens: float) -> list[Loan]:
+        """Ask all other ingresses for what this one lacks for a tenant's key."""
+        return [loan for loan in await self._of_all("lend", _LOAN_S, self._name, tenant, requests, tokens) if loan]
+
     async def _all_ingress_metrics(self) -> dict[str, str]:
         """Return the metrics of all ingresses, by name, without those that fail or do not answer in time."""
+        return dict([await self.ingress_metrics(), *await self._of_all("ingress_metrics", _SCRAPE_S)])
+
+    async def _of_all(self, method: str, seconds: float, *arguments: Any) -> list[Any]:
+        """Return the answers of all ingresses, this one too, without those that fail or do not answer in time."""
         try:
-            async with asyncio.timeout(_SCRAPE_S):
-                asked = await self._every_ingress.broadcast("ingress_metrics")._fetch_replica_results_async()
+            async with asyncio.timeout(seconds):
+                asked = await self._every_ingress.broadcast(method, *arguments)._fetch_replica_results_async()
         except TimeoutError:
-            asked = []
-        # `results_async` has one time limit for all: an ingress that hangs would cost the figures of the others.
-        answering = (asyncio.wait_for(answer.get_async(), _SCRAPE_S) for answer in asked)
-        texts = await asyncio.gather(*answering, return_exceptions=True)
-        return dict([await self.ingress_metrics(), *(text for text in texts if not isinstance(text, BaseException))])
+            return []
+        # `results_async` has one time limit for all: an ingress that hangs would cost the answers of the others.
+        answering = (asyncio.wait_for(answer.get_async(), seconds) for answer in asked)
+        answers = await asyncio.gather(*answering, return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 async def _decisions(scaler: DeploymentHandle) -> list[dict[str, Any]]:

@@ -153,6 +153,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
     "HTTP": (
         Flag("http.host"),
         Flag("http.port"),
+        Flag("http.max_logprobs"),
         Flag("http.root_path"),
         Flag("http.keep_alive_s"),
         Flag(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossdock.kernels.choice import MARGIN, Choice, choose, only
+from crossdock.kernels.choice import MARGIN, KernelChoice, choose, only
 from crossdock.kernels.options import Kernel
 
 ROWS = (1, 4, 8, 16, 32, 64, 256, 1024)
@@ -24,7 +24,7 @@ ZEN_4: dict[Kernel, list[float]] = {
 
 def test_amx_machine_takes_onednn_from_8_rows() -> None:
     choice = choose(INTEL_AMX, ROWS)
-    assert choice == Choice("own", "onednn", 8)
+    assert choice == KernelChoice("own", "onednn", 8)
     assert [choice.at(rows) for rows in (1, 7, 8, 2000)] == ["own", "own", "onednn", "onednn"]
     assert str(choice) == "own below 8 rows, onednn from there"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from crossdock.kernels import cpu_attention
-from crossdock.kernels.choice import Choice, only
+from crossdock.kernels.choice import KernelChoice, only
 from crossdock.kernels.cpu_attention import CpuAttention
 from crossdock.kernels.options import CpuKernels
 
@@ -38,7 +38,7 @@ def test_attention_matches_longhand(setting: CpuKernels, dtype: torch.dtype, see
 
 
 def test_chunks_of_16_tokens_run_in_torch_where_it_is_named(flash_calls: list[int]) -> None:
-    check(Case(LENGTHS), CpuAttention("onednn").paged_attention)
+    check(Case(LENGTHS), CpuAttention("torch").paged_attention)
     assert flash_calls == [1, 2, 5, 6]
     check(Case(LENGTHS), CpuAttention("own").paged_attention)
     assert flash_calls == [1, 2, 5, 6]
@@ -49,9 +49,9 @@ def test_chunk_near_the_start_and_chunk_deep_in_a_prompt_have_choices_of_their_o
 ) -> None:
     measured: list[int] = []
 
-    def choice(past: int, _: object) -> Choice:
+    def choice(past: int, _: object) -> KernelChoice:
         measured.append(past)
-        return only("own") if past else Choice("own", "torch", 64)
+        return only("own") if past else KernelChoice("own", "torch", 64)
 
     monkeypatch.setattr(cpu_attention, "_measured", choice)
     attention = CpuAttention("auto").paged_attention

@@ -5,7 +5,7 @@ import torch
 
 from crossdock.kernels import linear as linears
 from crossdock.kernels.build import cpu_flags
-from crossdock.kernels.choice import Choice
+from crossdock.kernels.choice import KernelChoice
 from crossdock.kernels.linear import (
     FORMATS,
     ROWS,
@@ -51,7 +51,7 @@ def test_every_format_is_exact_to_rounding(dtype: torch.dtype) -> None:
 
 def test_chosen_linear_packs_the_weight_once_for_each_kernel_and_switches_by_rows() -> None:
     weight, calls = torch.randn(32, 16), list[Kernel]()
-    linear = ChosenLinear(weight, Choice("torch", "onednn", 8))
+    linear = ChosenLinear(weight, KernelChoice("torch", "onednn", 8))
     assert list(linear.formats) == ["torch", "onednn"]
     for kernel in linear.formats:
         linear.formats[kernel] = lambda x, kernel=kernel: calls.append(kernel) or x  # type: ignore[misc, assignment]
@@ -83,6 +83,17 @@ def test_kernels_without_their_instructions_are_not_usable(monkeypatch: pytest.M
     assert usable_kernels(torch.bfloat16, "torch") == ("torch",)
 
 
+@needs_own
+def test_machine_that_cannot_compile_own_products_uses_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: str) -> None:
+        raise OSError("g++ could not build decoder.cpp: error")
+
+    monkeypatch.setattr(linears, "cpu_library", fails)
+    assert usable_kernels(torch.bfloat16) == ("onednn", "torch")
+    with pytest.raises(ValueError, match=r"cpu_kernels own: g\+\+ could not build decoder.cpp: error; auto"):
+        usable_kernels(torch.bfloat16, "own")
+
+
 @torch.inference_mode()
 def test_measured_calls_stand_for_all_matrices() -> None:
     """The scales make up for matrices that are not measured, and for rows of them that are left out."""
@@ -91,7 +102,10 @@ def test_measured_calls_stand_for_all_matrices() -> None:
     assert set(cells) == {("torch", rows) for rows in ROWS}
     for (_, rows), timed in cells.items():
         small, large = timed
-        assert small.scale == 1.0
-        assert large.scale >= 8.0, rows  # 256 MiB in float32, of which 32 are measured
+        assert small.scale == len(small.calls) == 5
+        flops = 2 * rows * 64 * (1 << 20) / large.scale  # of one call
+        assert flops <= 1e8 * torch.get_num_threads()
+        assert (1 << 28) / large.scale <= 8 << 20  # bytes
+        assert len(large.calls) >= 4
         for each in timed:
-            each.call()
+            assert each.calls[0]().shape[0] == rows  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Seconds of kernels are measured once for each machine, whoever asks, and survive bad files."""
+"""Seconds of kernels are measured once for each machine, by one process, and survive bad files."""
 
 import json
 import logging
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from crossdock.kernels import measure
-from crossdock.kernels.choice import Choice, only
+from crossdock.kernels.choice import KernelChoice, only
 from crossdock.kernels.measure import Cells, Timed, measured_choice
 
 ROWS = (1, 8)
@@ -36,7 +36,7 @@ def cells(clock: list[float]) -> Cells:
         def call() -> None:
             clock[0] += seconds
 
-        return Timed(call, scale=10)
+        return Timed([call], scale=10)
 
     return {
         ("own", 1): [taking(0.01)],
@@ -46,7 +46,7 @@ def cells(clock: list[float]) -> Cells:
     }
 
 
-def ask(clock: list[float], key: str = "one") -> Choice:
+def ask(clock: list[float], key: str = "one") -> KernelChoice:
     return measured_choice("products", {"key": key}, ("own", "torch"), ROWS, lambda: cells(clock))
 
 
@@ -59,7 +59,7 @@ def test_seconds_are_measured_once_and_logged(
 ) -> None:
     with caplog.at_level(logging.INFO, measure.__name__):
         choice = ask(clock)
-    assert choice == Choice("own", "torch", 8)
+    assert choice == KernelChoice("own", "torch", 8)
     (message,) = caplog.messages
     assert message == "products: own below 8 rows, torch from there (ms for 1/8 rows: own 100/3e+03, torch 200/1e+03)"
     assert measured_choice("products", {"key": "one"}, ("own", "torch"), ROWS, forbidden) == choice
@@ -98,7 +98,7 @@ def test_cache_that_cannot_be_written_is_no_error(
     (tmp_path / "file").touch()
     monkeypatch.setenv("CROSSDOCK_CACHE", str(tmp_path / "file"))
     with caplog.at_level(logging.INFO, measure.__name__):
-        assert ask(clock) == Choice("own", "torch", 8)
+        assert ask(clock) == KernelChoice("own", "torch", 8)
     assert "measured again at every start" in caplog.messages[0]
 
 
@@ -109,7 +109,7 @@ def _ask_at_once(folder: str, number: int, barrier: object, answers: object) -> 
         def call() -> None:
             sum(range(20_000 * (number + 1)))
 
-        return {(kernel, rows): [Timed(call)] for kernel in ("own", "torch") for rows in ROWS}  # type: ignore[misc]
+        return {(kernel, rows): [Timed([call])] for kernel in ("own", "torch") for rows in ROWS}  # type: ignore[misc]
 
     barrier.wait()  # type: ignore[attr-defined]
     measured_choice("products", {}, ("own", "torch"), ROWS, slower_with_every_process)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from crossdock.kernels.attention import AttentionBatch
-from crossdock.kernels.choice import Choice
+from crossdock.kernels.choice import KernelChoice
 from crossdock.kernels.decoder import DecoderLayer, DecoderShape, DecoderStack
 from crossdock.kernels.linear import ChosenLinear, Weights, linear_choice, usable_kernels
 from crossdock.kernels.options import CpuKernels
@@ -43,7 +43,7 @@ class FusedLayers(nn.Module):
 class FusedHead(nn.Module):
     """The output projection by the kernel chosen for each number of rows."""
 
-    def __init__(self, weight: Tensor, choice: Choice) -> None:
+    def __init__(self, weight: Tensor, choice: KernelChoice) -> None:
         super().__init__()
         self._linear = ChosenLinear(weight, choice)
 
@@ -56,8 +56,8 @@ class Fusion:
     """Fused layers and head, as they were put into a model."""
 
     undo: Callable[[], None]
-    layers: Choice
-    head: Choice
+    layers: KernelChoice
+    head: KernelChoice
 
     def __str__(self) -> str:
         if self.layers == self.head:
@@ -96,7 +96,7 @@ def fuse(
         raise NotFusableError("the model's lm_head is not a plain linear of a multiple of 16 outputs")
     dtype = head.weight.dtype
     kernels = usable_kernels(dtype, cpu_kernels)
-    matrices = [shape.matrices(len(layers)), [Weights(*head.weight.shape, count=1)]]
+    matrices = [shape.matrices(len(layers)), [Weights(head.out_features, head.in_features, count=1)]]
     num_bytes = sum(each.num_bytes(dtype) for group in matrices for each in group)
     max_kernels = 2 if free_bytes is None or 2 * num_bytes <= free_bytes else 1
     try:
@@ -158,6 +158,9 @@ def _layer(layer: Any, window: int | None) -> DecoderLayer:
 def _shape(layer: Any) -> DecoderShape:
     attention = layer.self_attn
     qk_norm = getattr(attention, "q_norm", None)
+    norms = (layer.input_layernorm, qk_norm) if qk_norm is not None else (layer.input_layernorm,)
+    if not all(hasattr(norm, "variance_epsilon") for norm in norms):
+        raise NotFusableError("its norms are not Llama's RMS norm")
     return DecoderShape(
         hidden=attention.q_proj.in_features,
         num_heads=attention.q_proj.out_features // attention.head_dim,

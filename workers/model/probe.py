@@ -138,15 +138,13 @@ def _join_projections_if_equal(model: PagedModel, sequences: _ProbeBatch, theirs
 def _may_fuse(model: PagedModel, cpu_kernels: CpuKernels) -> bool:
     """Return whether fused layers are for this model: not on GPUs, where graphs remove dispatch.
 
-    A model in float32 on a CPU that computes bfloat16 is one whose user wants it exact; another CPU has no choice.
+    Raises:
+        ValueError: `cpu_kernels` names a kernel that cannot run here.
     """
     if model.device.type != "cpu" or model.attention.name != "cpp":
         return False
-    if cpu_kernels != "auto":
-        usable_kernels(model.dtype, cpu_kernels)  # refuses a kernel that cannot run
-        return True
-    has_bf16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return model.dtype is torch.bfloat16 or (model.dtype is torch.float32 and not has_bf16)
+    usable_kernels(model.dtype, cpu_kernels)
+    return model.dtype in (torch.bfloat16, torch.float32)
 
 
 def _fuse_layers_if_equal(

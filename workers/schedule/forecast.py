@@ -11,19 +11,23 @@ from crossdock.workers.schedule.table import RequestTable
 
 
 def predicted_ttft(
-    own_seconds: float, priority: int, backlog: Iterable[tuple[int, float]], prefill_share: float
+    own_seconds: float,
+    urgency: tuple[int, int],
+    backlog: Iterable[tuple[tuple[int, int], float]],
+    prefill_share: float,
 ) -> float:
     """Return the seconds until the first token of a prompt that takes `own_seconds` alone.
 
-    All prompts of more urgent classes go before it. Those of its own class share with it, so each delays it by at most
-    its own length, as under processor sharing.
+    All more urgent prompts go before it. Those of its own urgency share with it, so each delays it by at most its own
+    length, as under processor sharing.
 
     Args:
-        backlog: (priority, seconds) of every unfinished prompt.
+        urgency: of its class and in its class, as `Request.urgency`.
+        backlog: (urgency, seconds) of every unfinished prompt.
         prefill_share: share of the time that running streams leave for prompts.
     """
     ahead = sum(
-        seconds if other < priority else min(seconds, own_seconds) for other, seconds in backlog if other <= priority
+        seconds if other < urgency else min(seconds, own_seconds) for other, seconds in backlog if other <= urgency
     )
     return (ahead + own_seconds) / max(prefill_share, LEAST_SHARE)
 
@@ -54,11 +58,11 @@ class Forecast:
     def ttft(self, request: Request) -> tuple[float, float]:
         """Return the seconds until a new request's first token, now and on an idle replica; (0, 0) without a cost."""
         own, drain = self.prefill_seconds(request), self._drain_seconds(request)
-        ttft = predicted_ttft(own, request.priority, self._backlog(), self.prefill_share(request.priority))
+        ttft = predicted_ttft(own, request.urgency, self._backlog(), self.prefill_share(request.priority))
         return ttft + drain, own + drain
 
-    def _backlog(self) -> list[tuple[int, float]]:
-        """Return (priority, seconds) of every unfinished prompt. One that starves goes before every class: -1.
+    def _backlog(self) -> list[tuple[tuple[int, int], float]]:
+        """Return (urgency, seconds) of every unfinished prompt. One that starves goes before all that do not.
 
         Between two steps prompts only arrive, at times by the thousand: seconds of those before are computed once.
         """
@@ -79,8 +83,8 @@ class Forecast:
         """Return how many times as long as others of its length a chunk of the prompt takes."""
         return self.scored_factor if request.sampling.prompt_logprobs is not None else 1.0
 
-    def _turn(self, request: Request) -> int:
-        return -1 if is_starving(request, self.table.now, self.table.config.starvation_s) else request.priority
+    def _turn(self, request: Request) -> tuple[int, int]:
+        return (-1, 0) if is_starving(request, self.table.now, self.table.config.starvation_s) else request.urgency
 
     def prefill_seconds(self, request: Request) -> float:
         """Return the seconds of this replica's time that the rest of a request's prompt takes; 0 without a cost.

@@ -93,6 +93,9 @@ class Scheduler:
             )
         if self._table.get(request.id) is not None:
             raise InvalidField(f"request_id {request.id!r} is already being served", "request_id")
+        if request.priority_in_class and self.config.prefill_order == "fcfs":
+            reason = f"priority is {request.priority_in_class}, but this server computes prompts in order of arrival"
+            raise InvalidField(f"{reason} (--prefill-order fcfs)", "priority_in_class")
         request.priority = priority_of(self.config.slo_classes, request.slo_class)
         request.arrival_work = self._table.prefilled.tokens
         request.queued_at = request.arrival_time - request.waited_s

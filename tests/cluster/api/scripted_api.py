@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,7 +86,7 @@ class ScriptedDispatcher:
         for i, token in enumerate(ids):
             delta = TokenDelta(submission.id, [token])
             if sampling.logprobs is not None:
-                delta.logprobs = [self.logprob(token, sampling.logprobs)]
+                delta.logprobs = [self.logprob(token, sampling.logprobs, sampling.logprob_token_ids)]
             if i == 0:
                 delta.num_cached_tokens = min(4, len(submission.prompt_token_ids))
                 if sampling.prompt_logprobs is not None:
@@ -98,8 +98,9 @@ class ScriptedDispatcher:
             deltas.append(delta)
         return deltas
 
-    def logprob(self, token: int, count: int) -> TokenLogprobs:
-        return TokenLogprobs(token, -0.25, 1, tuple((token + i, -0.25 - i) for i in range(count)))
+    def logprob(self, token: int, count: int, listed: Sequence[int] = ()) -> TokenLogprobs:
+        others = listed or [(token + i) % VOCAB_SIZE for i in range(count)]
+        return TokenLogprobs(token, -0.25, 1, tuple((other, -0.25 - i) for i, other in enumerate(others)))
 
 
 class LiveServer(uvicorn.Server):

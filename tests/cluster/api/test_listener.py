@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import random
+import re
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -28,12 +30,14 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def with_listener(client: Callable[[int], Awaitable[None]], app: Any = echo, write_timeout_s: float = 60) -> None:
+def with_listener(
+    client: Callable[[int], Awaitable[None]], app: Any = echo, write_timeout_s: float = 60, keep_alive_s: int = 75
+) -> None:
     """Run `client` with the port of a listener, on either event loop."""
 
     async def main() -> None:
         port = free_port()
-        server = await listen(app, "127.0.0.1", port, write_timeout_s=write_timeout_s)
+        server = await listen(app, "127.0.0.1", port, keep_alive_s=keep_alive_s, write_timeout_s=write_timeout_s)
         try:
             await asyncio.wait_for(client(port), 60)
         finally:
@@ -366,6 +370,42 @@ def test_client_that_reads_nothing_is_disconnected_and_its_request_ends() -> Non
     with_listener(client, app, write_timeout_s=0.3)
 
 
+@pytest.mark.parametrize("header", [b"", b"connection: close\r\n"])
+def test_finished_answer_that_is_not_read_does_not_keep_the_connection(
+    header: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few bytes of it wait in this process, and all of the kernel's buffers are full."""
+    connections: list[connection.Connections] = []
+    create = connection.Connections.__init__
+
+    def created(self: connection.Connections, most: int, write_timeout_s: float) -> None:
+        create(self, most, write_timeout_s)
+        connections.append(self)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        """Write until something waits in this process, then end."""
+        (protocol,) = connections[-1]._open
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not protocol.transport.get_write_buffer_size():
+            await send({"type": "http.response.body", "body": b"x" * 1000, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def client(port: int) -> None:
+        with socket.socket() as wire:
+            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            wire.connect(("127.0.0.1", port))
+            wire.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n" + header + b"\r\n")
+            while not connections[-1]._open:
+                await asyncio.sleep(0.001)
+            while connections[-1]._open:
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(connection.Connections, "__init__", created)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
+    with_listener(client, app, write_timeout_s=0.3, keep_alive_s=1)
+
+
 def test_client_that_reads_slowly_stays() -> None:
     app = EndlessAnswer()
 
@@ -426,3 +466,96 @@ def test_upgrade_is_answered_as_a_request_and_ends_the_connection() -> None:
             assert (await exchange(port, head)).startswith(b"HTTP/1.1 200 ")
 
     with_listener(client)
+
+
+@pytest.mark.parametrize("header", [b"HTTP/1.0\r\n", b"HTTP/1.1\r\nconnection: close\r\n"])
+def test_requests_behind_the_last_one_are_not_begun(header: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    begun = 0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal begun
+        begun += 1
+        await asyncio.sleep(0.01)
+        await echo(scope, receive, send)
+
+    async def client(port: int) -> None:
+        nonlocal begun
+        begun = 0
+        received = await exchange(
+            port, b"GET / " + header + b"host: a\r\n\r\n" + b"GET / HTTP/1.1\r\nhost: a\r\n\r\n" * 3
+        )
+        assert received.startswith(b"HTTP/1.1 200 ")
+        assert (begun, received.count(b"HTTP/1.1")) == (1, 1)
+
+    with_listener(client, app)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_answer_that_began_before_its_body_broke_is_sent_whole(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        await asyncio.sleep(0.1)
+        await send({"type": "http.response.body", "body": b"b"})
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(CHUNKED + b"3\r\nabc\r\n")
+        await reader.readuntil(b"\r\n\r\na")
+        writer.write(b"no chunk\r\n")
+        assert await answer(reader) == b"b"
+
+    with_listener(client, app)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def mutated(choice: random.Random) -> bytes:
+    """Return requests, one after the other, with some of their bytes changed, dropped or repeated."""
+    parts = [b"GET / HTTP/1.1\r\nhost: a\r\n\r\n", POST + b"content-length: 3\r\n\r\nabc", b"\r\n"]
+    parts += [CHUNKED + b"3\r\nabc\r\n0\r\nx: y\r\n\r\n", b"GET / HTTP/1.0\r\n\r\n"]
+    data = bytearray(b"".join(choice.choices(parts, k=choice.randint(1, 4))))
+    for _ in range(choice.randint(0, 4)):
+        place = choice.randrange(len(data))
+        match choice.randrange(4):
+            case 0:
+                data[place] = choice.choice(b"\0\r\n :;0Hf\xff")
+            case 1:
+                del data[place : place + choice.randint(1, 9)]
+            case 2:
+                data[place:place] = data[place : place + choice.randint(1, 40)]
+            case _:
+                data[place:place] = b"a" * choice.choice((1, 20_000, 70_000))
+        data = data or bytearray(b"\r\n")
+    return bytes(data)
+
+
+def test_any_bytes_get_answers_in_openais_shape_or_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.5)
+    failures: list[Any] = []
+
+    async def send(port: int, number: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(mutated(random.Random(number)))
+        writer.write_eof()
+        received = await answer(reader)
+        writer.close()
+        while received:
+            head, _, rest = received.partition(b"\r\n\r\n")
+            end = int(re.search(rb"content-length: (\d+)", head)[1])  # type: ignore[index]
+            assert len(rest) >= end
+            if not head.startswith(b"HTTP/1.1 200 "):
+                body = head + b"\r\n\r\n" + rest[:end]
+                assert_error(body, int(head.split()[1]), json.loads(rest[:end])["error"]["code"])
+            received = rest[end:]
+
+    async def client(port: int) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
+        for first in range(0, 400, 40):
+            await asyncio.gather(*(send(port, number) for number in range(first, first + 40)))
+        assert (await exchange(port, b"GET / HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+    with_listener(client)
+    assert failures == []
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []

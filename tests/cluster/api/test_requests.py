@@ -304,3 +304,24 @@ def test_key_sees_only_its_own_requests(tokenizer: ModelTokenizer) -> None:
             await asyncio.gather(*asking)
 
     asyncio.run(main())
+
+
+def test_ends_are_counted_as_clients_see_them(tokenizer: ModelTokenizer) -> None:
+    """A stop string ends the stream of tokens early, which is no abort."""
+
+    async def main() -> None:
+        async with EngineApi(tokenizer) as api:
+            whole = await api.ask(max_tokens=20, temperature=0)
+            stop = whole.json()["choices"][0]["text"][5:8]
+            stopped = await api.ask(max_tokens=20, temperature=0, stop=[stop])
+            assert [answer.json()["choices"][0]["finish_reason"] for answer in (whole, stopped)] == ["length", "stop"]
+            [asking], gate = await api.held(api.ask(max_tokens=20))
+            asking.cancel()
+            await asyncio.wait([asking])
+            gate.set()
+            metrics = await api.dispatcher.metrics_text()
+            for reason, count in {"length": 1, "stop": 1, "abort": 1, "error": 0}.items():
+                ended = f'crossdock_ingress_requests_ended_total{{finish_reason="{reason}",ingress="0"}} {count}.0'
+                assert ended in metrics, reason
+
+    asyncio.run(main())

@@ -30,6 +30,7 @@ mount --bind "$2" /tmp
 mount -t tmpfs tmpfs /dev/shm
 mount -t tmpfs tmpfs /run
 mount --bind /tmp/hosts /etc/hosts
+mount --bind /tmp/passwd /etc/passwd
 mount --bind /dev/null /etc/resolv.conf
 mkdir /run/sshd
 ip link set lo up
@@ -41,7 +42,7 @@ ip route add default via "$4"
 touch /tmp/is-up
 wait
 """
-_SSHD = f"""
+_SSHD = """
 HostKey /tmp/host_key
 AuthorizedKeysFile /tmp/authorized_keys
 PermitRootLogin prohibit-password
@@ -50,7 +51,6 @@ UsePAM no
 UseDNS no
 StrictModes no
 PidFile none
-SetEnv HOME={HOME}
 """
 
 
@@ -145,6 +145,8 @@ def _fill(folder: Path, addresses: Mapping[str, str], key: Path, environment: Ma
     shutil.copy(key.with_suffix(".pub"), folder / "authorized_keys")
     (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{ip} {name}\n" for name, ip in addresses.items()))
     (folder / "sshd_config").write_text(_SSHD)
+    users = [user for user in Path("/etc/passwd").read_text().splitlines() if not user.startswith("root:")]
+    (folder / "passwd").write_text("\n".join([f"root:x:0:0:root:{HOME}:/bin/bash", *users]) + "\n")
     given = {
         "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
         "CROSSDOCK_CACHE": str(cache_dir()),  # has the kernels compiled

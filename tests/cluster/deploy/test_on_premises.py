@@ -29,11 +29,14 @@ def config(**deploy: Any) -> ClusterConfig:
 
 
 def started(cluster: dict[str, Any], kind: str, address: str) -> str:
-    """Run the commands that start Ray with a `ray` that prints its arguments. Return what `ray start` gets."""
+    """Run the commands that start Ray, on a machine of this address with a `ray` that prints its environment and its
+    arguments. Return what `ray start` prints."""
     script = "; ".join(cluster[f"{kind}_start_ray_commands"])
-    ray = 'ray() { echo "$RAY_AUTH_MODE $@"; }; '
-    environment = {"RAY_HEAD_IP": "10.0.0.1", "RAY_CLOUD_INSTANCE_ID": address, "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(["bash", "-c", ray + script], env=environment, capture_output=True, text=True, check=True)
+    ray = 'ray() { echo "$RAY_AUTH_MODE $RAY_enable_autoscaler_v2 $@"; }; '
+    hostname = f"hostname() {{ echo '172.17.0.1 {address} '; }}; "
+    environment = {"RAY_HEAD_IP": "10.0.0.1", "RAY_enable_autoscaler_v2": "1", "PATH": "/usr/bin:/bin"}
+    command = ["bash", "-c", ray + hostname + script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()[-1]
 
 
@@ -42,7 +45,7 @@ def test_machine_starts_ray_with_what_its_pool_says() -> None:
     assert cluster["provider"] == LOCAL | {"worker_ips": ["10.0.0.2", "10.0.0.3", "10.0.0.4"]}
     assert cluster["max_workers"] == 3
     assert "available_node_types" not in cluster, "Ray's local provider refuses them"
-    joined = "start --address=10.0.0.1:6379"
+    joined = "1 start --address=10.0.0.1:6379"
     h100 = "--num-cpus=12 --num-gpus=1 --labels=ray.io/accelerator-type=H100"
     assert started(cluster, "worker", "10.0.0.2").strip().startswith(joined)
     assert started(cluster, "worker", "10.0.0.2").endswith(h100)
@@ -51,6 +54,11 @@ def test_machine_starts_ray_with_what_its_pool_says() -> None:
     with pytest.raises(subprocess.CalledProcessError):
         started(cluster, "worker", "10.0.0.20")
     assert started(cluster, "head", "10.0.0.1").endswith("--num-cpus=0 --num-gpus=0"), "no replica runs on the head"
+
+
+def test_head_runs_the_first_version_of_the_autoscaler() -> None:
+    """The second one takes the head for a worker, and starts one worker too few (Ray 2.60)."""
+    assert started(ray_up(config()), "head", "10.0.0.1").strip().startswith("0 start --head")
 
 
 def test_cluster_file_passes_rays_schema_and_its_local_provider() -> None:
@@ -66,8 +74,8 @@ def test_machine_without_containers_is_given_the_environment() -> None:
     assert contained["docker"]["image"] == "crossdock:cpu"
     assert "-e RAY_AUTH_MODE=token" in contained["docker"]["run_options"]
     assert "docker" not in bare
-    assert started(bare, "worker", "10.0.0.2").startswith("token start")
-    assert started(bare, "head", "10.0.0.1").startswith("token start")
+    assert started(bare, "worker", "10.0.0.2").startswith("token 1 start")
+    assert started(bare, "head", "10.0.0.1").startswith("token 0 start")
 
 
 @pytest.mark.parametrize(

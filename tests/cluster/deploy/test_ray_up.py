@@ -58,7 +58,10 @@ def cluster(tmp_path: Path, tokenizers: dict[str, PreTrainedTokenizerFast]) -> I
     model = tmp_path / "model"
     tokenizers["byte_level"].save_pretrained(model)
     build("llama", {}).save_pretrained(model)
-    environment = {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.1", "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.1",
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # a worker waits so long for its head; by default a minute
+    }
     with machines(tmp_path, ["laptop", "head", "one", "two"], environment) as made:
         for machine in made.values():
             shutil.copytree(model, machine.folder / "model")

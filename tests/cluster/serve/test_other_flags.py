@@ -40,6 +40,7 @@ VALUES = {  # an example of a value, as vLLM or SGLang take it; others take none
     "--kv-cache-dtype": "fp8",
     "--kv-cache-memory-bytes": "2G",
     "--long-prefill-token-threshold": "256",
+    "--max-logprobs": "5",
     "--max-model-len": "32k",
     "--max-num-batched-tokens": "8K",
     "--max-num-queued-reqs": "100",

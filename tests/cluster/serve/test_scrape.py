@@ -28,7 +28,7 @@ class Broadcasts:
     def __init__(self, answers: Any) -> None:
         self.answers = answers
 
-    def broadcast(self, method: str) -> DeploymentBroadcastResponse:
+    def broadcast(self, method: str, *arguments: Any) -> DeploymentBroadcastResponse:
         return DeploymentBroadcastResponse(self.answers(), None)
 
 

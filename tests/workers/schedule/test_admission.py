@@ -65,12 +65,12 @@ def test_unknown_class_is_refused_by_field() -> None:
 
 
 def test_prompt_waits_for_more_urgent_ones_and_shares_with_its_class() -> None:
-    assert predicted_ttft(1.0, 1, [], 1.0) == 1.0
-    assert predicted_ttft(1.0, 1, [(0, 5.0)], 1.0) == 6.0
-    assert predicted_ttft(1.0, 1, [(1, 5.0), (1, 0.2)], 1.0) == pytest.approx(2.2)
-    assert predicted_ttft(1.0, 1, [(2, 5.0)], 1.0) == 1.0
-    assert predicted_ttft(1.0, 1, [], 0.5) == 2.0
-    assert predicted_ttft(1.0, 1, [], 0.0) < 100, "streams never stop prompts for good"
+    assert predicted_ttft(1.0, (1, 0), [], 1.0) == 1.0
+    assert predicted_ttft(1.0, (1, 0), [((0, 0), 5.0)], 1.0) == 6.0
+    assert predicted_ttft(1.0, (1, 0), [((1, 0), 5.0), ((1, 0), 0.2)], 1.0) == pytest.approx(2.2)
+    assert predicted_ttft(1.0, (1, 0), [((2, 0), 5.0)], 1.0) == 1.0
+    assert predicted_ttft(1.0, (1, 0), [], 0.5) == 2.0
+    assert predicted_ttft(1.0, (1, 0), [], 0.0) < 100, "streams never stop prompts for good"
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "fixed"])

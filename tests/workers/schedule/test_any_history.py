@@ -112,6 +112,7 @@ class AnyHistory(RuleBasedStateMachine):
         salt=st.sampled_from(["", "tenant"]),
         ignore_eos=st.booleans(),
         slo_class=st.sampled_from(["interactive", "standard", "batch"]),
+        priority=st.integers(-1, 1),
         leg=st.sampled_from([Leg.LOCAL, Leg.LOCAL, Leg.SEND, Leg.RECEIVE]),
         is_offered=st.booleans(),
     )
@@ -123,6 +124,7 @@ class AnyHistory(RuleBasedStateMachine):
         salt: str,
         ignore_eos: bool,
         slo_class: str,
+        priority: int,
         leg: Leg,
         is_offered: bool,
     ) -> None:
@@ -130,6 +132,8 @@ class AnyHistory(RuleBasedStateMachine):
         name, prompt = f"r{self.count}", (prefix + tail)[:39]
         epoch = int(leg is not Leg.LOCAL)
         new = Request(name, prompt, params, salt, slo_class, leg=leg, epoch=epoch, arrival_time=self.now)
+        if self.scheduler.config.prefill_order == "response_ratio":
+            new.priority_in_class = priority
         self.count += 1
         with suppress(Overloaded):
             self.scheduler.add(new)

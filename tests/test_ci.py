@@ -1,0 +1,42 @@
+"""CI's script goes on to the tests when nothing can be installed."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / ".ci" / "run"
+
+
+def program(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("can_install", [True, False])
+def test_tests_run_whether_or_not_packages_can_be_installed(tmp_path: Path, can_install: bool) -> None:
+    for name in ("bash", "dirname", "env", "mktemp", "rm", "sh", "tail", "timeout"):
+        found = shutil.which(name)
+        assert found is not None
+        (tmp_path / name).symlink_to(found)
+    program(
+        tmp_path / "apt-get",
+        f'echo "$@" >> {tmp_path}/asked; {"exit 0" if can_install else "echo no network; exit 100"}',
+    )
+    program(tmp_path / "make", 'echo "made $1"; exit 3')
+    ended = subprocess.run(
+        ["bash", SCRIPT],
+        env={**os.environ, "PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 3, "the exit code of make"
+    assert ended.stdout.endswith("made test\n")
+    assert ("no network" in ended.stdout) is not can_install
+    asked = (tmp_path / "asked").read_text()
+    assert "update" in asked
+    assert ("chromium chromium-driver prometheus" in asked) is can_install
