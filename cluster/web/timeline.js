@@ -123,9 +123,12 @@ export class Timeline {
 
   #marked(pen, x, height, colour) {
     pen.font = "11px system-ui, sans-serif";
-    pen.fillStyle = colour("text");
     for (const [seconds, label] of this.marks) {
-      const at = x(seconds), isRoomBefore = at > 90; // before the first prompt nothing is drawn above the line
+      const at = x(seconds), wide = pen.measureText(label).width + 10;
+      const isRoomBefore = at > wide; // before the first prompt nothing is drawn above the line
+      pen.fillStyle = colour("track"); // so that the label can be read before a chunk
+      if (!isRoomBefore) pen.fillRect(at, 0, wide, 16);
+      pen.fillStyle = colour("text");
       pen.fillRect(at, 0, 1.5, height - 16);
       pen.textAlign = isRoomBefore ? "right" : "left";
       pen.fillText(label, at + (isRoomBefore ? -5 : 5), 12);
