@@ -100,7 +100,7 @@ def main() -> None:
     rows = {}
     engine: Engine | None = None
     for size in sizes:
-        limits = {"max_num_batched_tokens": tokens + 64, "long_prefill_token_threshold": size}
+        limits = {"max_num_batched_tokens": tokens + 64, "max_prefill_tokens": size}
         settings = EngineConfig.model_validate(config | limits)
         if engine is None:
             engine = load_engine(ReplicaSpec(settings.model_spec(arguments.model), settings, os.cpu_count() or 1))

@@ -1,21 +1,25 @@
-"""How much faster are the CPU kernels than torch, at the sizes of SmolLM2-135M?
+"""Which CPU kernel is the fastest for how many rows, and is it the one that is chosen? At the sizes of SmolLM2-135M.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/kernels.py --threads 1       # a minute
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/kernels.py --threads 1       # two minutes
 
-Prints milliseconds per layer and ratios for attention, then GFLOP/s and milliseconds for the linears.
+Prints milliseconds per layer for attention, then GFLOP/s and milliseconds for the linears, for all candidates.
 """
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crossdock.kernels.attention import AttentionBatch, paged_attention, reference_paged_attention, store_kv
-from crossdock.kernels.build import cpu_flags
-from crossdock.kernels.decoder import PackedLinear
+from crossdock.kernels.attention import AttentionBatch, reference_paged_attention, store_kv
+from crossdock.kernels.choice import KernelChoice
+from crossdock.kernels.cpu_attention import CpuAttention
+from crossdock.kernels.linear import FORMATS, Weights, linear_choice, usable_kernels
+from crossdock.kernels.options import Kernel
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 9, 3, 64, 16, 30
 
@@ -38,6 +42,11 @@ def milliseconds(seconds: float, *functions: Callable[[], object]) -> list[float
     return [1e3 * t for t in best]
 
 
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
+
+
 def batch_of(lengths: list[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, AttentionBatch]:
     """Return queries, keys and values of one layer of a pool, and the batch, for (query_len, kv_len) per sequence."""
     per_sequence = [-(-kv // PAGE_SIZE) for _, kv in lengths]
@@ -58,83 +67,84 @@ def batch_of(lengths: list[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor
     return q, pool[:, :, 1, 0], pool[:, :, 1, 1], AttentionBatch(starts, kv_len, table, slots, *longest)
 
 
+def shown(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
 def attention(seconds: float) -> None:
     print(f"\nattention, ms per layer ({HEADS} q / {KV_HEADS} kv heads of {HEAD_DIM}, pages of {PAGE_SIZE})")
-    print("torch: the reference, which gathers and masks; SDPA's is_causal, below, takes half as long for a prefill")
-    print(f"{'batch':34} {'dtype':5} {'torch':>9} {'ours':>9} {'ratio':>7}")
+    print("own: attention.cpp; torch: flash attention over gathered keys for chunks; reference: gathers and masks")
+    print(f"{'batch':36} {'dtype':5} {'reference':>9} {'torch':>9} {'own':>9} {'chosen':>9} chosen / best")
+    library, own, chosen = (CpuAttention(setting) for setting in ("torch", "own", "auto"))
     for name, lengths in {
         "decode 1 at 1024": [(1, 1024)],
         "decode 8 at 1024": [(1, 1024)] * 8,
         "decode 32 at 1024": [(1, 1024)] * 32,
         "decode 1 at 8192": [(1, 8192)],
+        "prefill 64": [(64, 64)],
         "prefill 512": [(512, 512)],
         "prefill 2048": [(2048, 2048)],
+        "chunk 64 at 4096": [(64, 4096)],
         "chunk 256 at 4096": [(256, 4096)],
         "chunk 256 at 2048 + decode 16 at 512": [(256, 2048), *[(1, 512)] * 16],
     }.items():
         for dtype in (torch.bfloat16, torch.float32):
-            q, k, v, batch = batch_of(lengths, dtype)
-
-            def ours(q: Tensor = q, k: Tensor = k, v: Tensor = v, batch: AttentionBatch = batch) -> Tensor:
-                return paged_attention(q, k, v, batch, scale=HEAD_DIM**-0.5)
-
-            def reference(q: Tensor = q, k: Tensor = k, v: Tensor = v, batch: AttentionBatch = batch) -> Tensor:
-                return reference_paged_attention(q, k, v, batch, scale=HEAD_DIM**-0.5)
-
-            times = milliseconds(seconds, ours, reference)
-            label = str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-            print(f"{name:34} {label:5} {times[1]:9.3f} {times[0]:9.3f} {times[1] / times[0]:6.1f}x")
+            arguments = batch_of(lengths, dtype)
+            attend = [reference_paged_attention, *(kernel.paged_attention for kernel in (library, own, chosen))]
+            calls = [partial(function, *arguments, scale=HEAD_DIM**-0.5) for function in attend]
+            times = milliseconds(seconds, *calls)
+            cells = " ".join(f"{t:9.3f}" for t in times)
+            print(f"{name:36} {shown(dtype):5} {cells} {times[3] / min(times[1:3]):6.2f}")
+    for heads, (near, deep) in chosen.chosen():
+        print(f"chosen for {heads}: {near}; deep in a prompt: {deep}")
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(1, HEADS, 2048, HEAD_DIM, dtype=dtype)
         y = torch.randn(1, HEADS, 2048, HEAD_DIM, dtype=dtype)
         (t,) = milliseconds(seconds, lambda x=x, y=y: F.scaled_dot_product_attention(x, y, y, is_causal=True))
         print(f"for comparison, torch SDPA is_causal on contiguous {dtype} 2048: {t:.1f} ms")
     for count in (8, 512):
-        q, k, v, batch = batch_of([(count, count)], torch.bfloat16)
+        _, k, v, batch = batch_of([(count, count)], torch.bfloat16)
         new = torch.randn(count, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
         (t,) = milliseconds(seconds / 4, lambda new=new, k=k, v=v, batch=batch: store_kv(new, new, k, v, batch.slots))
         print(f"store_kv of {count} tokens: {1e3 * t:.1f} us")
 
 
-def linears(seconds: float) -> None:
-    if "avx512_bf16" not in cpu_flags():
-        print("\nno AVX512-BF16: the packed linears do not run here")
-        return
+def linears(seconds: float, dtype: torch.dtype) -> None:
+    kernels = usable_kernels(dtype)
     shapes = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
-    print("\nlinears in bf16, GFLOP/s (ms): F.linear | oneDNN, weight prepacked | ours")
-    print(f"{'':8} {'M':>5} {'F.linear':>16} {'prepacked':>16} {'ours':>16}")
+    *layers, head = (Weights(*shape, count=1 if name == "head" else LAYERS) for name, shape in shapes.items())
+    chosen_layers = linear_choice("decoder layers", layers, dtype, kernels)
+    chosen_head = linear_choice("output projection", [head], dtype, kernels)
+    print("the least time of any of a model's matrices of a shape, times their number")
+    print(f"\nlinears in {shown(dtype)}, GFLOP/s (ms of one); chosen: {chosen_layers}; for the head {chosen_head}")
+    print(f"{'':8} {'rows':>5} " + " ".join(f"{kernel:>16}" for kernel in kernels) + "   chosen, chosen / best")
     totals: dict[int, list[float]] = {}
     for name, (N, K) in shapes.items():
         # As many copies as the model has layers: a weight that stays in the cache makes all of them too fast.
         count = 1 if name == "head" else LAYERS
-        weights = [torch.randn(N, K, dtype=torch.bfloat16) for _ in range(count)]
-        prepacked = [torch.ops.mkldnn._reorder_linear_weight(w, 64) for w in weights]
-        packed = [PackedLinear(w) for w in weights]
-        for M in (1, 4, 8, 16, 32, 64, 256, 1024):
-            if name == "head" and M > 64:
+        weights = [torch.randn(N, K, dtype=dtype) for _ in range(count)]
+        formats = [[FORMATS[kernel](w) for w in weights] for kernel in kernels]
+        for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024):
+            if name == "head" and rows > 64:
                 continue
-            x = torch.randn(M, K, dtype=torch.bfloat16)
+            x = torch.randn(rows, K, dtype=dtype)
+            least = milliseconds(seconds, *(partial(linear, x) for linears in formats for linear in linears))
+            times = [count * min(least[i * count : (i + 1) * count]) for i in range(len(kernels))]
+            cells = " ".join(f"{2e-6 * rows * N * K * count / t:7.0f} ({t / count:6.3f})" for t in times)
+            choice = chosen_head if name == "head" else chosen_layers
+            print(f"{name:8} {rows:5} {cells} {verdict(times, choice, rows, kernels)}")
+            if name != "head":
+                totals[rows] = [a + b for a, b in zip(totals.get(rows, [0.0] * 3), times, strict=False)]
+    print("all layers, ms:")
+    for rows, times in totals.items():
+        cells = " ".join(f"{t:16.2f}" for t in times)
+        print(f"{'layers':8} {rows:5} {cells} {verdict(times, chosen_layers, rows, kernels)}")
 
-            def torch_linear(x: Tensor = x, weights: list[Tensor] = weights) -> None:
-                for w in weights:
-                    F.linear(x, w)
 
-            def onednn(x: Tensor = x, prepacked: list[Tensor] = prepacked) -> None:
-                for w in prepacked:
-                    torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
-
-            def ours(x: Tensor = x, packed: list[PackedLinear] = packed) -> None:
-                for linear in packed:
-                    linear(x)
-
-            times = milliseconds(seconds, torch_linear, onednn, ours)
-            cells = [f"{2e-6 * M * N * K * count / t:8.0f} ({t / count:.3f})" for t in times]
-            print(f"{name:8} {M:5} " + " ".join(f"{cell:>16}" for cell in cells))
-            totals.setdefault(M, [0.0] * 3)
-            totals[M] = [a + b for a, b in zip(totals[M], times, strict=True)]
-    print("whole model, ms (above M=64 without the head):")
-    for M, times in totals.items():
-        print(f"{'all':8} {M:5} " + " ".join(f"{t:16.2f}" for t in times))
+def verdict(times: list[float], choice: KernelChoice, rows: int, kernels: Sequence[Kernel]) -> str:
+    """Return the kernel chosen for these rows, and how many times slower it is than the fastest."""
+    chosen = choice.at(rows)
+    return f"   {chosen:7}{times[kernels.index(chosen)] / min(times):5.2f}"
 
 
 def main() -> None:
@@ -145,12 +155,13 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    print(f"torch {torch.__version__}, {arguments.threads} threads")
+    print(f"torch {torch.__version__}, {arguments.threads} threads, {cpu_name()}")
     with torch.inference_mode():
         if arguments.only != "linears":
             attention(arguments.seconds)
         if arguments.only != "attention":
-            linears(arguments.seconds)
+            linears(arguments.seconds, torch.bfloat16)
+            linears(arguments.seconds, torch.float32)
 
 
 if __name__ == "__main__":

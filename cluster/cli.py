@@ -7,7 +7,7 @@ from importlib.metadata import version as version_of
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 _SERVE_EXAMPLES = """
@@ -135,7 +135,7 @@ def _import(name: str) -> Any:
     if isinstance(found, typer.Typer):
         return get_command(found)
     single = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
-    single.command(name, epilog=subcommand.epilog)(found)
+    single.command(name, cls=getattr(found, "command_class", TyperCommand), epilog=subcommand.epilog)(found)
     return get_command(single)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, TypeAlias, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
+from crossdock.cluster.api.generation_defaults import GenerationConfig
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.keys import check_keys
 from crossdock.cluster.deploy.nodes import DeployConfig
@@ -29,6 +30,18 @@ class ModelConfig(BaseModel):
     path: str | None = Field(
         None, description="Directory, or hub name (org/name or org/name@revision); null is the embedded SmolLM2-135M."
     )
+    tokenizer: str | None = Field(
+        None,
+        description="Directory or hub name of another tokenizer with the model's ids; null: the model's own.",
+    )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="File with the chat template, or the template itself in one line; null: the model's.",
+    )
+    chat_template_content_format: Literal["auto", "string", "openai"] = Field(
+        "auto", description="Content of messages in the template: string, or openai's list of parts; auto: string."
+    )
     served_name: str | None = Field(None, min_length=1, description="Clients' name of the model; null derives it.")
     dtype: Dtype = Field(
         "auto",
@@ -37,6 +50,15 @@ class ModelConfig(BaseModel):
     )
     max_model_len: int | None = Field(
         None, ge=1, description="Longest prompt and output together, in tokens; null is the model's own limit."
+    )
+    generation_config: str = Field(
+        "auto",
+        description="Sampling of requests that leave it open: auto is the model's generation_config.json, vllm none; "
+        "else a directory with that file.",
+    )
+    override_generation_config: GenerationConfig = Field(
+        default_factory=lambda: GenerationConfig.model_validate({}),
+        description="Values that win over those of generation_config.",
     )
 
     @property
@@ -132,6 +154,7 @@ class ClusterConfig(BaseModel):
         return ReplicaSpec(
             model=engine.model_spec(model.path, pool.dtype or model.dtype, model.max_model_len),
             engine=engine,
+            tokenizer=model.tokenizer,
             num_threads=pool.num_cpus or max((os.cpu_count() or 1) // num_ranks, 1),
             role=pool.role,
             transfer=self.transfer if any(each.role == "prefill" for each in self.pools) else None,

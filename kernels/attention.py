@@ -48,7 +48,7 @@ def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tens
 
     Rows whose slot is negative are left out.
     """
-    library = _library_for(k, v, k_pages, v_pages)
+    library = library_for(k, v, k_pages, v_pages)
     if library is None:
         reference_store_kv(k, v, k_pages, v_pages, slots)
         return
@@ -80,27 +80,50 @@ def paged_attention(
     only p - j < window. `softcap` c replaces a score s by c * tanh(s / c). `sinks` [Hq] is one more logit per head
     that has a share of the softmax and no value. Head h reads kv head h // (Hq // Hkv).
     """
-    library = _library_for(q, None, k_pages, v_pages)
-    if library is None:
+    if library_for(q, None, k_pages, v_pages) is None:
         return reference_paged_attention(
             q, k_pages, v_pages, batch, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
+    out = q.new_empty(len(q), q.shape[1], v_pages.shape[3])
+    everyone = slice(0, len(batch.kv_len))
+    cpp_attention(q, k_pages, v_pages, batch, everyone, out, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    return out
+
+
+def cpp_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    batch: AttentionBatch,
+    sequences: slice,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """`paged_attention` of some sequences of the batch, into their rows of `out`, by attention.cpp.
+
+    Only for tensors that `library_for` finds a library for.
+    """
+    library = cpp_library()
+    assert library is not None
     (_, Hq, Dk), (_, Hkv, page_size, Dv) = q.shape, v_pages.shape
-    out = q.new_empty(len(q), Hq, Dv)
     # Variables keep these tensors alive during the call, which the pointers below do not.
-    query_start, kv_len = batch.query_start.contiguous(), batch.kv_len.contiguous()
+    query_start = batch.query_start[sequences.start : sequences.stop + 1].contiguous()
+    kv_len, table = batch.kv_len[sequences].contiguous(), batch.page_table[sequences]
     sinks = sinks.float().contiguous() if sinks is not None else None
-    assert query_start.dtype == kv_len.dtype == batch.page_table.dtype == torch.int32
-    assert batch.page_table.stride(1) == 1 or batch.page_table.shape[1] == 1
+    assert query_start.dtype == kv_len.dtype == table.dtype == torch.int32
+    assert table.stride(1) == 1 or table.shape[1] == 1
     arguments = _AttentionArguments(
-        *(len(kv_len), batch.page_table.stride(0), Hq, Hkv, Dk, Dv, page_size),
+        *(len(kv_len), table.stride(0), Hq, Hkv, Dk, Dv, page_size),
         *(q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1)),
         *(window or 0, scale, softcap or 0.0, q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr()),
-        *(query_start.data_ptr(), kv_len.data_ptr(), batch.page_table.data_ptr()),
+        *(query_start.data_ptr(), kv_len.data_ptr(), table.data_ptr()),
         *(sinks.data_ptr() if sinks is not None else None, out.data_ptr()),
     )
     library.crossdock_paged_attention(ctypes.byref(arguments), q.dtype == torch.bfloat16, torch.get_num_threads())
-    return out
 
 
 class _AttentionArguments(ctypes.Structure):
@@ -134,7 +157,7 @@ def cpp_library() -> ctypes.CDLL | None:
     return library
 
 
-def _library_for(x: Tensor, y: Tensor | None, k_pages: Tensor, v_pages: Tensor) -> ctypes.CDLL | None:
+def library_for(x: Tensor, y: Tensor | None, k_pages: Tensor, v_pages: Tensor) -> ctypes.CDLL | None:
     """Return the library if it takes these tensors; None sends the call to torch."""
     if not x.device.type == k_pages.device.type == "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return None

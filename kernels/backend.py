@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from crossdock.kernels import attention
-from crossdock.kernels.options import AttentionBackend, KVCacheDtype
+from crossdock.kernels.cpu_attention import CpuAttention
+from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +27,19 @@ class Attention:
 
 
 CPP = Attention("cpp", attention.store_kv, attention.paged_attention, takes_fp8=False)
+"""attention.cpp for chunks and decodes alike."""
 TORCH = Attention("torch", attention.reference_store_kv, attention.reference_paged_attention)
 
 
 def choose_attention(
-    backend: AttentionBackend, device: torch.device, kv_cache_dtype: KVCacheDtype = "auto"
+    backend: AttentionBackend,
+    device: torch.device,
+    kv_cache_dtype: KVCacheDtype = "auto",
+    cpu_kernels: CpuKernels = "auto",
 ) -> Attention:
     """Return the implementation that `backend` names for `device`, over pages of `kv_cache_dtype`.
+
+    `cpu_kernels` chooses between the kernels of a CPU, see `CpuAttention`.
 
     Raises:
         ValueError: the backend cannot run on the device, or does not take such pages; the message gives the reason.
@@ -43,7 +50,7 @@ def choose_attention(
         logger.warning("attention runs in plain torch, several times slower: our C++ takes no fp8 pages")
         return TORCH
     elif device.type == "cpu":
-        chosen, reason = CPP, "the device is a CPU"
+        chosen, reason = _cpp(cpu_kernels), "the device is a CPU"
     elif not has_package("triton"):
         logger.warning("attention runs in plain torch, many times slower: triton is not installed")
         return TORCH
@@ -53,6 +60,12 @@ def choose_attention(
         _require_fp8(chosen, device)
     logger.info("attention runs in %s: %s", chosen.name, reason)
     return chosen
+
+
+def _cpp(cpu_kernels: CpuKernels) -> Attention:
+    if cpu_kernels == "own":
+        return CPP
+    return Attention("cpp", attention.store_kv, CpuAttention(cpu_kernels).paged_attention, takes_fp8=False)
 
 
 def _triton(device: torch.device) -> Attention:

@@ -1,26 +1,26 @@
-"""A stack of Llama-shaped decoder layers as one call, which saves Python and operator dispatch between layers.
+"""A stack of Llama-shaped decoder layers, without the dispatch of operators between them.
 
-Needs a CPU with AVX512-BF16. A row's result does not depend on the other rows of the batch.
+Runs in one of two ways, whichever was faster here for as many rows: all layers as one call of decoder.cpp, whose rows
+do not depend on the batch; or a library's products, with layer_steps.cpp and paged attention between them.
 """
 
 import ctypes
-import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
-from crossdock.kernels.build import cpu_flags, cpu_library
-
-_PANEL = 16  # outputs that lie together in a packed weight
-_HUGE_PAGE = 2 << 20
+from crossdock.kernels.build import cpu_library
+from crossdock.kernels.choice import KernelChoice
+from crossdock.kernels.layer_steps import HeadSteps, add_and_norm, finish_heads, silu_and_multiply, steps_library
+from crossdock.kernels.linear import ChosenLinear, OwnLinear, Weights, interleave, padded
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """The weights of one layer in transformers' layout, [out, in]; all bfloat16.
+    """The weights of one layer in transformers' layout, [out, in]; all bfloat16, or all float32.
 
     h = x + out(attention(rotate(q_norm(q(norm(x)))), …)); y = h + down(silu(gate(norm(h))) * up(norm(h)))
     """
@@ -54,9 +54,7 @@ class DecoderShape:
     scale: float
 
     def why_not(self) -> str | None:
-        """Return why the kernel cannot run these sizes on this machine; None if it can."""
-        if "avx512_bf16" not in cpu_flags():
-            return "this CPU has no AVX512-BF16"
+        """Return why the kernels cannot run these sizes; None if they can."""
         if self.head_dim % 32 or self.head_dim > 256:
             return f"head_dim {self.head_dim} is not a multiple of 32 up to 256"
         if self.hidden % 16 or self.intermediate % 16:
@@ -64,6 +62,16 @@ class DecoderShape:
         if self.num_heads // self.num_kv_heads > 96:
             return "more than 96 query heads share a key"
         return None
+
+    def matrices(self, num_layers: int) -> list[Weights]:
+        """Return the matrices of the layers: q, k and v; out; gate and up; down."""
+        heads, E = self.num_heads + 2 * self.num_kv_heads, self.hidden
+        return [
+            Weights(heads * self.head_dim, E, num_layers),
+            Weights(E, self.num_heads * self.head_dim, num_layers),
+            Weights(2 * self.intermediate, E, num_layers),
+            Weights(E, self.intermediate, num_layers),
+        ]
 
 
 class _Layer(ctypes.Structure):
@@ -92,73 +100,47 @@ class _DecoderBatch(ctypes.Structure):
     ]
 
 
-def pack(weight: Tensor) -> Tensor:
-    """Pack [N, K] into panels [N/16, K/2, 16, 2], so that each load feeds 16 outputs with two inputs."""
-    N, K = weight.shape
-    panels = weight.view(N // _PANEL, _PANEL, K // 2, 2).transpose(1, 2)
-    return _on_huge_pages(panels.numel()).view(panels.shape).copy_(panels)
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """The linears of one layer."""
 
+    qkv: ChosenLinear
+    out: ChosenLinear
+    gate_up: ChosenLinear
+    down: ChosenLinear
 
-def _on_huge_pages(num_elements: int) -> Tensor:
-    """Return uninitialised bfloat16 memory on 2 MiB pages, if Linux grants them.
-
-    A step streams through all weights. With 4 KiB pages it would also wait for the translation of addresses.
-    """
-    size = -(-2 * num_elements // _HUGE_PAGE) * _HUGE_PAGE
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.bfloat16, count=num_elements)
-
-
-def _interleave(gate: Tensor, up: Tensor) -> Tensor:
-    """Return the packed panels of both, alternating."""
-    both = _on_huge_pages(2 * gate.numel()).view(len(gate), 2, *gate.shape[1:])
-    both[:, 0], both[:, 1] = gate, up
-    return both
+    @classmethod
+    def of(cls, layer: DecoderLayer, choice: KernelChoice) -> "_Products":
+        return cls(
+            ChosenLinear(torch.cat([layer.q, layer.k, layer.v]), choice),
+            ChosenLinear(layer.out, choice),
+            ChosenLinear(interleave(layer.gate, layer.up), choice),
+            ChosenLinear(layer.down, choice),
+        )
 
 
 class DecoderStack:
-    """Packed layers over the views of one KV pool."""
+    """Layers over the views of one KV pool. `attention` is `paged_attention` of some backend, for library products.
 
-    def __init__(self, shape: DecoderShape, layers: Sequence[DecoderLayer]) -> None:
-        self._shape = shape
-        self._library = cpu_library("decoder")
-        self._tensors = [self._pack(layer) for layer in layers]  # the structures point into these tensors
-        self._layers = (_Layer * len(layers))()
-        for structure, tensors, layer in zip(self._layers, self._tensors, layers, strict=True):
-            for name, tensor in tensors.items():
-                setattr(structure, name, tensor.data_ptr() if tensor is not None else None)
-            structure.window = layer.window or 0
+    Raises:
+        OSError: a kernel cannot be compiled.
+    """
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        layers: Sequence[DecoderLayer],
+        choice: KernelChoice,
+        attention: Callable[..., Tensor],
+    ) -> None:
+        self._shape, self._choice, self._attention = shape, choice, attention
+        steps_library()
+        self._products = [_Products.of(layer, choice) for layer in layers]
+        self._norms = [(layer.input_norm.contiguous(), layer.post_norm.contiguous()) for layer in layers]
+        self._heads = [(layer.qkv_bias, layer.q_norm, layer.k_norm, layer.window) for layer in layers]
+        self._own = _OwnStack(shape, self._products, self._norms, self._heads) if "own" in choice.kernels else None
+        self._steps: list[HeadSteps] = []
         self._pages: Sequence[tuple[Tensor, Tensor]] = ()
-        self._stack = _Stack()
-
-    @staticmethod
-    def _pack(layer: DecoderLayer) -> dict[str, Tensor | None]:
-        return {
-            "input_norm": layer.input_norm.contiguous(),
-            "qkv": pack(torch.cat([layer.q, layer.k, layer.v])),
-            "qkv_bias": layer.qkv_bias,
-            "q_norm": layer.q_norm,
-            "k_norm": layer.k_norm,
-            "out": pack(layer.out),
-            "post_norm": layer.post_norm.contiguous(),
-            "gate_up": _interleave(pack(layer.gate), pack(layer.up)),
-            "down": pack(layer.down),
-        }
-
-    def _bind(self, pages: Sequence[tuple[Tensor, Tensor]]) -> None:
-        shape = self._shape
-        for structure, (keys, values) in zip(self._layers, pages, strict=True):
-            assert keys.stride() == values.stride(), "keys and values of a layer have the same strides"
-            structure.keys, structure.values = keys.data_ptr(), values.data_ptr()
-        page_stride, head_stride, _, _ = pages[0][0].stride()
-        self._stack = _Stack(
-            *(len(self._layers), shape.hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim),
-            *(shape.intermediate, shape.eps, shape.qk_eps, shape.scale),
-            *(pages[0][0].shape[2], page_stride, head_stride, self._layers),
-        )
-        self._pages = pages
 
     def __call__(
         self,
@@ -171,9 +153,100 @@ class DecoderStack:
         """Compute all layers over a flat batch; return [T, E]. Keys and values are stored to `pages`."""
         if pages is not self._pages:
             self._bind(pages)
-        shape, T = self._shape, len(hidden)
         hidden, cos, sin = hidden.clone(memory_format=torch.contiguous_format), cos.contiguous(), sin.contiguous()
-        assert hidden.dtype == cos.dtype == sin.dtype == torch.bfloat16
+        assert hidden.dtype == cos.dtype == sin.dtype == pages[0][0].dtype
+        if self._own is not None and self._choice.at(len(hidden)) == "own":
+            self._own.run(hidden, cos, sin, batch)
+        else:
+            self._run_steps(hidden, cos, sin, batch)
+        return hidden
+
+    def _bind(self, pages: Sequence[tuple[Tensor, Tensor]]) -> None:
+        shape = self._shape
+        self._steps = []
+        for (keys, values), (bias, q_norm, k_norm, _) in zip(pages, self._heads, strict=True):
+            assert keys.stride() == values.stride(), "keys and values of a layer have the same strides"
+            page_stride, head_stride, _, _ = keys.stride()
+            pointers = (None if tensor is None else tensor.data_ptr() for tensor in (bias, q_norm, k_norm))
+            self._steps.append(
+                HeadSteps(
+                    *(shape.num_heads, shape.num_kv_heads, shape.head_dim, keys.shape[2], page_stride, head_stride),
+                    *(shape.qk_eps, *pointers, keys.data_ptr(), values.data_ptr()),
+                )
+            )
+        if self._own is not None:
+            self._own.bind(pages)
+        self._pages = pages
+
+    def _run_steps(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch) -> None:
+        """Compute all layers over hidden [T, E], in place, a product or a step at a time.
+
+        Inputs of products have a padded number of rows; the rows past T are zeros, and their results are not read.
+        """
+        shape, T = self._shape, len(hidden)
+        rows, query_width = padded(T), shape.num_heads * shape.head_dim
+        normed = hidden.new_zeros(rows, shape.hidden)
+        attended = hidden.new_zeros(rows, query_width)
+        activated = hidden.new_zeros(rows, shape.intermediate)
+        addend: Tensor | None = None
+        for products, (input_norm, post_norm), steps, (keys, values), (*_, window) in zip(
+            self._products, self._norms, self._steps, self._pages, self._heads, strict=True
+        ):
+            add_and_norm(hidden, addend, input_norm, shape.eps, normed)
+            qkv = products.qkv(normed)
+            finish_heads(steps, qkv, cos, sin, batch)
+            q = qkv[:T, :query_width].view(T, shape.num_heads, shape.head_dim)
+            seen = self._attention(q, keys, values, batch, scale=shape.scale, window=window)  # [T, Hq, D]
+            attended[:T] = seen.view(T, query_width)
+            addend = products.out(attended)
+            add_and_norm(hidden, addend, post_norm, shape.eps, normed)
+            silu_and_multiply(products.gate_up(normed), T, activated)
+            addend = products.down(activated)
+        if addend is not None:
+            hidden += addend[:T]
+
+
+class _OwnStack:
+    """All layers as one call of decoder.cpp."""
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        products: Sequence[_Products],
+        norms: Sequence[tuple[Tensor, Tensor]],
+        heads: Sequence[tuple[Tensor | None, Tensor | None, Tensor | None, int | None]],
+    ) -> None:
+        self._shape = shape
+        self._library = cpu_library("decoder")
+        self._layers = (_Layer * len(products))()  # points into tensors that `DecoderStack` keeps
+        for structure, product, (input_norm, post_norm), (bias, q_norm, k_norm, window) in zip(
+            self._layers, products, norms, heads, strict=True
+        ):
+            for name in ("qkv", "out", "gate_up", "down"):
+                own = getattr(product, name).formats["own"]
+                assert isinstance(own, OwnLinear)
+                setattr(structure, name, own.packed.data_ptr())
+            structure.input_norm, structure.post_norm = input_norm.data_ptr(), post_norm.data_ptr()
+            for name, tensor in (("qkv_bias", bias), ("q_norm", q_norm), ("k_norm", k_norm)):
+                setattr(structure, name, tensor.data_ptr() if tensor is not None else None)
+            structure.window = window or 0
+        self._stack = _Stack()
+
+    def bind(self, pages: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Point the layers to the views of a pool."""
+        shape = self._shape
+        for structure, (keys, values) in zip(self._layers, pages, strict=True):
+            structure.keys, structure.values = keys.data_ptr(), values.data_ptr()
+        page_stride, head_stride, _, _ = pages[0][0].stride()
+        self._stack = _Stack(
+            *(len(self._layers), shape.hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim),
+            *(shape.intermediate, shape.eps, shape.qk_eps, shape.scale),
+            *(pages[0][0].shape[2], page_stride, head_stride, self._layers),
+        )
+
+    def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch) -> None:
+        """Compute all layers over hidden [T, E], in place."""
+        shape, T = self._shape, len(hidden)
         width = shape.hidden + shape.intermediate + (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         scratch = torch.empty(T * width, dtype=torch.bfloat16)
         table = batch.page_table.contiguous()
@@ -188,23 +261,3 @@ class DecoderStack:
             ctypes.c_void_p(scratch.data_ptr()),
             torch.get_num_threads(),
         )
-        return hidden
-
-
-class PackedLinear:
-    """A linear layer with a packed bfloat16 weight and no bias: x [T, K] to [T, N]."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._library = cpu_library("decoder")
-        self.out_features, self.in_features = weight.shape
-        self._packed = pack(weight)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        out = torch.empty(len(x), self.out_features, dtype=torch.bfloat16)
-        self._library.crossdock_linear(
-            ctypes.c_void_p(x.data_ptr()),
-            *(ctypes.c_int64(len(x)), ctypes.c_int64(self.in_features), ctypes.c_void_p(self._packed.data_ptr())),
-            *(ctypes.c_int64(self.out_features), ctypes.c_void_p(out.data_ptr()), torch.get_num_threads()),
-        )
-        return out

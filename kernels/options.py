@@ -1,6 +1,8 @@
-"""Names of the attention backends and KV dtypes for configurations. No torch."""
+"""Names of the attention backends, KV dtypes and CPU kernels for configurations. No torch."""
 
 from typing import Literal, TypeAlias
 
 AttentionBackend: TypeAlias = Literal["auto", "triton", "flash_attn", "torch"]
 KVCacheDtype: TypeAlias = Literal["auto", "fp8"]
+Kernel: TypeAlias = Literal["own", "onednn", "torch"]
+CpuKernels: TypeAlias = Literal["auto", "own", "onednn", "torch"]

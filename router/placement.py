@@ -67,7 +67,7 @@ class Query:
     slo_class: str = DEFAULT_CLASS
     max_tokens: int = EXPECTED_OUTPUT_TOKENS  # of its output
     may_ship: bool = True  # whether one replica may compute the prompt for another
-    may_refuse: bool = True  # False once its client has received a token
+    may_refuse: bool = True  # False: its client named no class, or a replica has accepted the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +195,6 @@ def _refuse_if_late(loads: Loads, prediction: Prediction, slo: SloClass, first: 
         promised = slo.ttft_deadline(float(prediction.alone[first[at]]))
         raise Overloaded(
             f"the first token would come in {promised + late[at]:.1f} s; class {slo.name!r} promises "
-            f"{promised:.1f} s. Retry in {late[at]:.1f} s, or ask for a less urgent class",
+            f"{promised:.1f} s. Retry in {late[at]:.1f} s, ask for a less urgent class, or name none and wait",
             retry_after=float(late[at]),
         )

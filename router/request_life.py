@@ -274,7 +274,7 @@ class RequestLife:
             submission.slo_class,
             max(submission.sampling.max_tokens - len(output), 0),
             may_ship=self._num_losses < self._most_placements - 2,
-            may_refuse=not self.is_accepted,
+            may_refuse=submission.is_promised and not self.is_accepted,
         )
 
     def _choose(self, query: Query, now: float) -> Placement:

@@ -6,7 +6,7 @@ if that is more. One rule serves pools of every role, and the ratio between pref
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -46,6 +46,18 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
+class RoleLoad:
+    """The work of all replicas of one role, which decides how many of them there should be."""
+
+    replicas: int = 0  # that have the role
+    demand: float = 0.0  # replicas that the work needs, all of their time
+    prompt_share: float = 0.0  # seconds of prompts computed per second
+    waiting_s: float = 0.0  # predicted seconds of the prompts that wait
+    step_s: float = 0.0  # predicted seconds of a step with all streams of a replica, at the slowest one
+    streams: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Resize:
     """A decision: this pool should have so many replicas."""
 
@@ -53,6 +65,7 @@ class Resize:
     replicas: int
     reason: str
     replicas_before: int
+    load: RoleLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +75,29 @@ class Flip:
     replica: str
     role: Role
     reason: str
+    role_before: Role
+    streams: int  # that the replica has, which stay
+    load: RoleLoad  # of the role that it is assigned
+    spare_load: RoleLoad  # of the role that it had
 
 
 def demand(profile: SchedulingProfile, live: LiveProfile, done_per_s: float) -> float:
     """Return how many replicas like this one its work needs. `done_per_s`: seconds of prompts computed per second."""
-    cost = StepCost.of(live.cost) if live.cost else profile.cost
     classes = profile.slo_classes
     waiting = sum(prompts.seconds / classes[prompts.priority].ttft_s for prompts in live.prompts)
     time = done_per_s + waiting
     if tightest := [slo.tpot_s for slo, streams in zip(classes, live.streams, strict=False) if streams]:
-        time += (cost.base + cost.decode_seconds(sum(live.streams), live.context_tokens)) / tightest[0]
+        time += step_seconds(profile, live) / tightest[0]
     pages = 1 - live.free_pages[-1] / profile.num_pages if live.free_pages else 0.0
     places = sum(live.streams) / profile.max_num_seqs
     return max(time, pages, places)
+
+
+def step_seconds(profile: SchedulingProfile, live: LiveProfile) -> float:
+    """Return the predicted seconds of a step that computes one token of each stream; 0 without streams."""
+    cost = StepCost.of(live.cost) if live.cost else profile.cost
+    streams = sum(live.streams)
+    return cost.base + cost.decode_seconds(streams, live.context_tokens) if streams else 0.0
 
 
 @dataclass(slots=True)
@@ -92,12 +115,46 @@ class _Member:
         return (self.last and self.last[1].role) or self.profile.role
 
     @property
+    def streams(self) -> int:
+        return sum(self.last[1].streams) if self.last is not None else 0
+
+    @property
     def demand(self) -> float:
-        if self.first is None or self.last is None:
+        return demand(self.profile, self.last[1], self.done_per_s) if self.last is not None else 0.0
+
+    @property
+    def done_per_s(self) -> float:
+        """Seconds of prompts computed per second since the last decision."""
+        if self.first is None or self.last is None or self.last[0] <= self.first[0]:
             return 0.0
-        seconds = self.last[0] - self.first[0]
-        done = self.last[1].done_seconds - self.first[1].done_seconds
-        return demand(self.profile, self.last[1], done / seconds if seconds > 0 else 0.0)
+        return (self.last[1].done_seconds - self.first[1].done_seconds) / (self.last[0] - self.first[0])
+
+    def add_to(self, load: RoleLoad) -> RoleLoad:
+        """Return the load with this replica's work."""
+        if self.last is None:
+            return replace(load, replicas=load.replicas + 1)
+        live = self.last[1]
+        return RoleLoad(
+            load.replicas + 1,
+            load.demand + self.demand,
+            load.prompt_share + self.done_per_s,
+            load.waiting_s + sum(prompts.seconds for prompts in live.prompts),
+            max(load.step_s, step_seconds(self.profile, live)),
+            load.streams + self.streams,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """How many replicas of one role there should be."""
+
+    load: RoleLoad
+    wanted: int  # by demand
+    enough: int  # the most that would not make a smaller pool grow again at once
+
+
+_NO_NEED = _Need(RoleLoad(), 0, 0)
+_PAIRS: tuple[tuple[Role, Role], ...] = (("prefill", "decode"), ("decode", "prefill"))  # the short role, and the other
 
 
 @dataclass(slots=True)
@@ -150,43 +207,40 @@ class Scaling:
         """Return the changes to make now. The caller is assumed to make them: no change is returned twice."""
         for member in self._members.values():
             member.is_known |= member.first is not None and member.first is not member.last
-        wanted, enough = self._wanted()
+        needs = self._needs()
         actions: list[Resize | Flip] = []
         for pool, bounds in self.pools.items():
-            actions += self._resize(pool, bounds, wanted, enough, now)
+            actions += self._resize(pool, bounds, needs.get(bounds.role, _NO_NEED), now)
         if self.config.flip_roles:
-            actions += self._flip("prefill", "decode", wanted, enough, now)
-            actions += self._flip("decode", "prefill", wanted, enough, now)
+            for short, spare in _PAIRS:
+                actions += self._flip(short, spare, needs, now)
         for member in self._members.values():
             member.first = member.last
         return actions
 
-    def _wanted(self) -> tuple[dict[Role, int], dict[Role, int]]:
-        """Return two numbers of replicas by role: what demand needs, and the most that would not make a smaller pool
-        grow again at once."""
-        total: dict[Role, float] = {}
+    def _needs(self) -> dict[Role, _Need]:
+        """Return the load of each role that a replica has, and how many replicas it needs."""
+        loads: dict[Role, RoleLoad] = {}
         for member in self._members.values():
-            total[member.role] = total.get(member.role, 0.0) + member.demand
+            loads[member.role] = member.add_to(loads.get(member.role, RoleLoad()))
         most = self.config.utilisation
-        return (
-            {role: ceil(each / most) for role, each in total.items()},
-            {role: ceil(each / (SHRINK_MARGIN * most)) for role, each in total.items()},
-        )
+        return {
+            role: _Need(load, ceil(load.demand / most), ceil(load.demand / (SHRINK_MARGIN * most)))
+            for role, load in loads.items()
+        }
 
-    def _resize(
-        self, pool: str, bounds: Bounds, wanted: Mapping[Role, int], enough: Mapping[Role, int], now: float
-    ) -> Iterable[Resize]:
+    def _resize(self, pool: str, bounds: Bounds, need: _Need, now: float) -> Iterable[Resize]:
         if bounds.least == bounds.most:
             return
         num_here = sum(1 for member in self._members.values() if member.pool == pool)
         target = self.targets.setdefault(pool, min(max(bounds.least, num_here), bounds.most))
         away = self._num_away(pool, bounds.role) - self._num_guests(pool, bounds.role)
-        high = min(max(wanted.get(bounds.role, 0) + away, bounds.least), bounds.most)
-        low = min(max(enough.get(bounds.role, 0) + away, bounds.least), bounds.most)
+        high = min(max(need.wanted + away, bounds.least), bounds.most)
+        low = min(max(need.enough + away, bounds.least), bounds.most)
         high_since = _since(self._high_since, pool, high > target, now)
         low_since = _since(self._low_since, pool, low < target and self._is_complete, now)
         if high_since is not None and now - high_since >= self.config.up_delay_s:
-            target, reason = high, f"demand for {wanted[bounds.role]}"
+            target, reason = high, f"demand for {need.wanted}"
         elif low_since is not None and now - low_since >= self.config.down_delay_s:
             target, reason = target - 1, f"{low} are enough"
         else:
@@ -194,7 +248,7 @@ class Scaling:
         self._high_since.pop(pool, None)
         self._low_since.pop(pool, None)
         before, self.targets[pool] = self.targets[pool], target
-        yield Resize(pool, target, reason, before)
+        yield Resize(pool, target, reason, before, need.load)
 
     @property
     def _is_complete(self) -> bool:
@@ -209,25 +263,25 @@ class Scaling:
         """Return how many replicas of other pools are assigned this role now."""
         return sum(1 for member in self._members.values() if member.pool != pool and member.role == role)
 
-    def _flip(
-        self, short: Role, spare: Role, wanted: Mapping[Role, int], enough: Mapping[Role, int], now: float
-    ) -> Iterable[Flip]:
+    def _flip(self, short: Role, spare: Role, needs: Mapping[Role, _Need], now: float) -> Iterable[Flip]:
         """Assign one replica of role `spare` the role `short`, if the pools of `short` cannot grow."""
         spares = [name for name, member in self._members.items() if member.role == spare]
-        have = sum(1 for member in self._members.values() if member.role == short)
+        need, other = needs.get(short, _NO_NEED), needs.get(spare, _NO_NEED)
+        have = need.load.replicas
         may_grow = any(
             bounds.role == short and self.targets.get(pool, bounds.least) < bounds.most
             for pool, bounds in self.pools.items()
         )
-        is_short = wanted.get(short, 0) > have and not may_grow
-        has_spare = len(spares) > max(enough.get(spare, 0), 1) and self._is_complete
+        is_short = need.wanted > have and not may_grow
+        has_spare = len(spares) > max(other.enough, 1) and self._is_complete
         since = _since(self._short_since, short, is_short and has_spare, now)
         if since is None or now - since < self.config.up_delay_s:
             return
         del self._short_since[short]
         # A replica that returns to the role of its pool goes first, then the least busy one.
         name = min(spares, key=lambda name: (self._home_role(name) != short, self._members[name].demand, name))
-        yield Flip(name, short, f"demand for {wanted[short]} {short}, {have} there")
+        reason = f"demand for {need.wanted} {short}, {have} there"
+        yield Flip(name, short, reason, spare, self._members[name].streams, need.load, other.load)
 
     def _home_role(self, name: str) -> Role:
         bounds = self.pools.get(self._members[name].pool)

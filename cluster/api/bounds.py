@@ -4,7 +4,7 @@ docs/serving.md lists them. Work that these bounds admit never stops the event l
 """
 
 BODY_FIELDS = 1024  # of a body, unknown ones included
-BODY_PARTS = 1 << 17  # strings, lists and objects of a body; parsing that many takes about 20 ms
+BODY_PARTS = 1 << 16  # strings, lists and objects of a body; parsing that many takes about 10 ms
 BODY_VALUES = 1 << 19  # values of a body, numbers included: token ids; about 30 ms
 
 OUTPUTS = 1024  # prompts times n
@@ -15,6 +15,7 @@ TOOLS = 128  # OpenAI's bound
 TOOLS_CHARS = 1 << 17  # all tools as JSON
 TEMPLATE_CHARS = 1 << 17  # a request's own chat template; its variables as JSON
 TRUNCATED_CHARS = 1 << 18  # a text that is cut or only counted may always have this many, however short the context
+TRUNCATED_PER_TOKEN = 32  # … and this many for each token of the context
 DETOKENIZED = 1 << 17  # token ids, or as many as the context holds
 
 STOPS = 64
@@ -24,6 +25,12 @@ STOP_TOKENS = 1024
 BIASES = 1024
 ALLOWED_TOKENS = 1 << 14
 CACHE_SALT_CHARS = 1024
+BAD_WORDS = 128
+BAD_WORD_CHARS = 1024
+DOCUMENTS = 1024
+LOGPROB_TOKENS = 128  # vLLM's bound
+FEW_LOGPROBS = 20  # alternatives per token, OpenAI's bound: answers are not counted, since each has few
+MANY_LOGPROBS = 1 << 20  # in all, of an answer with more per token; about 60 MB as JSON
 
 GRAMMAR_CHARS = 1 << 16  # a schema as JSON, a regex, a Lark grammar, or all entries of a choice together
 GUIDED_CHOICES = 1024  # entries of a choice

@@ -6,68 +6,75 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from crossdock.cluster.api.answers import DONE, AnswerEvents, chat_logprobs, prompt_logprobs
+from crossdock.cluster.api.answers import DONE, AnswerEvents
 from crossdock.cluster.api.bodies import ChatCompletionRequest
-from crossdock.cluster.api.choices import Choice, Output, Prompt
+from crossdock.cluster.api.choices import Output, Prompt
+from crossdock.cluster.api.errors import to_json
 from crossdock.cluster.api.generation import Generation, Generations
-from crossdock.cluster.api.http_json import event_stream, json_answer, long_json_answer
+from crossdock.cluster.api.http_json import event_stream, json_answer, long_json, long_json_answer
+from crossdock.cluster.api.logprobs import LogprobWriter, num_entries
+from crossdock.cluster.api.messages import last_assistant_text
 from crossdock.cluster.api.prompts import PromptEncoder, truncate
-from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.tokenizer import ModelTokenizer
 
-_TOKENS_AT_ONCE = 256  # log-probabilities; about a millisecond with 20 alternatives each
+_LONG_EVENT = 4096  # log-probabilities, or tokens of a prompt: a longer event is written in slices
 
 
 class Chats:
-    def __init__(self, generations: Generations, encoder: PromptEncoder, tokenizer: ModelTokenizer) -> None:
+    def __init__(
+        self, generations: Generations, encoder: PromptEncoder, tokenizer: ModelTokenizer, *, forces_usage: bool = False
+    ) -> None:
+        """`forces_usage`: streams end with their usage, also where the request does not ask for it."""
+        self._forces_usage = forces_usage
         self._generations = generations
         self._encoder = encoder
         self._tokenizer = tokenizer
 
     async def create(self, request: Request, body: ChatCompletionRequest) -> Response:
+        body = body.with_usage() if self._forces_usage else body
         generation = self._generations.begin(request, body)
         body.check_logprobs()
         truncates = body.truncate_prompt_tokens is not None
         token_ids = await self._encoder.encode_chat(body, body.template_tools(), generation.card, truncates=truncates)
         prompt = Prompt(truncate(token_ids, body, generation.card))
         await self._generations.add_choices(generation, [prompt])
+        writer = LogprobWriter(self._tokenizer, as_ids=body.return_tokens_as_token_ids)
         if body.stream:
-            return await event_stream(self._events(body, generation))
+            return await event_stream(self._events(body, generation, writer))
         outputs = await self._generations.whole_outputs(generation)
         answer = generation.head("chatcmpl", "chat.completion")
-        answer["choices"] = [await self._choice(body, output) for output in outputs]
+        answer["choices"] = [await self._choice(body, writer, output) for output in outputs]
         answer["usage"] = generation.usage()
         if body.is_answer_plain:
             return json_answer(answer)
         if body.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = listed = []
-            async for positions in slices(outputs[0].prompt_logprobs or (), _TOKENS_AT_ONCE):
-                listed += prompt_logprobs(self._tokenizer, positions)
+            answer["prompt_logprobs"] = await writer.prompt(outputs[0].prompt_logprobs or ())
         if body.return_token_ids:
             answer["prompt_token_ids"] = prompt.token_ids
         return await long_json_answer(answer)
 
-    async def _choice(self, body: ChatCompletionRequest, output: Output) -> dict[str, Any]:
+    async def _choice(self, body: ChatCompletionRequest, writer: LogprobWriter, output: Output) -> dict[str, Any]:
+        content = _echoed(body) + output.text
         return {
             "index": output.index,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
-            **await self._extras(body, output),
+            "message": {"role": "assistant", "content": content, "refusal": None},
+            **await self._extras(body, writer, output),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
 
-    async def _extras(self, body: ChatCompletionRequest, output: Output) -> dict[str, Any]:
+    async def _extras(self, body: ChatCompletionRequest, writer: LogprobWriter, output: Output) -> dict[str, Any]:
         extras: dict[str, Any] = {"logprobs": None}
         if body.logprobs:
             positions = [position for _, position in output.positions if position is not None]
-            extras["logprobs"] = logprobs = chat_logprobs(self._tokenizer, (), 0)
-            async for some in slices(positions, _TOKENS_AT_ONCE):
-                logprobs["content"] += chat_logprobs(self._tokenizer, some, body.top_logprobs or 0)["content"]
+            extras["logprobs"] = await writer.chat(positions, body.num_top())
         if body.return_token_ids:
             extras["token_ids"] = output.token_ids
         return extras
 
-    async def _events(self, body: ChatCompletionRequest, generation: Generation) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, body: ChatCompletionRequest, generation: Generation, writer: LogprobWriter
+    ) -> AsyncGenerator[bytes, None]:
         head = generation.head("chatcmpl", "chat.completion.chunk")
         events = AnswerEvents(head, is_chat=True, include_usage=body.includes_usage)
         is_plain = not body.logprobs and not body.return_token_ids
@@ -76,26 +83,46 @@ class Chats:
             async for output in outputs:
                 if not has_begun:
                     has_begun = True
-                    for choice in generation.choices:
-                        yield events.choice(_role(body, choice))
+                    async for event in self._beginning(body, generation, events):
+                        yield event
+                usage = generation.usage_of(output)
                 if not is_plain and output.token_ids:
+                    extras = await self._extras(body, writer, output)
                     delta = {"content": output.text}
-                    extras = await self._extras(body, output)
-                    yield events.choice({"index": output.index, "delta": delta, **extras, "finish_reason": None})
+                    choice = {"index": output.index, "delta": delta, **extras, "finish_reason": None}
+                    is_long = num_entries(output.positions) > _LONG_EVENT
+                    yield events.written_choice(await long_json(choice) if is_long else to_json(choice), usage)
                 elif output.texts:
-                    yield events.text(output.index, output.text)
+                    yield events.text(output.index, output.text, usage)
                 if output.finish_reason is not None:
                     reasons = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
-                    yield events.choice({"index": output.index, "delta": {}, "logprobs": None, **reasons})
+                    choice = {"index": output.index, "delta": {}, "logprobs": None, **reasons}
+                    yield events.choice(choice, usage)
         if body.includes_usage:
             yield events.usage(generation.usage())
         yield DONE
 
+    async def _beginning(
+        self, body: ChatCompletionRequest, generation: Generation, events: AnswerEvents
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the events before any output: the role of each choice, then the text that the answer repeats.
 
-def _role(body: ChatCompletionRequest, choice: Choice) -> dict[str, Any]:
-    """Return the first event of a choice: its role, before any text."""
-    delta = {"role": "assistant", "content": ""}
-    result: dict[str, Any] = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-    if body.return_token_ids:
-        result["prompt_token_ids"] = choice.prompt.token_ids
-    return result
+        The first event of all has the ids of the prompt, if asked for: all choices continue the same.
+        """
+        fields = b""
+        if body.return_token_ids:
+            fields = await long_json({"prompt_token_ids": generation.choices[0].prompt.token_ids})
+        for choice in generation.choices:
+            role = {"role": "assistant", "content": ""}
+            shape = {"index": choice.index, "delta": role, "logprobs": None, "finish_reason": None}
+            usage = generation.usage_of(Output(choice.index))
+            yield events.first_choice(fields, shape, usage) if fields else events.choice(shape, usage)
+            fields = b""
+        if text := _echoed(body):
+            for choice in generation.choices:
+                yield events.text(choice.index, text, generation.usage_of(Output(choice.index)))
+
+
+def _echoed(body: ChatCompletionRequest) -> str:
+    """Return the text with which the answer begins: that of the assistant's last message, if asked for."""
+    return last_assistant_text(body.messages) if body.echo else ""

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from crossdock.cluster.api.limits import Account
+from crossdock.cluster.api.limits import Charge
 from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.tokenizer import TextStream
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost
@@ -31,6 +31,7 @@ class Output:
     offsets: list[int] = field(default_factory=list)  # where each position's token begins in the text, in characters
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
+    num_tokens: int = 0  # of the choice, up to the end of this part
     stop_reason: int | str | None = None  # the stop string or stop token id that ended the choice (vLLM's field)
 
     @property
@@ -49,6 +50,7 @@ class Output:
         self.offsets += more.offsets
         self.prompt_logprobs = self.prompt_logprobs or more.prompt_logprobs
         self.finish_reason = more.finish_reason
+        self.num_tokens = more.num_tokens
         self.stop_reason = more.stop_reason
 
 
@@ -71,7 +73,7 @@ class Choice:
     stream: TextStream
     shows_stop_token: bool
     is_prompt_only: bool  # max_tokens is 0: the engine must sample one token, which is not shown
-    account: Account | None = None  # charged for the tokens; None: no API keys are in use
+    account: Charge | None = None  # charged for the tokens; None: no API keys are in use
     num_tokens: int = 0
     num_cached_tokens: int = 0
     has_begun: bool = False
@@ -106,6 +108,7 @@ class Choice:
             if delta.finish_reason is not None:
                 self._finish(delta, output)
         self.num_tokens += len(output.token_ids)
+        output.num_tokens = self.num_tokens
         if self.account is not None:
             self.account.output(len(output.token_ids))
         return output

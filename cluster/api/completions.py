@@ -7,38 +7,48 @@ from typing import Any, cast
 
 from fastapi import Request, Response
 
-from crossdock.cluster.api.answers import DONE, AnswerEvents, completion_logprobs, prompt_logprobs
-from crossdock.cluster.api.bodies import CompletionRequest, check_token_ids
+from crossdock.cluster.api.answers import DONE, AnswerEvents
+from crossdock.cluster.api.bodies import CompletionRequest
 from crossdock.cluster.api.bounds import OUTPUTS
 from crossdock.cluster.api.choices import Choice, Output, Prompt
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.generation import Generation, Generations
+from crossdock.cluster.api.generation_body import check_token_ids
 from crossdock.cluster.api.http_json import event_stream, json_answer, long_json, long_json_answer
+from crossdock.cluster.api.logprobs import LogprobWriter, num_entries
 from crossdock.cluster.api.prompts import LONG_TEXT, PromptEncoder, truncate
 from crossdock.cluster.api.slices import PAUSE_S, slices
 from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
 
-_TOKENS_AT_ONCE = 256  # of an echo or of log-probabilities; about a millisecond with 20 alternatives each
+_TOKENS_AT_ONCE = 256  # of an echo; about a millisecond
+_LONG_EVENT = 4096  # log-probabilities, or tokens of a prompt: a longer event is written in slices
 
 
 class Completions:
-    def __init__(self, generations: Generations, encoder: PromptEncoder, tokenizer: ModelTokenizer) -> None:
+    def __init__(
+        self, generations: Generations, encoder: PromptEncoder, tokenizer: ModelTokenizer, *, forces_usage: bool = False
+    ) -> None:
+        """`forces_usage`: streams end with their usage, also where the request does not ask for it."""
+        self._forces_usage = forces_usage
         self._generations = generations
         self._encoder = encoder
         self._tokenizer = tokenizer
 
     async def create(self, request: Request, body: CompletionRequest) -> Response:
+        body = body.with_usage() if self._forces_usage else body
         generation = self._generations.begin(request, body)
         body.check_supported()
         prompts = await self._prompts(body, generation.card)
         await self._generations.add_choices(generation, prompts)
         head = generation.head("cmpl", "text_completion")
+        writer = LogprobWriter(self._tokenizer, as_ids=body.return_tokens_as_token_ids)
         if body.stream:
-            return await event_stream(self._events(body, generation, head))
+            return await event_stream(self._events(body, generation, head, writer))
         outputs = await self._generations.whole_outputs(generation)
         choices = [
-            await self._choice(body, choice, output) for choice, output in zip(generation.choices, outputs, strict=True)
+            await self._choice(body, choice, output, writer)
+            for choice, output in zip(generation.choices, outputs, strict=True)
         ]
         answer = {**head, "choices": choices, "usage": generation.usage()}
         return json_answer(answer) if body.is_answer_plain else await long_json_answer(answer)
@@ -89,27 +99,35 @@ class Completions:
         prompt.echo = "".join(parts) if text is None else text
 
     async def _events(
-        self, body: CompletionRequest, generation: Generation, head: dict[str, Any]
+        self, body: CompletionRequest, generation: Generation, head: dict[str, Any], writer: LogprobWriter
     ) -> AsyncGenerator[bytes, None]:
         events = AnswerEvents(head, is_chat=False, include_usage=body.includes_usage)
         beginning = {choice.index for choice in generation.choices}
         async with aclosing(self._generations.outputs(generation)) as outputs:
             async for output in outputs:
+                usage = generation.usage_of(output)
                 if output.finish_reason is not None or not body.is_answer_plain:
                     choice = generation.choices[output.index]
                     is_first = output.index in beginning
                     beginning.discard(output.index)
-                    result = await self._choice(body, choice, output, shows_prompt=is_first)
-                    is_long = is_first and len(choice.prompt.token_ids) > _TOKENS_AT_ONCE
-                    yield events.written_choice(await long_json(result) if is_long else to_json(result))
+                    result = await self._choice(body, choice, output, writer, shows_prompt=is_first)
+                    num_values = num_entries(output.positions) + is_first * len(choice.prompt.token_ids)
+                    is_long = num_values > _LONG_EVENT
+                    yield events.written_choice(await long_json(result) if is_long else to_json(result), usage)
                 elif output.texts:
-                    yield events.text(output.index, output.text)
+                    yield events.text(output.index, output.text, usage)
         if body.includes_usage:
             yield events.usage(generation.usage())
         yield DONE
 
     async def _choice(
-        self, body: CompletionRequest, choice: Choice, output: Output, *, shows_prompt: bool = True
+        self,
+        body: CompletionRequest,
+        choice: Choice,
+        output: Output,
+        writer: LogprobWriter,
+        *,
+        shows_prompt: bool = True,
     ) -> dict[str, Any]:
         """Return an output as JSON. Whole answers and events have one shape.
 
@@ -117,16 +135,11 @@ class Completions:
         """
         result: dict[str, Any] = {"index": output.index, "text": output.text, "logprobs": None}
         if body.logprobs is not None:
-            result["logprobs"] = logprobs = completion_logprobs(self._tokenizer, (), output.offsets)
-            async for some in slices(output.positions, _TOKENS_AT_ONCE):
-                for name, values in completion_logprobs(self._tokenizer, some, ()).items():
-                    logprobs[name] += values
+            result["logprobs"] = await writer.completion(output.positions, output.offsets)
         result["finish_reason"] = output.finish_reason
         result["stop_reason"] = output.stop_reason
         if body.prompt_logprobs is not None:
-            result["prompt_logprobs"] = listed = []
-            async for positions in slices(output.prompt_logprobs or (), _TOKENS_AT_ONCE):
-                listed += prompt_logprobs(self._tokenizer, positions)
+            result["prompt_logprobs"] = await writer.prompt(output.prompt_logprobs or ())
         if body.return_token_ids:
             result["token_ids"] = output.token_ids
             if shows_prompt:

@@ -8,13 +8,18 @@ from pydantic_core import from_json
 
 from crossdock.cluster.api.bounds import GRAMMAR_CHARS, GUIDED_CHOICES
 from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.other_fields import check_other_fields
 from crossdock.workers.schedule.request import Grammar
+
+STRUCTURED_OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")
+_SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
 
 def response_format(value: Mapping[str, Any] | None) -> Grammar | None:
     """Return the grammar of OpenAI's `response_format`; None where any text will do."""
     if value is None:
         return None
+    check_other_fields(value, ("type", "json_schema"), "response_format.")
     kind = value.get("type")
     if kind == "text":
         return None
@@ -22,7 +27,10 @@ def response_format(value: Mapping[str, Any] | None) -> Grammar | None:
         return Grammar("json_object")
     if kind == "json_schema":
         holder = value.get("json_schema")
-        schema = holder.get("schema") if isinstance(holder, dict) else None
+        schema = None
+        if isinstance(holder, dict):
+            check_other_fields(holder, _SCHEMA_FIELDS, "response_format.json_schema.")
+            schema = holder.get("schema")
         if not isinstance(schema, dict):
             param = "response_format.json_schema.schema"
             raise ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
@@ -74,6 +82,7 @@ def choice(texts: Any, param: str) -> Grammar | None:
 
 def structured_outputs(value: Mapping[str, Any] | None) -> list[Grammar]:
     """Return the grammars of vLLM's `structured_outputs`: one of json, regex, choice, grammar, json_object."""
+    check_other_fields(value or {}, STRUCTURED_OUTPUTS, "structured_outputs.")
     given = {name: part for name, part in (value or {}).items() if part is not None and part is not False}
     for name in ("regex", "grammar"):
         if name in given and not isinstance(given[name], str):

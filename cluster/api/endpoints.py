@@ -8,21 +8,24 @@ from fastapi import FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
-from crossdock.cluster.api.bodies import invalid_field
 from crossdock.cluster.api.chats import Chats
 from crossdock.cluster.api.completions import Completions
 from crossdock.cluster.api.errors import ApiError, ErrorAnswer, shown
+from crossdock.cluster.api.gateway_path import GatewayPath
 from crossdock.cluster.api.generation import Generations
+from crossdock.cluster.api.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.http_guard import HttpGuard
 from crossdock.cluster.api.http_json import JsonRoute, error_answer
+from crossdock.cluster.api.json_body import invalid_field
 from crossdock.cluster.api.keys import KeyRing
-from crossdock.cluster.api.limits import Ledger
+from crossdock.cluster.api.limits import AskPeers, Ledger, Loan
 from crossdock.cluster.api.models import Models
 from crossdock.cluster.api.playground import Playground
 from crossdock.cluster.api.prompts import PromptEncoder
-from crossdock.cluster.api.status import ServerStatus
+from crossdock.cluster.api.status import Decisions, ServerStatus
 from crossdock.cluster.api.tiers import Tiers
 from crossdock.cluster.api.tokenization import Tokenization
 from crossdock.cluster.api.tokenizer import ModelTokenizer
@@ -36,12 +39,19 @@ _KEY = Security(HTTPBearer(auto_error=False, scheme_name="key"))  # for the desc
 
 
 def build_api(
-    dispatcher: Dispatcher, tokenizer: ModelTokenizer, http: HttpConfig, tiers: Tiers | None = None
+    dispatcher: Dispatcher,
+    tokenizer: ModelTokenizer,
+    http: HttpConfig,
+    tiers: Tiers | None = None,
+    defaults: GenerationDefaults | None = None,
+    decisions: Decisions | None = None,
+    ask_peers: AskPeers | None = None,
 ) -> FastAPI:
-    """Return the ASGI application.
+    """Return the ASGI application. Its `state.lend` answers the other ingresses' `ask_peers`.
 
     `tokenizer` must be that of the model that the dispatcher's replicas serve. `tiers`: their SLO classes; None: the
-    default ones.
+    default ones. `defaults`: of sampling; None: those of OpenAI's API. `decisions`: the scaler's; None: there is no
+    scaler.
     """
     tiers = tiers or Tiers()
     app = FastAPI(
@@ -53,7 +63,8 @@ def build_api(
         default_response_class=Response,
         responses={"default": {"model": ErrorAnswer, "description": "Refused"}},
     )
-    _add_endpoints(app, dispatcher, tokenizer, http, tiers)
+    status = ServerStatus(dispatcher, decisions)
+    _add_endpoints(app, dispatcher, tokenizer, http, tiers, defaults or GenerationDefaults(), status)
     for path, asset in web_assets().items():
         app.add_api_route(path, partial(_asset, asset), response_model=None, include_in_schema=False)
     app.add_exception_handler(HTTPException, _no_such_route)
@@ -66,27 +77,49 @@ def build_api(
             timelines=dispatcher.timelines,
             paths=_GENERATES,
         )
+    keys = KeyRing(http.api_keys, None if http.api_keys_file is None else Path(http.api_keys_file), tiers.names)
+    ledger = Ledger(http.replicas, ask_peers=ask_peers)
+    app.state.lend = partial(_lend, keys, ledger)
     app.add_middleware(
         HttpGuard,
-        keys=KeyRing(http.api_keys, None if http.api_keys_file is None else Path(http.api_keys_file), tiers.names),
+        keys=keys,
         open_paths={*_OPEN, *web_assets()},
-        ledger=Ledger(http.replicas),
+        ledger=ledger,
         max_body_bytes=http.max_body_bytes,
         request_timeout_s=http.request_timeout_s,
     )
+    if http.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=http.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("*",),
+        )
+    if http.root_path:
+        app.add_middleware(GatewayPath, root_path=http.root_path)
     return app
 
 
 def _add_endpoints(
-    app: FastAPI, dispatcher: Dispatcher, tokenizer: ModelTokenizer, http: HttpConfig, tiers: Tiers
+    app: FastAPI,
+    dispatcher: Dispatcher,
+    tokenizer: ModelTokenizer,
+    http: HttpConfig,
+    tiers: Tiers,
+    defaults: GenerationDefaults,
+    status: ServerStatus,
 ) -> None:
     models = Models(dispatcher, http.model_aliases)
-    encoder = PromptEncoder(tokenizer, trusts_templates=http.trust_request_chat_template)
-    generations = Generations(dispatcher, tokenizer, models, tiers, max_logprobs=http.max_logprobs)
-    completions = Completions(generations, encoder, tokenizer)
-    chats = Chats(generations, encoder, tokenizer)
+    encoder = PromptEncoder(
+        tokenizer,
+        trusts_templates=http.trust_request_chat_template,
+        variables=http.default_chat_template_kwargs,
+    )
+    generations = Generations(dispatcher, tokenizer, models, tiers, defaults, max_logprobs=http.max_logprobs)
+    completions = Completions(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
+    chats = Chats(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
     tokenization = Tokenization(models, encoder, tokenizer)
-    status = ServerStatus(dispatcher)
     for method, path, endpoint, summary in (
         ("POST", "/v1/completions", completions.create, "Continue a prompt, or several"),
         ("POST", "/v1/chat/completions", chats.create, "Answer a conversation"),
@@ -97,6 +130,7 @@ def _add_endpoints(
         ("GET", "/v1/requests", status.requests, "Requests in flight"),
         ("GET", "/v1/requests/{name:path}", status.timeline, "The timeline of a request, by its id"),
         ("GET", "/v1/replicas", status.replicas, "Every replica now, and its recent steps"),
+        ("GET", "/v1/scaling", status.scaling, "The newest changes of pools and roles, and what decided them"),
         ("GET", "/v1/playground/scheduler", Playground().run, "The scheduler's steps in a scenario"),
         ("GET", "/health", status.health, "The process is alive"),
         ("GET", "/ready", status.ready, "A replica can serve"),
@@ -112,6 +146,12 @@ def _add_endpoints(
             dependencies=[] if path in _OPEN else [_KEY],
             route_class_override=JsonRoute if method == "POST" else None,
         )
+
+
+def _lend(keys: KeyRing, ledger: Ledger, tenant: str, requests: float, tokens: float) -> Loan:
+    """Give another ingress what it lacks for a tenant's key. A key that is not in force here has nothing."""
+    key = keys.of_tenant(tenant)
+    return Loan() if key is None else ledger.account(key).lend(requests, tokens)
 
 
 async def _asset(asset: WebAsset, request: Request) -> Response:

@@ -12,14 +12,17 @@ from fastapi import Request
 from starlette.datastructures import State
 
 from crossdock.cluster.api.answers import usage
-from crossdock.cluster.api.bodies import GenerationBody
+from crossdock.cluster.api.bad_words import encode_bad_words
 from crossdock.cluster.api.choices import Choice, Output, Prompt, merge
 from crossdock.cluster.api.errors import ApiError, shown
+from crossdock.cluster.api.generation_body import GenerationBody
+from crossdock.cluster.api.generation_defaults import GenerationDefaults
+from crossdock.cluster.api.limits import UNSTATED_OUTPUT
 from crossdock.cluster.api.models import Models
 from crossdock.cluster.api.prompts import output_limit
 from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.stop_strings import StopTable
-from crossdock.cluster.api.tiers import SLO_CLASS_HEADER, Tiers
+from crossdock.cluster.api.tiers import SLO_CLASS_HEADER, Tier, Tiers
 from crossdock.cluster.api.tokenizer import ModelTokenizer, TextStream
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ModelCard
 from crossdock.workers.schedule.request import InvalidField, SamplingParams, Submission, TokenDelta
@@ -33,7 +36,7 @@ class Generation:
 
     body: GenerationBody
     card: ModelCard
-    slo_class: str
+    tier: Tier
     state: State  # of the HTTP request: its id, its API key, and that key's account
     choices: list[Choice] = field(default_factory=list)
 
@@ -44,8 +47,15 @@ class Generation:
             "object": kind,
             "created": int(time.time()),
             "model": self.body.model or self.card.name,
-            "service_tier": self.slo_class,
+            "service_tier": self.tier.slo_class,
         }
+
+    def usage_of(self, output: Output) -> dict[str, Any] | None:
+        """Count the tokens of a choice up to an output, for the output's event; None: the client did not ask."""
+        if not self.body.repeats_usage:
+            return None
+        choice = self.choices[output.index]
+        return usage(len(choice.prompt.token_ids), output.num_tokens, choice.num_cached_tokens)
 
     def usage(self) -> dict[str, Any]:
         """Count tokens. A prompt counts once, however many outputs it has."""
@@ -61,22 +71,35 @@ class Generations:
     """Begins generations, and follows each to its end."""
 
     def __init__(
-        self, dispatcher: Dispatcher, tokenizer: ModelTokenizer, models: Models, tiers: Tiers, *, max_logprobs: int
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: ModelTokenizer,
+        models: Models,
+        tiers: Tiers,
+        defaults: GenerationDefaults,
+        *,
+        max_logprobs: int,
     ) -> None:
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._models = models
         self._tiers = tiers
+        self._defaults = defaults
         self._max_logprobs = max_logprobs
 
     def begin(self, request: Request, body: GenerationBody) -> Generation:
         """Begin a generation. Raises ApiError for an unknown model, or what the API key may not use."""
         card = self._models.card(body.model)
+        if body.request_id is not None and request.headers.get("x-request-id") != request.state.request_id:
+            request.state.request_id = body.request_id  # as in vLLM the header wins
+        if body.priority < 0 and request.state.api_key is not None:
+            reason = "'priority' must be 0 or more: an API key's requests may go after those of others, not before."
+            raise ApiError(reason, param="priority", code="invalid_value")
         header = request.headers.get(SLO_CLASS_HEADER)
-        slo_class = self._tiers.choose(body.service_tier, header, request.state.api_key)
+        tier = self._tiers.choose(body.service_tier, header, request.state.api_key)
         if request.state.account is not None:
-            request.state.account.prompt(0)  # a key without tokens is refused before its prompts cost anything
-        return Generation(body, card, slo_class, request.state)
+            request.state.account.check()  # a key without tokens is refused before its prompts cost anything
+        return Generation(body, card, tier, request.state)
 
     async def add_choices(self, generation: Generation, prompts: Sequence[Prompt]) -> None:
         """Add one choice for each prompt and each of `n`, in OpenAI's order, and charge the prompts to the API key.
@@ -86,16 +109,21 @@ class Generations:
         """
         body, card, state = generation.body, generation.card, generation.state
         body.check_streaming()
-        limits = [output_limit(len(prompt.token_ids), body, card) for prompt in prompts]
+        limits = [self._defaults.limit(output_limit(len(prompt.token_ids), body, card), body) for prompt in prompts]
         sampling = body.sampling(
             min(limits),
-            defaults=self._tokenizer.defaults,
+            defaults=self._defaults.sampling,
             vocab_size=card.vocab_size,
             max_logprobs=self._max_logprobs,
         )
+        sampling = replace(sampling, bad_words=await encode_bad_words(body.bad_words, self._tokenizer))
+        num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        body.check_logprobs_of_all(sampling, num_prompt_tokens, sum(limits))
         stops = body.stop_table()
         if state.account is not None:
-            state.account.prompt(sum(len(prompt.token_ids) for prompt in prompts))
+            is_stated = body.token_limit() is not None
+            outputs = body.n * sum(limit if is_stated else min(limit, UNSTATED_OUTPUT) for limit in limits)
+            await state.account.prompt(num_prompt_tokens, outputs)
         seed = secrets.randbits(63) if body.seed is None else body.seed
         wanted = ((prompt, limit, i) for prompt, limit in zip(prompts, limits, strict=True) for i in range(body.n))
         async for some in slices(wanted, _CHOICES_AT_ONCE):
@@ -122,7 +150,9 @@ class Generations:
             prompt.token_ids,
             sampling,
             body.cache_salt if key is None else key.cache_salt(body.cache_salt),
-            generation.slo_class,
+            generation.tier.slo_class,
+            body.priority,
+            generation.tier.is_promised,
             request_id=state.request_id,
             tenant="" if key is None else key.tenant,
         )

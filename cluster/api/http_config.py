@@ -1,12 +1,27 @@
 """The settings of the HTTP API."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from crossdock.cluster.api.keys import ApiKey
 
 OPEN_TO_OTHERS = (
     "No API key is set: every client that reaches %s port %d can use this server. "
     "Set --api-key, http.api_keys_file, or --host 127.0.0.1."
+)
+
+
+NOT_TEMPLATE_VARIABLES = frozenset(  # requests have fields of their own for these
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "return_dict",
+        "tokenize",
+        "tools",
+    }
 )
 
 
@@ -21,6 +36,15 @@ class HttpConfig(BaseModel):
     direct: bool = Field(
         False, description="Ingresses listen on host and port themselves, without Serve's proxies: for one node."
     )
+    root_path: str = Field(
+        "",
+        pattern=r"^(/[A-Za-z0-9._~-]+)*$",
+        description="Path under which a gateway shows the API: /llm. Requests may come with it or without it.",
+    )
+    keep_alive_s: int = Field(75, ge=1, description="How long a connection without a request stays open.")
+    allowed_origins: tuple[str, ...] = Field(
+        (), description="Other web sites whose pages may call the API, e.g. https://chat.example; '*': all."
+    )
     drain_timeout_s: float = Field(60.0, ge=0, description="How long running requests may go on after a stop.")
     api_keys: tuple[ApiKey, ...] = Field(
         (),
@@ -31,21 +55,49 @@ class HttpConfig(BaseModel):
         None, description="A file with further keys, checked every second: YAML as in api_keys, or one key a line."
     )
     max_body_bytes: int = Field(20 << 20, ge=1)
+    max_queued_requests: int = Field(
+        4096, ge=1, description="Outputs that may wait for their first token at an ingress; further ones get 429."
+    )
     request_timeout_s: float | None = Field(None, gt=0, description="Limit of a whole request, streams included.")
+    write_timeout_s: float = Field(
+        60.0, gt=0, description="A client that reads nothing of its answer for so long is disconnected, where direct."
+    )
     otlp_endpoint: str | None = Field(
         None, description="Where traces go, by OTLP over HTTP: http://collector:4318/v1/traces; null: no traces."
     )
     trace_sample_ratio: float = Field(
         0.01, ge=0, le=1, description="Share of requests that are traced, among those that arrive without a trace."
     )
+    vllm_metrics: bool = Field(
+        False,
+        description="Show metrics at /metrics under vLLM's names too, for dashboards and autoscalers made for it.",
+    )
     model_aliases: tuple[str, ...] = Field((), description="Further names that the served model answers to.")
-    max_logprobs: int = Field(20, ge=0, description="Most alternatives a request may ask for, per token.")
+    max_logprobs: int = Field(
+        20, ge=-1, description="Most alternatives a request may ask for, per token; -1: the whole vocabulary."
+    )
+    force_include_usage: bool = Field(False, description="Streams end with their usage, also where none is asked for.")
+    default_chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Variables of the chat template in every chat; a request's win over them."
+    )
     trust_request_chat_template: bool = Field(
         False, description="Accept chat templates in requests. A template is a program: trust every client first."
     )
+
+    @field_validator("default_chat_template_kwargs")
+    @classmethod
+    def _check_variables(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        if reserved := NOT_TEMPLATE_VARIABLES & variables.keys():
+            raise ValueError(f"must not set {', '.join(sorted(reserved))}: requests have fields for these")
+        return variables
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether clients must send an API key."""
+        return bool(self.api_keys) or self.api_keys_file is not None
 
     @property
     def is_open_to_others(self) -> bool:
         """Whether other machines may use the API without a key."""
         is_local = self.host in ("localhost", "::1") or self.host.startswith("127.")
-        return not is_local and not self.api_keys and self.api_keys_file is None
+        return not is_local and not self.needs_key

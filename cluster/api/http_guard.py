@@ -6,8 +6,8 @@ import math
 import re
 import traceback
 import uuid
-from collections.abc import Awaitable, Collection
-from contextlib import suppress
+from collections.abc import Awaitable, Collection, Mapping
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,16 +15,13 @@ from crossdock.cluster.api.answers import DONE, error_event
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http_json import error_answer
 from crossdock.cluster.api.keys import ApiKey, KeyRing
-from crossdock.cluster.api.limits import Account, Ledger
-from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SuspectRequest
+from crossdock.cluster.api.limits import Charge, Ledger
+from crossdock.cluster.api.request_body import RequestBodies
+from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SlowReader, SuspectRequest
 from crossdock.workers.schedule.request import Overloaded
 
 logger = logging.getLogger("ray.serve")
 
-SILENCE_S = 30.0  # longest wait for the next part of a body
-DISCARD_S = 10.0  # longest wait for the rest of a body that is too large
-_LENGTH_DIGITS = 20  # of a Content-Length that are read: a hundred thousand petabytes
-_CLOSE = {"Connection": "close"}
 _NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients obey it
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -46,6 +43,9 @@ def as_api_error(error: BaseException) -> ApiError:
         case SuspectRequest():
             reason = "Replicas of the model ended while they worked on this request, so it is not tried again."
             return ApiError(f"{reason} Do not repeat it unchanged.", code="suspect_request", headers=_NO_RETRY)
+        case SlowReader():
+            reason = "Too many tokens waited to be read, so the request was ended. Read the stream faster."
+            return ApiError(reason, status=408, code="slow_reader")
     return ApiError("Internal server error.", status=500, kind="server_error", code="internal_error")
 
 
@@ -70,7 +70,7 @@ class HttpGuard:
         self._keys = keys
         self._open_paths = open_paths
         self._ledger = ledger
-        self._max_body_bytes = max_body_bytes
+        self._bodies = RequestBodies(max_body_bytes)
         self._timeout_s = request_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,21 +78,21 @@ class HttpGuard:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        sender = _AnswerSender(send, _request_id(headers))
         state = scope.setdefault("state", {})
-        state["request_id"] = sender.request_id
+        state["request_id"] = _request_id(headers)  # a body may give another
+        sender = _AnswerSender(send, state)
         state["api_key"] = state["account"] = None
+        body = None
         try:
             async with asyncio.timeout(self._timeout_s) as clock:
                 state["api_key"] = key = self._key(scope, headers)
                 if key is not None:
-                    state["account"] = sender.account = self._ledger.account(key)
-                    if scope["method"] == "POST":  # reading is free
-                        sender.begin_on_account()
-                body = await self._read(headers, receive)
+                    state["account"] = sender.charge = Charge(self._ledger.account(key))
+                    await sender.charge.begin(is_read=scope["method"] != "POST")
+                body = await self._bodies.read(headers, receive)
                 if body is None:
                     return
-                await _while_connected(self._app(scope, _replay(body), sender.send), receive)
+                await _while_connected(self._app(scope, body.receive, sender.send), receive)
         except Exception as error:
             if isinstance(error, TimeoutError) and clock.expired():
                 reason = f"The request took more than {self._timeout_s} s."
@@ -100,7 +100,10 @@ class HttpGuard:
             await sender.fail(error)
             _clear_frames(error)
         finally:
-            sender.end_on_account()
+            if body is not None:
+                body.release()
+            if sender.charge is not None:
+                sender.charge.end()
 
     def _key(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiKey | None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -108,71 +111,17 @@ class HttpGuard:
             return None
         return self._keys.find(headers.get(b"authorization", b""))
 
-    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """Return the body, or None if the client has left.
-
-        A body over the limit is refused as soon as that is known. What the client still sends is discarded first, up
-        to twice the limit: most clients read no answer before they have sent everything, and would see a reset.
-        """
-        limit = self._max_body_bytes
-        length = headers.get(b"content-length", b"")
-        announced = int(length[:_LENGTH_DIGITS]) if length.isdigit() else 0
-        parts: list[bytes] = []
-        size, is_whole = 0, False
-        while announced <= limit and size <= limit and not is_whole:
-            try:
-                async with asyncio.timeout(SILENCE_S):
-                    message = await receive()
-            except TimeoutError:
-                reason = f"No part of the body arrived for {SILENCE_S:.0f} s."
-                raise ApiError(reason, status=408, code="request_timeout", headers=_CLOSE) from None
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            is_whole = not message.get("more_body", False)
-        if max(size, announced) > limit:
-            parts.clear()
-            if not is_whole and announced <= 2 * limit and b"expect" not in headers:
-                await _discard(receive, 2 * limit - size)
-            reason = f"The body is larger than {limit} bytes."
-            raise ApiError(reason, status=413, code="request_too_large", headers=_CLOSE)
-        return b"".join(parts)
-
-
-async def _discard(receive: Receive, most: int) -> None:
-    """Read the rest of a body, up to `most` bytes and for a limited time, without keeping it."""
-    left = most
-    with suppress(TimeoutError):
-        async with asyncio.timeout(DISCARD_S):
-            while left > 0:
-                message = await receive()
-                left -= len(message.get("body", b""))
-                if not message.get("more_body", False):  # the end, or the client has left
-                    return
-
 
 class _AnswerSender:
     """The sending side of a request. Adds its headers to the answer, and turns an error into an answer or an event."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
-        self.request_id = request_id
-        self.account: Account | None = None  # the answer's headers show its state
+    def __init__(self, send: Send, state: Mapping[str, Any]) -> None:
+        self.charge: Charge | None = None  # the answer's headers show the state of its account
         self._send = send
-        self._is_on_account = False
+        self._state = state
         self._has_started = False
         self._has_ended = False
         self._is_stream = False
-
-    def begin_on_account(self) -> None:
-        assert self.account is not None
-        self.account.begin()
-        self._is_on_account = True
-
-    def end_on_account(self) -> None:
-        if self.account is not None and self._is_on_account:
-            self._is_on_account = False
-            self.account.end()
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -181,23 +130,24 @@ class _AnswerSender:
             self._is_stream = any(
                 name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
             )
-            headers.append((b"x-request-id", self.request_id.encode()))
+            headers.append((b"x-request-id", self._state["request_id"].encode()))
             present = {name for name, _ in headers}
-            for name, value in (self.account.headers() if self.account is not None else {}).items():
+            for name, value in (self.charge.headers() if self.charge is not None else {}).items():
                 if name.encode() not in present:  # a refusal for a limit has them already
                     headers.append((name.encode(), value.encode()))
             message = {**message, "headers": headers}
         elif not message.get("more_body", False):
             self._has_ended = True
-            self.end_on_account()  # before the client can see that its next request may come
+            if self.charge is not None:
+                self.charge.end()  # before the client can see that its next request may come
         await self._send(message)
 
     async def fail(self, error: Exception) -> None:
         api_error = as_api_error(error)
         if api_error.status == 500:
-            logger.error("request %s failed", self.request_id, exc_info=error)
+            logger.error("request %s failed", self._state["request_id"], exc_info=error)
         elif api_error.status > 500:
-            logger.warning("request %s failed: %s", self.request_id, error)
+            logger.warning("request %s failed: %s", self._state["request_id"], error)
         if not self._has_started:
             await error_answer(api_error)({"type": "http"}, _never, self.send)
         elif self._is_stream and not self._has_ended:
@@ -218,15 +168,6 @@ def _clear_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def _replay(body: bytes) -> Receive:
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        return messages.pop() if messages else await _never()
-
-    return receive
 
 
 async def _never() -> Message:

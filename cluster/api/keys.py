@@ -36,8 +36,8 @@ class ApiKey(BaseModel):
     tokens_per_minute: int | None = Field(
         None,
         ge=1,
-        description="Tokens of prompts, charged at once, and of outputs, charged as they come; null: any. "
-        "A request that has begun goes on, and the next ones are refused until its outputs are paid.",
+        description="Tokens of prompts and outputs; null: any. A request reserves its prompt and, for each output, "
+        "max_tokens or, where it states none, 1,024; at its end it gives back what it has not used.",
     )
     max_concurrent_requests: int | None = Field(None, ge=1, description="How many may run at once; null: any number.")
 
@@ -118,6 +118,11 @@ class KeyRing:
         """Return the key in an `Authorization` header. Raises ApiError 401 if it holds none."""
         self._check_file()
         return find_key(self._keys, authorization)
+
+    def of_tenant(self, tenant: str) -> ApiKey | None:
+        """Return the key whose `tenant` this is; None if it is not in force."""
+        self._check_file()
+        return next((key for key in self._keys if key.tenant == tenant), None)
 
     def _check_file(self) -> None:
         now = self._clock()

@@ -1,25 +1,44 @@
 """Limits of API keys: requests and tokens per minute, and requests at once.
 
-Each ingress accounts for each key by itself, with an equal share of its limits: proxies spread requests evenly.
+They hold for all ingresses together. Each has an equal share of what a minute allows, and borrows from the others when
+it lacks some: all requests of a client may come over one connection, and so to one ingress. Running requests are
+counted at all ingresses when one begins.
 """
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.keys import ApiKey
 
+UNSTATED_OUTPUT = 1024  # tokens that are reserved for an output whose request states no limit of its own
+READS_PER_MINUTE = 600  # GETs of one key: each asks all replicas
+ASK_S = 0.2  # between two questions of an account to the other ingresses, so that refusals stay cheap
+_ROUNDING = 1e-6  # what sums of parts of a limit may lack
 _MINUTE = 60.0
 _FIRST_SWEEP = 64  # accounts; the ledger looks for idle ones when their number has doubled since it last did
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """An ingress's answer to another: what it gives for a key, and how many of the key's requests it runs."""
+
+    requests: float = 0.0
+    tokens: float = 0.0
+    num_running: int = 0
+
+
+AskPeers = Callable[[str, float, float], Awaitable[list[Loan]]]
+"""Ask all other ingresses, for a tenant, each to give requests and tokens. Those that do not answer are left out."""
 
 
 @dataclass(slots=True)
 class Bucket:
     """A token bucket that holds what one minute allows, and fills at an even pace.
 
-    The level may become negative: outputs are charged only after they were generated.
+    The level may become negative: an output may be longer than what was reserved for it.
     """
 
     capacity: float
@@ -30,8 +49,16 @@ class Bucket:
         self.level = self.capacity
 
     def fill(self, now: float) -> None:
-        self.level = min(self.level + (now - self.filled_at) * self.capacity / _MINUTE, self.capacity)
+        filled = min(self.level + (now - self.filled_at) * self.capacity / _MINUTE, self.capacity)
+        self.level = max(self.level, filled)  # it may have borrowed more than it holds by itself
         self.filled_at = now
+
+    def lend(self, most: float, now: float) -> float:
+        """Give away up to `most` of the level; return how much."""
+        self.fill(now)
+        lent = max(min(most, self.level), 0.0)
+        self.level -= lent
+        return lent
 
     def seconds_until(self, level: float) -> float:
         return max(level - self.level, 0.0) * _MINUTE / self.capacity
@@ -44,29 +71,52 @@ class Account:
     key: ApiKey
     share: int  # the number of ingresses, among which the key's limits are divided
     clock: Callable[[], float]
+    ask_peers: AskPeers | None = None
     num_running: int = 0
     requests: Bucket | None = field(init=False)
     tokens: Bucket | None = field(init=False)
+    reads: Bucket = field(init=False)
+    _ask_at: float = field(default=-math.inf, init=False)  # when the other ingresses may be asked again
 
     def __post_init__(self) -> None:
         now = self.clock()
+        self.reads = Bucket(self._share_of(READS_PER_MINUTE), now)
         self.requests, self.tokens = (
             None if limit is None else Bucket(self._share_of(limit), now)
             for limit in (self.key.requests_per_minute, self.key.tokens_per_minute)
         )
 
-    def begin(self) -> None:
+    async def begin(self) -> None:
         """Count one more request, until `end`. Raises ApiError 429 if the key is at one of its limits."""
+        self.num_running += 1  # first: of two that begin at two ingresses, at least one sees the other
+        try:
+            await self._check_running()
+            if self.requests is not None:
+                await self._take(self.requests, 1, f"{self.key.requests_per_minute} requests per minute")
+        except BaseException:
+            self.num_running -= 1
+            raise
+
+    async def _check_running(self) -> None:
         most = self.key.max_concurrent_requests
-        if most is not None and self.num_running >= self._share_of(most):
+        if most is None:
+            return
+        running = self.num_running
+        if self.share > 1 and running <= most:
+            loans = [] if self.ask_peers is None else await self.ask_peers(self.key.tenant, 0.0, 0.0)
+            silent = self.share - 1 - len(loans)
+            running = self.num_running + sum(loan.num_running for loan in loans) + silent * (most // self.share)
+        if running > most:
             raise self._refusal(f"{most} requests at once", 1.0)
-        if self.requests is not None:
-            self.requests.fill(self.clock())
-            if self.requests.level < 1:
-                limit = f"{self.key.requests_per_minute} requests per minute"
-                raise self._refusal(limit, self.requests.seconds_until(1))
-            self.requests.level -= 1
-        self.num_running += 1
+
+    async def _take(self, bucket: Bucket, amount: float, limit: str) -> None:
+        """Take an amount from a bucket, if need be with what other ingresses lend. Raises ApiError 429 for a lack."""
+        bucket.fill(self.clock())
+        if bucket.level < amount - _ROUNDING:
+            await self._borrow(bucket, amount)
+        if bucket.level < amount - _ROUNDING:
+            raise self._refusal(limit, bucket.seconds_until(amount))
+        bucket.level -= amount
 
     def end(self) -> None:
         self.num_running -= 1
@@ -75,33 +125,74 @@ class Account:
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing is used up: a new account would be the same."""
         now = self.clock()
-        for bucket in (self.requests, self.tokens):
+        for bucket in (self.requests, self.tokens, self.reads):
             if bucket is not None:
                 bucket.fill(now)
                 if bucket.level < bucket.capacity:
                     return False
         return self.num_running == 0
 
-    def prompt(self, num_tokens: int) -> None:
-        """Charge the tokens of prompts that begin. Raises ApiError 429 if fewer tokens are left."""
-        if self.tokens is None:
+    def read(self) -> None:
+        """Count a request that computes nothing. Raises ApiError 429 if there were too many."""
+        self.reads.fill(self.clock())
+        if self.reads.level < 1:
+            raise self._refusal(f"{READS_PER_MINUTE} GET requests per minute", self.reads.seconds_until(1))
+        self.reads.level -= 1
+
+    async def _borrow(self, bucket: Bucket, amount: float) -> None:
+        """Take what a bucket lacks from the other ingresses, and some more, so that not every request has to ask."""
+        if self.ask_peers is None or self.clock() < self._ask_at:
             return
-        self.tokens.fill(self.clock())
+        each = amount - bucket.level + bucket.capacity / 2
+        if bucket is self.requests:
+            loans = await self.ask_peers(self.key.tenant, each, 0.0)
+            bucket.level += sum(loan.requests for loan in loans)
+        else:
+            loans = await self.ask_peers(self.key.tenant, 0.0, each)
+            bucket.level += sum(loan.tokens for loan in loans)
+        if bucket.level < amount - _ROUNDING:
+            self._ask_at = self.clock() + ASK_S
+
+    def lend(self, requests: float, tokens: float) -> Loan:
+        """Give another ingress what it lacks, as far as this one has it."""
+        now = self.clock()
+        return Loan(
+            self.requests.lend(requests, now) if self.requests is not None else 0.0,
+            self.tokens.lend(tokens, now) if self.tokens is not None else 0.0,
+            self.num_running,
+        )
+
+    def check(self) -> None:
+        """Raise ApiError 429 if there are no tokens, unless other ingresses may have some."""
+        if self.tokens is not None and self.ask_peers is None:
+            self.tokens.fill(self.clock())
+            if self.tokens.level < 0:
+                raise self._refusal(f"{self.key.tokens_per_minute} tokens per minute", self.tokens.seconds_until(0))
+
+    async def reserve(self, num_prompt_tokens: int, num_output_tokens: int) -> int:
+        """Take the tokens of prompts and, as far as the bucket can hold them, of their outputs. Returns how many.
+
+        Raises ApiError 429 if fewer tokens are left.
+        """
+        if self.tokens is None:
+            return 0
         limit = f"{self.key.tokens_per_minute} tokens per minute"
-        if num_tokens > self.tokens.capacity:
+        capacity = self.tokens.capacity * (1 if self.ask_peers is None else self.share)
+        if num_prompt_tokens > capacity:
             raise ApiError(
-                f"This API key may use {limit}; the request has {num_tokens} in its prompt. Shorten it.",
+                f"This API key may use {limit}; the request has {num_prompt_tokens} in its prompt. Shorten it.",
                 status=429,
                 kind="rate_limit_error",
                 code="rate_limit_exceeded",
                 headers=self.headers(),
             )
-        if num_tokens > self.tokens.level:
-            raise self._refusal(limit, self.tokens.seconds_until(num_tokens))
-        self.tokens.level -= num_tokens
+        own = math.floor(self.tokens.capacity)  # the largest reservation, except for a prompt of borrowed tokens
+        num_tokens = min(num_prompt_tokens + num_output_tokens, max(num_prompt_tokens, own))
+        await self._take(self.tokens, num_tokens, limit)
+        return num_tokens
 
-    def output(self, num_tokens: int) -> None:
-        """Charge tokens that were generated; they count against the next request."""
+    def charge(self, num_tokens: int) -> None:
+        """Take tokens beyond what was reserved, or give back reserved ones (negative) that were not used."""
         if self.tokens is not None:
             self.tokens.level -= num_tokens
 
@@ -113,12 +204,13 @@ class Account:
             if bucket is not None:
                 bucket.fill(now)
                 headers[f"x-ratelimit-limit-{name}"] = str(limit)
-                headers[f"x-ratelimit-remaining-{name}"] = str(max(int(bucket.level), 0) * self.share)
+                headers[f"x-ratelimit-remaining-{name}"] = str(max(int(bucket.level * self.share), 0))
                 headers[f"x-ratelimit-reset-{name}"] = _duration(bucket.seconds_until(bucket.capacity))
         return headers
 
-    def _share_of(self, limit: int) -> int:
-        return math.ceil(limit / self.share)
+    def _share_of(self, limit: int) -> float:
+        """Return this ingress's part of a limit; at least 1 where it cannot borrow what it lacks."""
+        return math.ceil(limit / self.share) if self.ask_peers is None else limit / self.share
 
     def _refusal(self, limit: str, seconds: float) -> ApiError:
         retry_after = max(1, math.ceil(seconds))
@@ -131,11 +223,62 @@ class Account:
         )
 
 
+@dataclass(slots=True, eq=False)
+class Charge:
+    """One HTTP request on the account of its key."""
+
+    account: Account
+    _num_reserved: int = 0  # tokens, not yet used
+    _is_running: bool = False
+
+    async def begin(self, is_read: bool) -> None:
+        """Count the request, until `end`. `is_read`: it computes nothing. Raises ApiError 429 at a limit of the key."""
+        if is_read:
+            self.account.read()
+        else:
+            await self.account.begin()
+            self._is_running = True
+
+    def check(self) -> None:
+        """Raise ApiError 429 if the key has no tokens left."""
+        self.account.check()
+
+    async def prompt(self, num_prompt_tokens: int, num_output_tokens: int = 0) -> None:
+        """Charge the tokens of prompts, and reserve those of their outputs. Raises ApiError 429 if fewer are left."""
+        self._num_reserved += await self.account.reserve(num_prompt_tokens, num_output_tokens)
+        self._num_reserved -= num_prompt_tokens
+
+    def output(self, num_tokens: int) -> None:
+        """Charge tokens that were generated."""
+        reserved = max(min(num_tokens, self._num_reserved), 0)
+        self._num_reserved -= reserved
+        self.account.charge(num_tokens - reserved)
+
+    def end(self) -> None:
+        """End the request: reserved tokens that it did not use are there for others. May be called twice."""
+        if self._num_reserved > 0:
+            self.account.charge(-self._num_reserved)
+        self._num_reserved = 0
+        if self._is_running:
+            self._is_running = False
+            self.account.end()
+
+    def headers(self) -> dict[str, str]:
+        return self.account.headers()
+
+
 class Ledger:
     """The accounts of all keys at one ingress."""
 
-    def __init__(self, num_ingresses: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        num_ingresses: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        ask_peers: AskPeers | None = None,
+    ) -> None:
+        """`ask_peers`: None where this ingress cannot ask the others, or is the only one."""
         self._num_ingresses = num_ingresses
+        self._ask_peers = ask_peers if num_ingresses > 1 else None
         self._clock = clock
         self._accounts: dict[str, Account] = {}
         self._sweep_at = _FIRST_SWEEP
@@ -150,7 +293,7 @@ class Ledger:
             if len(self._accounts) >= self._sweep_at:
                 self._accounts = {name: account for name, account in self._accounts.items() if not account.is_idle}
                 self._sweep_at = max(2 * len(self._accounts), _FIRST_SWEEP)
-            known = self._accounts[key.tenant] = Account(key, self._num_ingresses, self._clock)
+            known = self._accounts[key.tenant] = Account(key, self._num_ingresses, self._clock, self._ask_peers)
         return known
 
 

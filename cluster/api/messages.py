@@ -9,17 +9,29 @@ from crossdock.cluster.api.bounds import MESSAGE_PARTS, ROLE_CHARS
 from crossdock.cluster.api.errors import ApiError
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages for a template. Raises ApiError, which names the part of the message at fault."""
+def template_messages(messages: Sequence[Mapping[str, Any]], *, keeps_parts: bool = False) -> list[dict[str, Any]]:
+    """Return the messages for a template. Raises ApiError, which names the part of the message at fault.
+
+    `keeps_parts`: content is a list of parts, {"type": "text", "text": …}, for templates that were written for these.
+    """
     lists = (message.get(name) for message in messages for name in ("content", "tool_calls"))
     num_parts = sum(len(parts) for parts in lists if isinstance(parts, list))
     if num_parts > MESSAGE_PARTS:
         reason = f"{num_parts} parts and tool calls are more than the {MESSAGE_PARTS} that are accepted"
         raise ApiError(f"Invalid value for 'messages': {reason}.", param="messages", code="invalid_value")
-    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [_template_message(message, f"messages[{i}]", keeps_parts) for i, message in enumerate(messages)]
 
 
-def _template_message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
+def last_assistant_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of the last message if it is the assistant's, else an empty one."""
+    last = messages[-1]
+    if last.get("role") != "assistant":
+        return ""
+    text: str = _template_message(last, f"messages[{len(messages) - 1}]", keeps_parts=False)["content"]
+    return text
+
+
+def _template_message(message: Mapping[str, Any], param: str, keeps_parts: bool) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ApiError(f"'{param}.role' must be a string.", param=f"{param}.role", code="invalid_value")
@@ -33,12 +45,15 @@ def _template_message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
             raise ApiError(f"'{param}.content' is missing.", param=f"{param}.content", code="invalid_value")
         content = ""
     if isinstance(content, list):
-        content = "\n".join(_part_text(part, f"{param}.content[{i}]") for i, part in enumerate(content))
-    elif not isinstance(content, str):
+        texts = [_part_text(part, f"{param}.content[{i}]") for i, part in enumerate(content)]
+    elif isinstance(content, str):
+        texts = [content]
+    else:
         raise ApiError(
             f"'{param}.content' must be a string or a list of parts.", param=f"{param}.content", code="invalid_value"
         )
-    result = {**message, "content": content}
+    parts = [{"type": "text", "text": text} for text in texts]
+    result = {**message, "content": parts if keeps_parts else "\n".join(texts)}
     if calls is not None:
         result["tool_calls"] = _template_calls(calls, f"{param}.tool_calls")
     return result

@@ -1,15 +1,17 @@
 """Prompts as token ids: a text or a chat is encoded, truncated where the request asks for that, and must fit."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from crossdock.cluster.api.bodies import ChatCompletionRequest, GenerationBody, TokenizeRequest, check_tools
-from crossdock.cluster.api.bounds import TEMPLATE_CHARS, TRUNCATED_CHARS
+from crossdock.cluster.api.bodies import ChatCompletionRequest, TokenizeRequest, check_tools
+from crossdock.cluster.api.bounds import TEMPLATE_CHARS, TRUNCATED_CHARS, TRUNCATED_PER_TOKEN
 from crossdock.cluster.api.errors import ApiError, shown, to_json
+from crossdock.cluster.api.generation_body import GenerationBody
 from crossdock.cluster.api.heap import Heap
+from crossdock.cluster.api.http_config import NOT_TEMPLATE_VARIABLES
 from crossdock.cluster.api.messages import template_messages
 from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
@@ -18,21 +20,18 @@ LONG_TEXT = 4096  # characters; 1 to 5 ms to encode. A longer text leaves the ev
 _HUGE_TEXT = 1 << 16  # characters; about 0.1 s and 10 MiB to encode. Such texts are encoded one at a time.
 _FEW_MESSAGES = 32  # a template takes about 20 µs for each
 _BEGINNING = 8  # characters per token of the context: a text of so many more is tried by its beginning first
-_NOT_TEMPLATE_VARIABLES = {
-    "add_generation_prompt",  # these have fields of their own
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "return_dict",
-    "tokenize",
-    "tools",
-}
 
 
 class PromptEncoder:
-    """Encodes texts and chats. `trusts_templates`: requests may bring chat templates of their own."""
+    """Encodes texts and chats.
 
-    def __init__(self, tokenizer: ModelTokenizer, *, trusts_templates: bool) -> None:
+    `trusts_templates`: requests may bring chat templates of their own. `variables`: those of the template in all chats.
+    """
+
+    def __init__(
+        self, tokenizer: ModelTokenizer, *, trusts_templates: bool, variables: Mapping[str, Any] | None = None
+    ) -> None:
+        self._variables = dict(variables or {})
         self._tokenizer = tokenizer
         self._trusts_templates = trusts_templates
         self._huge = ThreadPoolExecutor(1, "huge-texts")
@@ -59,12 +58,10 @@ class PromptEncoder:
 
     def _check_length(self, num_chars: int, card: ModelCard, param: str, *, truncates: bool) -> None:
         least = num_chars // self._tokenizer.longest_token
-        if least <= card.max_model_len:
-            return
-        if not truncates:
+        if not truncates and least > card.max_model_len:
             raise _too_long(card, f"at least {least}", param)
-        most = max(TRUNCATED_CHARS, card.max_model_len * self._tokenizer.longest_token)
-        if num_chars > most:
+        most = max(TRUNCATED_CHARS, TRUNCATED_PER_TOKEN * card.max_model_len)
+        if truncates and num_chars > most:
             reason = f"{num_chars} characters are more than the {most} that are accepted, even if the text is truncated"
             raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="context_length_exceeded")
 
@@ -101,7 +98,10 @@ class PromptEncoder:
 
     def _render(self, body: ChatCompletionRequest | TokenizeRequest, tools: list[dict[str, Any]] | None) -> str:
         """Return the text that the chat template makes of the messages."""
-        messages = template_messages(body.messages or ())
+        messages = template_messages(body.messages or (), keeps_parts=self._tokenizer.takes_parts)
+        variables = self._variables | body.chat_template_kwargs
+        if isinstance(body, ChatCompletionRequest):
+            variables = self._variables | self._template_fields(body) | body.chat_template_kwargs
         adds = body.add_generation_prompt
         try:
             return self._tokenizer.render_chat(
@@ -110,10 +110,26 @@ class PromptEncoder:
                 add_generation_prompt=not body.continue_final_message if adds is None else adds,
                 continue_final_message=body.continue_final_message,
                 chat_template=body.chat_template,
-                variables=body.chat_template_kwargs,
+                variables=variables,
             )
         except ValueError as error:
             raise ApiError(shown(str(error)), param="messages", code="invalid_value") from error
+
+    def _template_fields(self, body: ChatCompletionRequest) -> dict[str, Any]:
+        """Return the fields that the template reads. Raises ApiError for one that it does not: it would do nothing."""
+        reads = partial(self._tokenizer.template_reads, chat_template=body.chat_template)
+        fields: dict[str, Any] = {}
+        if body.documents:
+            fields["documents"] = body.documents
+            if not reads("documents"):
+                reason = "'documents' is not supported: this model's chat template does not read them."
+                raise ApiError(reason, param="documents", code="unsupported_parameter")
+        if body.reasoning_effort is not None:
+            fields |= {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}
+            if body.reasoning_effort != "none" and not (reads("reasoning_effort") or reads("enable_thinking")):
+                reason = "'reasoning_effort' is not supported: this model's chat template does not read it."
+                raise ApiError(reason, param="reasoning_effort", code="unsupported_parameter")
+        return fields
 
     def _check_template_fields(self, body: ChatCompletionRequest | TokenizeRequest) -> None:
         if body.chat_template is not None and not self._trusts_templates:
@@ -128,7 +144,7 @@ class PromptEncoder:
                 param="continue_final_message",
                 code="invalid_value",
             )
-        if reserved := _NOT_TEMPLATE_VARIABLES & body.chat_template_kwargs.keys():
+        if reserved := NOT_TEMPLATE_VARIABLES & body.chat_template_kwargs.keys():
             reason = f"'chat_template_kwargs' must not set {', '.join(sorted(reserved))}."
             raise ApiError(reason, param="chat_template_kwargs", code="invalid_value")
         if len(to_json(body.chat_template_kwargs)) > TEMPLATE_CHARS:
@@ -148,11 +164,16 @@ def _is_short(body: ChatCompletionRequest | TokenizeRequest) -> bool:
 
 
 def truncate(token_ids: list[int], body: GenerationBody, card: ModelCard) -> list[int]:
-    """Return the end of the prompt, as long as `truncate_prompt_tokens` allows; -1 asks for all that fits."""
+    """Return the part of the prompt that `truncate_prompt_tokens` keeps: its end, or with `right` its beginning.
+
+    -1 keeps all that fits beside the output.
+    """
     keep = body.truncate_prompt_tokens
     if keep == -1:
         keep = card.max_model_len - max(1, _limit(body) or 1)
-    result = token_ids if keep is None else token_ids[max(0, len(token_ids) - keep) :]
+    result = token_ids
+    if keep is not None:
+        result = token_ids[:keep] if body.truncation_side == "right" else token_ids[max(0, len(token_ids) - keep) :]
     if not result:
         reason = f"'{body.prompt_field}' must have at least one token."
         raise ApiError(reason, param=body.prompt_field, code="invalid_value")

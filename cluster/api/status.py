@@ -1,13 +1,14 @@
 """Endpoints for operators: requests in flight, timelines, replicas and their steps, health, metrics, version."""
 
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Query, Request, Response
 from pydantic import Field
 
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.http_json import Name, json_answer
+from crossdock.cluster.api.http_json import Name, json_answer, long_json_answer
 from crossdock.cluster.api.keys import ApiKey
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 
@@ -16,13 +17,20 @@ _SeenStep = Annotated[str, Field(json_schema_extra={"pattern": "^[0-9a-f]{32}:[0
 _SEEN = "INCARNATION:NUMBER of the newest step that the client has, once for each replica."
 
 
+Decisions = Callable[[], Awaitable[list[dict[str, Any]]]]
+"""Returns the newest decisions of the scaler. Raises TimeoutError where it does not answer."""
+
+_LOADS = ("load", "spare_load", "streams", "reason")  # fields of a decision that show what other keys' requests need
+
+
 class ServerStatus:
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, decisions: Decisions | None = None) -> None:
         self._dispatcher = dispatcher
+        self._decisions = decisions
 
     async def requests(self, request: Request) -> Response:
         data = await self._dispatcher.live_requests(_visible_tenant(request))
-        return json_answer({"object": "list", "data": data})
+        return await long_json_answer({"object": "list", "data": data})
 
     async def timeline(self, request: Request, name: Name) -> Response:
         """Find the request by its id (the answer's header X-Request-Id), or by the `id` in the answer's body."""
@@ -41,7 +49,19 @@ class ServerStatus:
         for value in after:
             incarnation, _, number = value.partition(":")
             seen[incarnation] = _step_number(number, value)
-        return json_answer({"object": "list", "data": await self._dispatcher.replicas(seen, _visible_tenant(request))})
+        data = await self._dispatcher.replicas(seen, _visible_tenant(request))
+        return await long_json_answer({"object": "list", "data": data})
+
+    async def scaling(self, request: Request) -> Response:
+        """List the newest decisions about sizes of pools and roles of replicas, and the load that decided each, which
+        only those see who see all requests."""
+        try:
+            data = [] if self._decisions is None else await self._decisions()
+        except TimeoutError:
+            raise ApiError("The scaler does not answer.", status=503, kind="server_error", code="not_ready") from None
+        if _visible_tenant(request) is not None:
+            data = [{key: value for key, value in each.items() if key not in _LOADS} for each in data]
+        return json_answer({"object": "list", "data": data})
 
     async def health(self) -> Response:
         return Response()

@@ -1,6 +1,7 @@
 """The SLO class of a request: chosen by its `service_tier`, its header, its API key, or the engine's default."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.keys import ApiKey
@@ -10,6 +11,14 @@ SLO_CLASS_HEADER = "X-SLO-Class"
 _SERVER_DECIDES = ("auto", "default")  # of OpenAI's tiers; the others are `priority` and `flex`
 
 
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """The SLO class of one request."""
+
+    slo_class: str
+    is_promised: bool  # the client or its key's entry asked for the class: a request that would be late is refused
+
+
 class Tiers:
     """The classes that requests may ask for, most urgent first."""
 
@@ -17,10 +26,11 @@ class Tiers:
         self.names = [slo.name for slo in classes]
         self._default = default
 
-    def choose(self, service_tier: str | None, header: str | None, key: ApiKey | None) -> str:
+    def choose(self, service_tier: str | None, header: str | None, key: ApiKey | None) -> Tier:
         """Return the class of a request with this `service_tier`, this `X-SLO-Class` header and this key.
 
-        Tier and header may both be given if they agree; the tier `auto` gives way to the header.
+        Tier and header may both be given if they agree; the tier `auto` gives way to the header. `auto`, `default` and
+        no tier ask for no class. Then the key's `default` does, if the key has one.
 
         Raises:
             ApiError: 400 for an unknown name or a contradiction, 403 for a class that the key may not use.
@@ -35,11 +45,15 @@ class Tiers:
             )
             raise ApiError(f"{reason}: give one of them.", param="service_tier", code="invalid_value")
         name = by_header or by_body or self._default_of(key)
+        is_asked_for = by_header is not None or self._names_class(service_tier)
         if key is not None and not key.allows(name):
             reason = f"This API key may not use the class {name!r}. It may use {', '.join(key.classes or ())}."
             param = "service_tier" if by_header is None else SLO_CLASS_HEADER
             raise ApiError(reason, status=403, kind="permission_error", param=param, code="slo_class_not_allowed")
-        return name
+        return Tier(name, is_asked_for or (key is not None and key.default is not None))
+
+    def _names_class(self, service_tier: str | None) -> bool:
+        return service_tier is not None and (service_tier in self.names or service_tier not in _SERVER_DECIDES)
 
     def _default_of(self, key: ApiKey | None) -> str:
         """Return the key's default or the engine's; if the key may not use the engine's, the first class it may use."""

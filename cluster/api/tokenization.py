@@ -5,9 +5,10 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from crossdock.cluster.api.bodies import DetokenizeRequest, TokenizeRequest, check_token_ids
+from crossdock.cluster.api.bodies import DetokenizeRequest, TokenizeRequest
 from crossdock.cluster.api.bounds import DETOKENIZED
 from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.generation_body import check_token_ids
 from crossdock.cluster.api.http_json import json_answer, long_json_answer
 from crossdock.cluster.api.models import Models
 from crossdock.cluster.api.prompts import PromptEncoder

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from jinja2 import TemplateSyntaxError
 from transformers import AutoTokenizer
 
 from crossdock.cluster.api.stop_strings import StopStrings, StopTable
@@ -30,26 +31,35 @@ class Detokenizer(Protocol):
     def flush(self) -> str: ...
 
 
-_RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
-
 class ModelTokenizer:
-    """A model's tokenizer and chat template. `defaults`: sampling parameters for requests that give none."""
+    """A model's tokenizer and chat template."""
 
-    def __init__(self, tokenizer: Any, *, defaults: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.defaults: dict[str, Any] = dict(defaults or {})
+        self.takes_parts = False  # the chat template reads the content of messages as a list of parts
         self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._bytes = _TokenBytes.of(tokenizer)
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)  # characters; an upper bound
 
     @classmethod
-    def load(cls, model: Path) -> Self:
-        """Load a Hugging Face directory: the tokenizer, and the sampling its authors recommend (as vLLM does)."""
-        recommended = model / "generation_config.json"
-        settings = json.loads(recommended.read_text()) if recommended.is_file() else {}
-        defaults = {name: settings[name] for name in _RECOMMENDED if settings.get(name) is not None}
-        return cls(AutoTokenizer.from_pretrained(str(model)), defaults=defaults)
+    def load(cls, folder: Path) -> Self:
+        """Load the tokenizer of a Hugging Face directory."""
+        return cls(AutoTokenizer.from_pretrained(str(folder)))
+
+    @property
+    def last_token_id(self) -> int:
+        """The largest token id that a text can be encoded to."""
+        return max(self._tokenizer.get_vocab().values(), default=0)
+
+    def set_chat_template(self, template: str) -> None:
+        """Use `template` for all chats. Raises ValueError if it is not a template."""
+        self._tokenizer.chat_template = template
+        try:
+            self._tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"line {error.lineno} is not Jinja: {error.message}") from None
+        except Exception:  # a correct template may refuse this chat
+            return
 
     @property
     def has_chat_template(self) -> bool:
@@ -78,6 +88,11 @@ class ModelTokenizer:
         """Return the token as the vocabulary writes it (`Ġthe`, `▁the`)."""
         name: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         return name or ""
+
+    def template_reads(self, variable: str, chat_template: str | None = None) -> bool:
+        """Return whether a chat template mentions a variable. `chat_template`: a request's own; None: the model's."""
+        text = chat_template if chat_template is not None else str(self._tokenizer.chat_template or "")
+        return re.search(rf"\b{variable}\b", text) is not None
 
     def render_chat(
         self,

@@ -6,7 +6,6 @@ computes the figures, serverside.py adds the server's own, and report.py shows t
 
 import asyncio
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from crossdock.cluster.bench.workloads import SHAPES, WORKLOADS, Interference
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 if TYPE_CHECKING:
+    from crossdock.cluster.bench.metrics import Sample
     from crossdock.cluster.bench.run import BenchOptions, BenchResult
 
 _MIX, _LONG, _TRACE = "Workload mix", "Workloads interference and short-vs-long", "Workload trace"
@@ -209,21 +209,22 @@ def _parse_headers(lines: Sequence[str]) -> dict[str, str]:
 
 
 def _run_with_progress(options: "BenchOptions") -> "BenchResult":
-    """Run the benchmark, with a progress bar where stderr is a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    """Run the benchmark and show on stderr how many requests have ended."""
+    from crossdock.cluster.bench.progress import progress
     from crossdock.cluster.bench.run import run_bench
 
-    if not sys.stderr.isatty():
-        return asyncio.run(run_bench(options))
     if options.workload == "interference":
         total: int | None = options.interference.long_prompts
     elif options.workload in SHAPES and options.workload != "short-vs-long" and options.duration is None:
         total = options.shape.num_requests
     else:
         total = options.num_requests
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Twice a second: drawing takes CPU from the server under test.
-    with Progress(*columns, console=Console(stderr=True), refresh_per_second=2, transient=True) as progress:
-        task = progress.add_task(options.workload, total=total)
-        return asyncio.run(run_bench(options, lambda _: progress.advance(task)))
+    num_ended = 0
+    with progress(Console(stderr=True), options.workload, "requests") as report:
+
+        def ended(_: "Sample") -> None:
+            nonlocal num_ended
+            num_ended += 1
+            report(num_ended, total)
+
+        return asyncio.run(run_bench(options, ended))

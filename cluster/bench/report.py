@@ -16,7 +16,7 @@ def table(result: BenchResult) -> Table:
     """Return a two-column table; times in milliseconds."""
     summary = result.summary
     out = Table(title=f"{result.options.workload} on {result.model}", show_header=False, title_justify="left")
-    out.add_column(style="bold")
+    out.add_column(style="bold", no_wrap=True)
     out.add_column(justify="right")
     _add_requests(out, summary)
     if "interference" in summary:

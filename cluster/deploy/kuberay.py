@@ -31,9 +31,11 @@ def kuberay(config: ClusterConfig) -> list[dict[str, Any]]:
     """Return the documents of a deployment.
 
     Raises:
-        ValueError: a pool has no nodes, or API keys stand in the configuration itself.
+        ValueError: a pool has no nodes, there is no image, or API keys stand in the configuration itself.
     """
-    _require_nodes(config)
+    require_nodes(config)
+    if config.deploy.image is None:
+        raise ValueError("deploy.image: Kubernetes runs an image; null is for ray up's machines alone")
     name = config.deploy.name
     return [
         document("ray.io/v1", "RayService", name, _ray_service(config)),
@@ -44,7 +46,8 @@ def kuberay(config: ClusterConfig) -> list[dict[str, Any]]:
     ]
 
 
-def _require_nodes(config: ClusterConfig) -> None:
+def require_nodes(config: ClusterConfig) -> None:
+    """Raise a ValueError that names a pool without nodes."""
     named = {node.pool for node in config.deploy.nodes}
     for pool in config.pools:
         if pool.name not in named:

@@ -25,6 +25,19 @@ class NodeConfig(BaseModel):
     node_config: dict[str, Any] = Field(
         default_factory=dict, description="ray up: the request to the cloud, e.g. {InstanceType: p5.4xlarge}."
     )
+    addresses: tuple[str, ...] = Field(
+        (), description="ray up, provider local: your machines, by IP address. Leave out min and max: all of them run."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_addresses(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not data.get("addresses"):
+            return data
+        count = len(data["addresses"])
+        if {data.get("min", count), data.get("max", count)} != {count}:
+            raise ValueError(f"addresses: all {count} of them run; leave out min and max")
+        return {**data, "min": count, "max": count}
 
     @model_validator(mode="after")
     def _check_bounds(self) -> "NodeConfig":
@@ -49,7 +62,11 @@ class DeployConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field("crossdock", pattern=_NAME, description="Name of the RayService, or of ray up's cluster.")
-    image: str = Field("crossdock:cpu", min_length=1, description="Container image, built by manifests/Dockerfile.")
+    image: str | None = Field(
+        "crossdock:cpu",
+        min_length=1,
+        description="Container image, built by manifests/Dockerfile; null: ray up's machines have Crossdock installed.",
+    )
     head: HeadConfig = Field(default_factory=lambda: HeadConfig.model_validate({}))
     nodes: tuple[NodeConfig, ...] = Field((), description="One entry for each pool.")
     redis: str | None = Field(
@@ -63,12 +80,16 @@ class DeployConfig(BaseModel):
     )
     provider: dict[str, Any] = Field(
         default_factory=lambda: {"type": "aws", "region": "us-east-1"},
-        description="ray up: the cloud, in Ray's format.",
+        description="ray up: the cloud, in Ray's format; {type: local, head_ip: …} for machines of your own.",
     )
     operator_namespace: str = Field(
         "kuberay-operator", pattern=_NAME, description="KubeRay: where its operator runs; only that reaches the head."
     )
     ssh_user: str = Field("ubuntu", description="ray up: user of the SSH connections.")
+    ssh_private_key: str | None = Field(
+        None,
+        description="ray up: file with the key of the SSH connections; null: the provider makes one. local needs it.",
+    )
 
     @property
     def is_autoscaled(self) -> bool:

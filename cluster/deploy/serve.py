@@ -24,12 +24,18 @@ def serve_config(config: ClusterConfig, *, host: str | None = None) -> dict[str,
         "import_path": IMPORT_PATH,
         "args": config.model_dump(mode="json", exclude_unset=True, exclude={"deploy"}),
     }
+    if config.is_elastic:
+        application["external_scaler_enabled"] = True  # else Serve refuses what our scaler asks for
     if config.deploy.nodes:
         # The head offers no cores: an ingress that needs one runs elsewhere, and survives the loss of the head.
         application["deployments"] = [{"name": "ingress", "ray_actor_options": {"num_cpus": 1}}]
     return {
         "proxy_location": "EveryNode",
-        "http_options": {"host": host or config.http.host, "port": config.http.port},
+        "http_options": {
+            "host": host or config.http.host,
+            "port": config.http.port,
+            "keep_alive_timeout_s": config.http.keep_alive_s,
+        },
         "logging_config": {"encoding": "JSON", "enable_access_log": False},
         "applications": [application],
     }

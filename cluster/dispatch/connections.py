@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
 from crossdock.cluster.dispatch.loop_clock import TICK_S, LoopClock
-from crossdock.router.actions import Action, ReplicaBroken, ReplicaDead, ReplicaLost, Timeouts
+from crossdock.router.actions import Action, Detach, Fail, ReplicaBroken, ReplicaDead, ReplicaLost, Timeouts
 from crossdock.router.fleet import Fleet
 from crossdock.router.request_life import RequestLife
 from crossdock.workers.report.advertise import Message
@@ -20,6 +20,7 @@ from crossdock.workers.schedule.request import Submission
 logger = logging.getLogger("ray.serve")
 
 _DEAD_PEERS = 64  # remembered for replicas that were out of reach when those died
+MOST_UNREAD = 1 << 18  # values of deltas that clients leave unread, all requests together: about 100 MiB
 _MOST_PROBES = 300  # of a replica that was lost and has left, until Ray knows that its process has ended
 
 RemoteMethod: TypeAlias = Literal[
@@ -33,6 +34,10 @@ RemoteMethod: TypeAlias = Literal[
     "watched",
 ]
 """The methods of `Replica` that are called with plain data and return plain data."""
+
+
+class SlowReader(RuntimeError):
+    """A client reads its tokens so slowly that too many wait, so its request was ended."""
 
 
 class EngineClient(Protocol):
@@ -76,6 +81,11 @@ class Attempt:
     events: "asyncio.Queue[Callable[[float], list[Action]]]" = field(default_factory=asyncio.Queue)
     connections: "dict[str, ReplicaConnection]" = field(default_factory=dict)  # that are not detached, by name
     submitting: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by replica
+
+    @property
+    def num_unread(self) -> int:
+        """Return how many values wait because the client does not read: tokens, and their log-probabilities."""
+        return self.events.qsize() * (1 + (self.life.submission.sampling.logprobs or 0))
 
     async def next_actions(self) -> list[Action]:
         """Wait for the next event, or for the deadline of the request, and return what follows."""
@@ -258,6 +268,22 @@ class ReplicaConnections:
                 if now - connection.heard_at > self._timeouts.silence_s and connection.following is not None:
                     connection.is_silent = True
                     connection.following.cancel()
+            self._end_slowest_readers()
+
+    def _end_slowest_readers(self) -> None:
+        """End requests whose clients do not read, as long as too much waits for all clients together."""
+        attempts = [attempt for connection in self._following for attempt in connection.attempts.values()]
+        slowest = sorted({id(attempt): attempt for attempt in attempts}.values(), key=lambda each: each.num_unread)
+        waiting = sum(attempt.num_unread for attempt in slowest)
+        while waiting > MOST_UNREAD:
+            attempt = slowest.pop()
+            waiting -= attempt.num_unread
+            for action in attempt.life.close():
+                assert isinstance(action, Detach)
+                self.detach(attempt, action.replica, action.is_running)
+            while not attempt.events.empty():
+                attempt.events.get_nowait()
+            attempt.events.put_nowait(lambda now: [Fail(SlowReader("its client read too slowly"))])
 
     def _opened(self, connection: ReplicaConnection) -> None:
         connection.is_open = True

@@ -15,9 +15,11 @@ from crossdock.cluster.dispatch.connections import (
     RemoteMethod,
     ReplicaConnection,
     ReplicaConnections,
+    SlowReader,
 )
 from crossdock.cluster.dispatch.ingress_metrics import IngressMetrics, merge_metrics
 from crossdock.cluster.dispatch.loop_clock import LoopClock
+from crossdock.cluster.dispatch.shared_answer import SharedAnswer
 from crossdock.cluster.dispatch.suspect_turns import SuspectTurns
 from crossdock.router.actions import (
     DEFAULT_TIMEOUTS,
@@ -36,11 +38,15 @@ from crossdock.router.actions import (
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.request_life import MOST_PLACEMENTS, RequestLife
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.request import Overloaded, Submission, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, Overloaded, Submission, TokenDelta
 
-__all__ = ["Dispatcher", "ModelCard", "ReplicaLost", "SuspectRequest", "Timeouts"]
+__all__ = ["Dispatcher", "ModelCard", "ReplicaLost", "SlowReader", "SuspectRequest", "Timeouts"]
 
 logger = logging.getLogger("ray.serve")
+
+MOST_QUEUED = 4096  # requests; with prompts of 2,000 tokens about 0.3 GiB at the ingress
+_FULL_QUEUE_S = 10.0  # until a client should try again: minutes of work are queued
+_METRICS_HOLD_S = 1.0  # anyone may ask for them, and every replica and ingress writes its part
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +69,31 @@ class Dispatcher:
         ingress_texts: Callable[[], Awaitable[Mapping[str, str]]] | None = None,
         timeouts: Timeouts = DEFAULT_TIMEOUTS,
         most_placements: int = MOST_PLACEMENTS,
+        *,
+        most_queued: int = MOST_QUEUED,
+        vllm_metrics: bool = False,
     ) -> None:
-        """`ingress_texts` fetches the metrics of all ingresses, by name; None: this is the only one."""
+        """`ingress_texts` fetches the metrics of all ingresses, by name; None: this is the only one.
+
+        `most_queued`: requests that may wait for their first token; further ones are refused. `vllm_metrics`: whether
+        metrics are shown under vLLM's names too.
+        """
         self._model_name = model_name
         self._created = int(time.time())
         self._card: ModelCard | None = None
         self._timeouts = timeouts
         self._most_placements = most_placements
+        self._most_queued = most_queued
+        self.num_queued = 0  # requests in flight that have no token so far
         self.fleet = Fleet(router or RouterConfig.model_validate({}))  # the replicas that are up
-        self.metrics = IngressMetrics()
+        self._vllm_model = model_name if vllm_metrics else None
+        self.metrics = IngressMetrics(self._vllm_model)
         self.clock = LoopClock()  # of all that replicas and requests are waited for
         self._connections = ReplicaConnections(self.fleet, self._timeouts, self.clock)
         self._suspects = SuspectTurns(timeouts.suspect_s)
         self._lives: dict[str, RequestLife] = {}  # by request, those in flight
         self._ingress_texts = ingress_texts or self._own_text
+        self._metrics_text: SharedAnswer[str] = SharedAnswer(self._scrape, self._connections.spawn, _METRICS_HOLD_S)
         self.leave = self._connections.leave
         self.close = self._connections.close
 
@@ -95,22 +112,31 @@ class Dispatcher:
 
         Raises:
             ValueError: the replica refuses the request; the message names the field.
-            Overloaded: no replica can make the first token in time.
+            Overloaded: no replica can make the first token in time, or too many requests wait for theirs.
             ReplicaLost: none is up, or one after the other was lost.
             SuspectRequest: the request may be what ended the replicas that it was lost at.
+            SlowReader: too many tokens waited to be read.
         """
         watch = self.metrics.start(submission)
         life = RequestLife(submission, self.fleet, self.clock.now(), self._timeouts, self._most_placements)
         self._lives[submission.id] = life
         attempt, actions = Attempt(life, self.clock), deque[Action]([PlaceAgain(None)])
+        self.num_queued += 1
+        is_queued = True
         try:
+            if self.num_queued > self._most_queued:
+                raise _queue_is_full(self._most_queued)
             while True:
                 action = actions.popleft() if actions else None
                 match action:
                     case None:
                         actions += await attempt.next_actions()
                     case TokenDelta():
+                        if is_queued:
+                            is_queued = False
+                            self.num_queued -= 1
                         watch.tokens(len(action.token_ids))
+                        watch.finish_reason = action.finish_reason
                         self._suspects.leave(submission.id)
                         yield action
                         if action.finish_reason is not None:
@@ -134,7 +160,18 @@ class Dispatcher:
         except Overloaded:
             watch.refused()
             raise
+        except (ReplicaLost, SuspectRequest):
+            watch.finish_reason = FinishReason.ERROR
+            raise
+        except asyncio.CancelledError:
+            watch.finish_reason = FinishReason.ABORT  # the client has left
+            raise
+        except GeneratorExit:
+            # The reader has what it wanted, as with a stop string; or it has left before the first token.
+            watch.finish_reason = watch.finish_reason or (FinishReason.STOP if watch.num_tokens else FinishReason.ABORT)
+            raise
         finally:
+            self.num_queued -= is_queued
             self._lives.pop(submission.id, None)
             self._suspects.leave(submission.id)
             actions += life.close()
@@ -203,8 +240,11 @@ class Dispatcher:
 
     async def metrics_text(self) -> str:
         """Return the Prometheus text of the whole deployment: every replica's samples, labelled `replica`, and every
-        ingress's, labelled `ingress`."""
-        texts = await self._ask_all("metrics_text")
+        ingress's, labelled `ingress`. At most a second old."""
+        return await self._metrics_text.get()
+
+    async def _scrape(self) -> str:
+        texts = await self._ask_all("metrics_text", self._vllm_model)
         return merge_metrics(texts, "replica") + merge_metrics(await self._ingress_texts(), "ingress")
 
     async def _collect(self, method: RemoteMethod, *arguments: Any) -> list[dict[str, Any]]:
@@ -258,6 +298,11 @@ async def _ask(attempt: Attempt, connection: ReplicaConnection) -> None:
         attempt.events.put_nowait(partial(life.lost, name, number, unknown))
     else:
         attempt.events.put_nowait(partial(life.progress, name, number, numbers))
+
+
+def _queue_is_full(most: int) -> Overloaded:
+    reason = f"{most} requests wait for their first token, as many as this server lets wait (http.max_queued_requests)"
+    return Overloaded(f"{reason}. Retry in {_FULL_QUEUE_S:.0f} s", retry_after=_FULL_QUEUE_S)
 
 
 def _loss(what: str, replica: str, error: Exception) -> ReplicaLost:

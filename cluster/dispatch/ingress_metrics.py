@@ -4,21 +4,27 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from crossdock.router.placement import Placement
 from crossdock.workers.report.timeline import prompt_length_bucket
-from crossdock.workers.schedule.request import Submission
+from crossdock.workers.report.vllm_names import OF_INGRESSES, exposition
+from crossdock.workers.schedule.request import FinishReason, Submission
 
 _TTFT = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _GAP = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+_WHOLE = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
 _ERROR = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0)
 
 
 class IngressMetrics:
     """Counters and histograms over all requests of this ingress."""
 
-    def __init__(self) -> None:
+    def __init__(self, vllm_model: str | None = None) -> None:
+        """`vllm_model`: the model's name in metrics under vLLM's names; None: there are none."""
+        self._vllm_model = vllm_model
         self.registry = registry = CollectorRegistry()
         self.in_flight = Gauge("crossdock_ingress_requests", "Requests in flight.", registry=registry)
         self.started = Counter("crossdock_ingress_requests_started", "Requests taken.", registry=registry)
@@ -53,15 +59,46 @@ class IngressMetrics:
             buckets=_GAP,
             registry=registry,
         )
+        ended = Counter(
+            "crossdock_ingress_requests_ended",
+            "Requests that a replica took and that have ended, wherever they were placed.",
+            ["finish_reason"],
+            registry=registry,
+        )
+        self.ended = {reason: ended.labels(reason.value) for reason in _ENDS}
+        self.seconds = Histogram(
+            "crossdock_ingress_request_seconds",
+            "From submission to the end.",
+            ["slo_class"],
+            buckets=_WHOLE,
+            registry=registry,
+        )
+        self.tpot = Histogram(
+            "crossdock_ingress_time_per_output_token_seconds",
+            "Mean gap between a request's tokens, measured at this ingress.",
+            ["slo_class"],
+            buckets=_GAP,
+            registry=registry,
+        )
+        self.prompt_tokens = Histogram(
+            "crossdock_ingress_prompt_tokens", "Prompt tokens of a request.", buckets=_TOKENS, registry=registry
+        )
+        self.output_tokens = Histogram(
+            "crossdock_ingress_output_tokens", "Tokens of a request's output.", buckets=_TOKENS, registry=registry
+        )
+        self.max_tokens = Histogram(
+            "crossdock_ingress_max_tokens", "Most tokens that a request may get.", buckets=_TOKENS, registry=registry
+        )
 
     def start(self, submission: Submission) -> "RequestWatch":
         """Count a request that has come, and return the watch that measures it."""
         self.in_flight.inc()
         self.started.inc()
-        return RequestWatch(self, submission, self.gap.labels(submission.slo_class), time.monotonic())
+        now = time.monotonic()
+        return RequestWatch(self, submission, self.gap.labels(submission.slo_class), started=now, last=now)
 
     def text(self) -> str:
-        return generate_latest(self.registry).decode()
+        return exposition(self.registry, OF_INGRESSES, self._vllm_model)
 
 
 @dataclass(slots=True)
@@ -71,8 +108,11 @@ class RequestWatch:
     metrics: IngressMetrics
     submission: Submission
     gap: Histogram
+    started: float
     last: float  # when it came, or when its last token did
-    has_first: bool = False
+    first: float | None = None  # when its first token came
+    num_tokens: int = 0
+    finish_reason: FinishReason | None = None  # None at the end: no replica took the request
     predicted: float | None = None  # seconds until the first token; None: the request was placed more than once
     num_placements: int = 0
 
@@ -83,13 +123,14 @@ class RequestWatch:
     def tokens(self, count: int) -> None:
         """`count` tokens have come at once."""
         now = time.monotonic()
-        if not self.has_first and self.predicted is not None:
+        self.num_tokens += count
+        if self.first is None and self.predicted is not None:
             actual = now - self.last
             self.metrics.ttft_error.observe(abs(self.predicted - actual) / max(actual, 1e-6))
-        if not self.has_first:
+        if self.first is None:
             bucket = prompt_length_bucket(len(self.submission.prompt_token_ids))
             self.metrics.ttft.labels(bucket, self.submission.slo_class).observe(now - self.last)
-            self.has_first = True
+            self.first = now
         elif count:
             self.gap.observe((now - self.last) / count)
         self.last = now
@@ -98,7 +139,18 @@ class RequestWatch:
         self.metrics.refused.labels(self.submission.slo_class).inc()
 
     def end(self) -> None:
-        self.metrics.in_flight.dec()
+        """Count the end, if a replica had taken the request: `finish_reason` is how it ended."""
+        metrics, slo_class = self.metrics, self.submission.slo_class
+        metrics.in_flight.dec()
+        if self.finish_reason is None or not self.num_placements:
+            return
+        metrics.ended[self.finish_reason].inc()
+        metrics.seconds.labels(slo_class).observe(time.monotonic() - self.started)
+        metrics.prompt_tokens.observe(len(self.submission.prompt_token_ids))
+        metrics.output_tokens.observe(self.num_tokens)
+        metrics.max_tokens.observe(self.submission.sampling.max_tokens)
+        if self.first is not None and self.num_tokens > 1:
+            metrics.tpot.labels(slo_class).observe((self.last - self.first) / (self.num_tokens - 1))
 
 
 def merge_metrics(texts: Mapping[str, str], label: str) -> str:

@@ -5,33 +5,28 @@
 
 import asyncio
 import logging
-import os
-import signal
-import threading
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-import ray
 import uvicorn
 from ray import serve
-from ray._private import ray_constants
-from ray.serve.config import HTTPOptions, ProxyLocation, RequestRouterConfig
+from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import LoggingConfig
 
 from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.http_config import OPEN_TO_OTHERS
+from crossdock.cluster.api.limits import Loan
 from crossdock.cluster.api.listener import listen
 from crossdock.cluster.api.tiers import Tiers
-from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.dispatch.client import follow_members
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.pinning import PinningRouter
-from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
 from crossdock.cluster.serve.scaler import Scaler
+from crossdock.cluster.serve.tokenizer import load_tokenizer
 from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.replica.interpreter import prepare_interpreter
 from crossdock.workers.replica.replica import Replica, bind_serve_to_own_node
@@ -41,8 +36,8 @@ logger = logging.getLogger("ray.serve")
 APP_NAME = "crossdock"
 _FIRST_REPLICA_S = 10.0  # an ingress waits so long for a replica; while models load it answers 503 after that
 _SCRAPE_S = 5.0  # a scrape waits so long for the other ingresses: Prometheus gives up after 10 s
+_LOAN_S = 0.5  # a request waits so long for what the other ingresses lend
 _NEVER_QUEUE = 1_000_000  # requests; the engine decides about admission, and Serve's own limit must not interfere
-_LOOPBACK = "127.0.0.1"
 _TINY_BUNDLE = 0.001  # CPUs; Ray accepts no bundle without resources
 
 
@@ -52,18 +47,27 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ClusterConfig, engines: dict[str, DeploymentHandle], scaler: DeploymentHandle | None = None
     ) -> None:
-        """Start serving. `scaler` is not called: Serve runs every deployment that an ingress is bound to."""
+        """Start serving. Serve runs every deployment that an ingress is bound to, so `scaler` too."""
         bind_serve_to_own_node()
         path = resolve_model(config.model.path)
-        self.dispatcher = Dispatcher(config.model.name, config.router, self._all_ingress_metrics)
+        self.dispatcher = Dispatcher(
+            config.model.name,
+            config.router,
+            self._all_ingress_metrics,
+            most_queued=config.http.max_queued_requests,
+            vllm_metrics=config.http.vllm_metrics,
+        )
         self._name = uuid.uuid4().hex
         self._server: uvicorn.Server | None = None
         context = serve.get_replica_context()
         self._every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
         self._every_ingress._init()
-        tokenizer = await asyncio.to_thread(ModelTokenizer.load, path)
+        tokenizer = await asyncio.to_thread(load_tokenizer, path, config.model)
         tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
-        self._api = build_api(self.dispatcher, tokenizer, config.http, tiers)
+        model = config.model
+        defaults = GenerationDefaults.read(path, model.generation_config, model.override_generation_config)
+        decisions = None if scaler is None else partial(_decisions, scaler)
+        self._api = build_api(self.dispatcher, tokenizer, config.http, tiers, defaults, decisions, self._ask_peers)
         follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
         with suppress(TimeoutError):  # without this wait an upgrade would route requests to an ingress without replicas
             async with asyncio.timeout(_FIRST_REPLICA_S):
@@ -73,7 +77,14 @@ class Ingress:
         if config.http.is_open_to_others:
             logger.warning(OPEN_TO_OTHERS, config.http.host, config.http.port)
         if config.http.direct:
-            self._server = await listen(self._api, config.http.host, config.http.port)
+            http = config.http
+            self._server = await listen(
+                self._api,
+                http.host,
+                http.port,
+                keep_alive_s=http.keep_alive_s,
+                write_timeout_s=http.write_timeout_s,
+            )
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._api
@@ -87,14 +98,40 @@ class Ingress:
         """Return this ingress's name and metrics: its part of a scrape that another ingress answers."""
         return self._name, self.dispatcher.metrics.text()
 
+    async def replicas(self) -> list[dict[str, Any]]:
+        """Return the state of every replica that is up: what /v1/replicas answers to an operator."""
+        return await self.dispatcher.replicas({}, None)
+
+    async def lend(self, asker: str, tenant: str, requests: float, tokens: float) -> Loan | None:
+        """Give another ingress, `asker`, what it lacks for a tenant's key; None: that is this one."""
+        return None if asker == self._name else self._api.state.lend(tenant, requests, tokens)
+
+    async def _ask_peers(self, tenant: str, requests: float, tokens: float) -> list[Loan]:
+        """Ask all other ingresses for what this one lacks for a tenant's key."""
+        return [loan for loan in await self._of_all("lend", _LOAN_S, self._name, tenant, requests, tokens) if loan]
+
     async def _all_ingress_metrics(self) -> dict[str, str]:
         """Return the metrics of all ingresses, by name, without those that fail or do not answer in time."""
+        return dict([await self.ingress_metrics(), *await self._of_all("ingress_metrics", _SCRAPE_S)])
+
+    async def _of_all(self, method: str, seconds: float, *arguments: Any) -> list[Any]:
+        """Return the answers of all ingresses, this one too, without those that fail or do not answer in time."""
         try:
-            asked = self._every_ingress.broadcast("ingress_metrics")
-            texts = await asked.results_async(timeout_s=_SCRAPE_S, return_exceptions=True)
+            async with asyncio.timeout(seconds):
+                asked = await self._every_ingress.broadcast(method, *arguments)._fetch_replica_results_async()
         except TimeoutError:
-            texts = []
-        return dict([await self.ingress_metrics(), *(text for text in texts if not isinstance(text, BaseException))])
+            return []
+        # `results_async` has one time limit for all: an ingress that hangs would cost the answers of the others.
+        answering = (asyncio.wait_for(answer.get_async(), seconds) for answer in asked)
+        answers = await asyncio.gather(*answering, return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+async def _decisions(scaler: DeploymentHandle) -> list[dict[str, Any]]:
+    """Return the scaler's newest decisions. Raises TimeoutError where it does not answer."""
+    async with asyncio.timeout(_SCRAPE_S):
+        found: list[dict[str, Any]] = await scaler.decisions.remote()
+    return found
 
 
 def build(args: ClusterConfig) -> serve.Application:
@@ -149,79 +186,3 @@ def _placement_group(pool: PoolConfig) -> dict[str, Any]:
     if pool.node_labels:  # of the nodes of all ranks, not of the driver's alone
         group["placement_group_bundle_label_selector"] = [pool.node_labels] * pool.num_ranks
     return group
-
-
-def start_ray(config: ClusterConfig) -> None:
-    """Start a Ray on this machine, whose ports no other machine reaches, unless RAY_ADDRESS names a cluster to join."""
-    joins = bool(os.environ.get("RAY_ADDRESS"))
-    for name, value in (ENVIRONMENT if joins else ENVIRONMENT | ON_ONE_MACHINE).items():
-        os.environ.setdefault(name, value)
-    if ray.is_initialized():
-        return
-    if joins:
-        ray.init()
-        return
-    ray_constants.ENABLE_RAY_CLUSTER = False  # Ray's processes read the variable; this one did so before it was set
-    cpus = max(os.cpu_count() or 1, 1 + sum(pool.num_cpus * pool.num_ranks * pool.most for pool in config.pools))
-    ray.init(
-        address="local",
-        _node_ip_address=_LOOPBACK,
-        num_cpus=int(cpus),
-        include_dashboard=False,
-        object_store_memory=80 << 20,  # tokens travel in messages, not in the object store
-        log_to_driver=False,
-        configure_logging=False,
-    )
-
-
-def _on_one_node(config: ClusterConfig) -> ClusterConfig:
-    """Return the configuration for one node: no Serve proxies; transfers on the loopback interface by default."""
-    transfer = config.transfer.model_copy(update={"host": config.transfer.host or _LOOPBACK})
-    http = config.http.model_copy(update={"direct": True})
-    return config.model_copy(update={"http": http, "transfer": transfer})
-
-
-STARTING = ("Ray", "Serve", "replicas: model and warm-up")  # the phases of `serve_forever`, in order
-
-
-def serve_forever(config: ClusterConfig, starting: Callable[[str], None], started: Callable[[], None]) -> None:
-    """Start everything; end everything on SIGINT or SIGTERM.
-
-    Calls `starting` with each of `STARTING` as that phase begins, then `started`.
-    """
-    _interrupt_on_signals()
-    try:
-        starting(STARTING[0])
-        start_ray(config)
-        _interrupt_on_signals()  # Ray has installed its own handler of SIGTERM, which aborts
-        if not os.environ.get("RAY_ADDRESS"):
-            config = _on_one_node(config)
-        location = ProxyLocation.Disabled if config.http.direct else ProxyLocation.EveryNode
-        starting(STARTING[1])
-        serve.start(proxy_location=location, http_options=HTTPOptions(host=config.http.host, port=config.http.port))
-        starting(STARTING[2])
-        app, log = build(config), LoggingConfig(enable_access_log=False)
-        serve.run(app, name=APP_NAME, external_scaler_enabled=config.is_elastic, logging_config=log)
-        started()
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        for number in _STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave processes behind
-        if ray.is_initialized():
-            serve.shutdown()
-            ray.shutdown()
-
-
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-def _interrupt_on_signals() -> None:
-    """Raise KeyboardInterrupt in the main thread on SIGINT and SIGTERM.
-
-    Python itself does so for SIGINT only if the process was not started with SIGINT ignored, as a script's background
-    job is.
-    """
-    for number in _STOP_SIGNALS:
-        signal.signal(number, signal.default_int_handler)

@@ -16,35 +16,60 @@ from crossdock.cluster.api.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import to_yaml
 from crossdock.cluster.serve.flags import configuration, takes_flags
+from crossdock.cluster.serve.memory import left, used_by_family
+from crossdock.cluster.serve.other_flags import unread_variables
+from crossdock.cluster.serve.stop_signals import ending_at_once
+from crossdock.cluster.serve.summary import summary
 
 
 @takes_flags
 def serve(**flags: Any) -> None:
     """Serve a model behind an OpenAI API, on this machine or on the cluster that RAY_ADDRESS names."""
-    console = Console(soft_wrap=True, highlight=False)
-    with _errors_without_traceback():
-        config = configuration(flags)
-        if not os.environ.get("RAY_ADDRESS"):  # else the port and the model are on other machines
-            _require_free(config.http.host, config.http.port)
-            _prepare_model(config, console)
+    with ending_at_once():
+        console = Console(soft_wrap=True, highlight=False)
+        for line in unread_variables(os.environ):
+            _warn(line)
+        with _errors_without_traceback():
+            config = configuration(flags)
+            if _is_local():
+                _require_free(config.http.host, config.http.port)
+                _prepare_model(config, console)
+        if config.http.is_open_to_others:
+            _warn(OPEN_TO_OTHERS % (config.http.host, config.http.port))
+        console.print(f"[dim]Starting: {_describe_pools(config)} …[/dim]")
+        _serve_until_stopped(config, console, is_verbose=bool(flags["verbose"]))
 
-    from crossdock.cluster.serve.app import STARTING, serve_forever
 
-    if config.http.is_open_to_others:
-        warning = OPEN_TO_OTHERS % (config.http.host, config.http.port)
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[yellow]warning:[/yellow] {escape(warning)}")
-    console.print(f"[dim]Starting replicas: {_describe_pools(config)} …[/dim]")
+def _serve_until_stopped(config: ClusterConfig, console: Console, *, is_verbose: bool) -> None:
+    from crossdock.cluster.serve import lifetime
+
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=console, transient=True)  # drawn on a terminal only
-    task = bar.add_task("", total=len(STARTING))
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("", total=len(lifetime.STARTING))
     bar.start()
 
-    def started() -> None:
+    def starting(part: str) -> None:
+        bar.update(task, description=part, completed=lifetime.STARTING.index(part))
+
+    def started(replicas: list[dict[str, Any]]) -> None:
         bar.stop()
+        memory = (used_by_family(os.getpid()), left()) if _is_local() else (None, None)
+        for line in summary(replicas, *memory):
+            console.print(escape(line))
         _announce(config, console)
 
+    def stopping() -> None:
+        bar.stop()
+        console.print("[dim]Stopping …[/dim]")
+
+    if not is_verbose:
+        lifetime.quieten()
     try:
-        serve_forever(config, lambda part: bar.update(task, description=part, completed=STARTING.index(part)), started)
+        lifetime.serve_forever(config, starting, started, stopping)
+    except lifetime.StartFailed as error:
+        bar.stop()
+        _print_error(error)
+        raise typer.Exit(1) from None
     finally:
         bar.stop()
 
@@ -62,10 +87,18 @@ def _errors_without_traceback() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        stderr = Console(stderr=True, soft_wrap=True, highlight=False)
-        for line in str(error).splitlines():
-            stderr.print(f"[red]error:[/red] {escape(line)}")
+        _print_error(error)
         raise typer.Exit(2) from None
+
+
+def _warn(text: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[yellow]warning:[/yellow] {escape(text)}")
+
+
+def _print_error(error: Exception) -> None:
+    stderr = Console(stderr=True, soft_wrap=True, highlight=False)
+    for line in str(error).splitlines():
+        stderr.print(f"[red]error:[/red] {escape(line)}")
 
 
 def _require_free(host: str, port: int) -> None:
@@ -80,10 +113,16 @@ def _require_free(host: str, port: int) -> None:
 
 def _prepare_model(config: ClusterConfig, console: Console) -> None:
     """Fetch or convert the model here, where progress and errors are seen, before any replica needs it."""
+    from crossdock.cluster.api.generation_defaults import GenerationDefaults
     from crossdock.workers.model.checkpoint import resolve_model
 
     with console.status(f"Preparing {escape(config.model.name)}: the first time it is fetched or converted …"):
         path = resolve_model(config.model.path)
+        GenerationDefaults.read(path, config.model.generation_config, config.model.override_generation_config)
+        if config.model.tokenizer is not None or config.model.chat_template is not None:
+            from crossdock.cluster.serve.tokenizer import load_tokenizer
+
+            load_tokenizer(path, config.model)
         for pool in config.pools:
             if pool.num_ranks > 1:
                 from crossdock.workers.model.weights import check_division
@@ -99,9 +138,18 @@ def _describe_pools(config: ClusterConfig) -> str:
     )
 
 
+def _is_local() -> bool:
+    """Return whether Ray starts on this machine; else the port and the model are on other machines."""
+    return not os.environ.get("RAY_ADDRESS")
+
+
 def _announce(config: ClusterConfig, console: Console) -> None:
     host = "127.0.0.1" if config.http.host in ("0.0.0.0", "::") else config.http.host
     url = f"http://[{host}]:{config.http.port}" if ":" in host else f"http://{host}:{config.http.port}"
     console.print(f"[bold green]Crossdock[/bold green] serves [bold]{escape(config.model.name)}[/bold] at {url}/v1")
+    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    key = " -H 'Authorization: Bearer KEY'" if config.http.needs_key else ""
+    ask = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    console.print(f"[dim]Ask: {escape(ask)}[/dim]")
     flag = "" if config.http.port == 8000 and host == "127.0.0.1" else f" --url {url}"
     console.print(f"[dim]Talk to it: crossdock chat{flag}   Dashboard: {url}/dashboard   Stop: Ctrl-C[/dim]")

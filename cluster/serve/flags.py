@@ -4,6 +4,7 @@ A flag names the setting that it overrides. The setting's field decides the flag
 """
 
 import inspect
+import json
 import re
 import types
 import typing
@@ -14,10 +15,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 import yaml
-from pydantic import ByteSize
+from pydantic import BaseModel, ByteSize
 
 from crossdock.cluster.config import ClusterConfig, field_at
 from crossdock.cluster.config_file import load
+from crossdock.cluster.serve.arguments import FlagsCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,27 @@ class Flag:
         annotation = Annotated[kind | None, info]  # type: ignore[valid-type]  # made here, for typer alone to read
         return inspect.Parameter(self.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
+    def value(self, text: Any) -> Any:
+        """Return the setting's value that a word of the command line means. ValueError: it is not JSON, and must be.
+
+        Numbers are those of vLLM: 8k is 8,000 and 8K is 8,192. What cannot be read is left to the configuration, whose
+        errors name what is accepted.
+        """
+        field = field_at(self.key.split("."))
+        if field is None or not isinstance(text, str):
+            return text
+        if text in (words := _WORDS_OF_OTHERS.get(self.key, {})):
+            return words[text]
+        kind = _required(field.annotation)
+        if kind in (int, ByteSize):
+            return _number(text)
+        if get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            try:
+                return json.loads(text)
+            except ValueError:
+                raise ValueError(f"{self._names()[0]}: {text!r} is not JSON") from None
+        return text
+
     def _names(self) -> tuple[str, ...]:
         """Return the option's names; by default the last part of the key, and for booleans also its `--no-` form."""
         if self.names or self.key.startswith("--"):
@@ -78,18 +101,32 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             kind=list[str],
             help="Name of the model for clients; given again: further names.",
         ),
+        Flag("--revision", kind=str, metavar="REVISION", help="Revision of a hub MODEL: MODEL@REVISION says the same."),
+        Flag("model.tokenizer"),
+        Flag("model.chat_template"),
+        Flag("model.chat_template_content_format"),
+        Flag("http.default_chat_template_kwargs"),
+        Flag("http.trust_request_chat_template"),
         Flag("model.dtype"),
         Flag("model.max_model_len"),
+        Flag("model.generation_config", metavar="auto|vllm|DIR"),
+        Flag(
+            "model.override_generation_config",
+            kind=str,
+            metavar="JSON",
+            help="Sampling that wins over generation_config: '{\"temperature\": 0.5}'.",
+        ),
     ),
     "Engine (names as in vLLM)": (
         Flag("engine.max_num_batched_tokens"),
         Flag("engine.max_num_seqs"),
-        Flag("engine.kv_cache_memory"),
+        Flag("engine.kv_cache_memory", ("--kv-cache-memory", "--kv-cache-memory-bytes")),
         Flag("engine.kv_cache_dtype"),
         Flag("engine.gpu_memory_utilization"),
         Flag("engine.enforce_eager"),
         Flag("engine.async_scheduling"),
         Flag("engine.attention_backend"),
+        Flag("engine.cpu_kernels"),
         Flag("engine.page_size", ("--page-size", "--block-size")),
     ),
     "Chunks and who goes first": (
@@ -100,8 +137,8 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "--chunked-prefill-size",
             kind=int,
-            help="As in SGLang: N is --max-num-batched-tokens N; -1 is --no-enable-chunked-prefill, which needs a "
-            "--max-num-batched-tokens of the whole context.",
+            help="As in SGLang: N is --max-num-batched-tokens N; -1 is --no-enable-chunked-prefill, with "
+            "steps of the whole context.",
         ),
         Flag("engine.max_num_partial_prefills"),
         Flag("engine.max_long_partial_prefills"),
@@ -116,6 +153,18 @@ PANELS: dict[str, tuple[Flag, ...]] = {
     "HTTP": (
         Flag("http.host"),
         Flag("http.port"),
+        Flag("http.max_logprobs"),
+        Flag("http.root_path"),
+        Flag("http.keep_alive_s"),
+        Flag(
+            "http.allowed_origins",
+            kind=list[str],
+            help="Other web site whose pages may call the API; given again: any of them. Also a JSON list, as in vLLM.",
+        ),
+        Flag(
+            "http.force_include_usage",
+            ("--enable-force-include-usage/--no-enable-force-include-usage",),
+        ),
         Flag(
             "http.api_keys",
             ("--api-key",),
@@ -123,6 +172,8 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             help="Key that clients must send; given again: any of them.",
             envvar="CROSSDOCK_API_KEY",
         ),
+        Flag("http.max_queued_requests", ("--max-queued-requests", "--max-num-queued-reqs")),
+        Flag("http.vllm_metrics"),
     ),
     "Cluster and file": (
         Flag(
@@ -133,13 +184,21 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "pools.*.tensor_parallel_size",
-            ("--tensor-parallel-size", "--tp"),
+            ("--tensor-parallel-size", "--tp-size", "--tp", "-tp"),
             help="Ranks that divide every layer of a replica, in all pools.",
         ),
         Flag(
             "pools.*.pipeline_parallel_size",
-            ("--pipeline-parallel-size", "--pp"),
+            ("--pipeline-parallel-size", "--pp-size", "--pp", "-pp"),
             help="Consecutive stages of layers of a replica, in all pools.",
+        ),
+        Flag(
+            "--verbose",
+            ("--verbose/--no-verbose",),
+            kind=bool,
+            metavar="",
+            help="Show what Ray, Serve and libraries report about themselves.",
+            envvar="CROSSDOCK_VERBOSE",
         ),
         Flag("--config", ("--config", "-c"), kind=Path, help="YAML file; flags win over it."),
         Flag(
@@ -153,10 +212,11 @@ PANELS: dict[str, tuple[Flag, ...]] = {
 
 
 def takes_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command with **flags the parameters of the table, as typer sees them."""
+    """Give a command with **flags the parameters of the table, as typer sees them, and the class that parses them."""
     parameters = [flag.signature(panel) for panel, flags in PANELS.items() for flag in flags]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.command_class = FlagsCommand  # type: ignore[attr-defined]
     return command
 
 
@@ -167,18 +227,23 @@ def configuration(given: Mapping[str, Any]) -> ClusterConfig:
         ValueError: a flag or a setting is wrong; the message names it.
     """
     flags = [flag for panel in PANELS.values() for flag in panel]
-    values = {flag.key: given[flag.parameter] for flag in flags if given[flag.parameter] not in (None, [])}
+    values = {flag.key: flag.value(given[flag.parameter]) for flag in flags if given[flag.parameter] not in (None, [])}
     return load(values.pop("--config", None), _overrides(values))
 
 
 def _overrides(values: dict[str, Any]) -> dict[str, object]:
     """Return the settings that flags mean, by dotted name. `values`: the given flags, by their key in the table."""
+    values.pop("--verbose", None)  # about the output of the command alone
     size, settings = values.pop("--chunked-prefill-size", None), values.pop("--set", ())
     if size is not None:
         values |= _chunked_prefill(size, values)
     if names := values.get("model.served_name"):
         values["model.served_name"] = names[0]
         values |= {"http.model_aliases": names[1:]} if names[1:] else {}
+    if "http.allowed_origins" in values:
+        values["http.allowed_origins"] = [origin for each in values["http.allowed_origins"] for origin in _listed(each)]
+    if (revision := values.pop("--revision", None)) is not None:
+        values["model.path"] = _at_revision(values.get("model.path"), revision)
     if "pools" in values:
         values["pools"] = _parse_pools(values["pools"])
     return values | dict(_parse_setting(setting) for setting in settings)
@@ -201,6 +266,22 @@ def _chunked_prefill(size: int, values: Mapping[str, Any]) -> dict[str, object]:
     if budget is not None and budget != size:
         raise ValueError(f"{flag} and --max-num-batched-tokens {budget} are the same setting; give one of them")
     return {"engine.max_num_batched_tokens": size, "engine.enable_chunked_prefill": True}
+
+
+def _listed(text: str) -> list[str]:
+    """Return the members of a JSON list, or the text itself."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        return [str(each) for each in json.loads(text)]
+    except ValueError:
+        raise ValueError(f"--allowed-origins: {text!r} is not JSON") from None
+
+
+def _at_revision(model: str | None, revision: str) -> str:
+    if model is None or "@" in model or Path(model).expanduser().is_dir():
+        raise ValueError(f"--revision {revision} needs a MODEL from the hub, and no other revision in its name")
+    return f"{model}@{revision}"
 
 
 _RANKS = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}
@@ -228,15 +309,49 @@ def _parse_setting(text: str) -> tuple[str, object]:
         raise ValueError(f"--set: the value of {key} is not YAML: {value!r}") from None
 
 
+def _required(annotation: Any) -> Any:
+    """Return the annotation of a field without its None."""
+    if get_origin(annotation) in (typing.Union, types.UnionType):
+        (annotation,) = (member for member in get_args(annotation) if member is not types.NoneType)
+    return annotation
+
+
 def _parsed_type(annotation: Any) -> tuple[Any, str | None]:
     """Return the type that typer parses for a field's annotation, and the metavar; None: typer's own metavar.
 
-    A Literal and a ByteSize stay text here: the configuration checks them, and its errors name what is accepted.
+    What stays text here is read by `Flag.value`, or checked by the configuration, whose errors name what is accepted.
     """
-    if get_origin(annotation) in (typing.Union, types.UnionType):
-        (annotation,) = (member for member in get_args(annotation) if member is not types.NoneType)
+    annotation = _required(annotation)
     if get_origin(annotation) is Literal:
         return str, "|".join(get_args(annotation))
-    if annotation is ByteSize:
-        return str, "SIZE"
+    if get_origin(annotation) is dict:
+        return str, "JSON"
+    if annotation in _METAVARS:
+        return str, _METAVARS[annotation]
     return annotation, "" if annotation is bool else None
+
+
+_WORDS_OF_OTHERS = {  # setting: words of vLLM and SGLang, and ours
+    "model.dtype": {"half": "float16", "float": "float32"},
+    "engine.kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "engine.attention_backend": {
+        "FLASH_ATTN": "flash_attn",
+        "TRITON_ATTN": "triton",
+        "TORCH_SDPA": "torch",
+        "fa2": "flash_attn",
+        "torch_native": "torch",
+    },
+}
+_METAVARS = {ByteSize: "SIZE", int: "INTEGER"}
+_MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def _number(text: str) -> int | str:
+    """Return the number that a text means in vLLM: 8192, 8K, 8k or 25.6k. Any other text is returned as it is."""
+    found = re.fullmatch(r"(-?\d+)|(\d+)([KMGT])|(\d+(?:\.\d+)?)([kmgt])", text.strip())
+    if found is None:
+        return text
+    plain, whole, binary, decimal, multiple = found.groups()
+    if plain is not None:
+        return int(plain)
+    return int(whole) * _MULTIPLES[binary] if whole is not None else round(float(decimal) * _MULTIPLES[multiple])

@@ -7,6 +7,8 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import deque
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -24,6 +26,7 @@ from crossdock.workers.report.profile import SchedulingProfile
 
 logger = logging.getLogger("ray.serve")
 
+_NUM_DECISIONS = 100  # that can be asked for, the newest ones
 _RETRY_S = 1.0  # pause before the messages of a replica that could not be reached are followed again
 
 
@@ -42,6 +45,7 @@ class Scaler:
         self._interval_s = config.scaling.interval_s
         bounds = {pool.name: Bounds(pool.role, pool.replicas, pool.most) for pool in config.pools}
         self._scaling = Scaling(config.scaling, bounds)
+        self._decisions: deque[dict[str, Any]] = deque(maxlen=_NUM_DECISIONS)
         self._clients: dict[str, ReplicaClient] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
         self._controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
@@ -59,6 +63,11 @@ class Scaler:
         """Raise the error that ended the scaling loop: Serve logs the error and replaces this replica."""
         if self._running.done():
             self._running.result()
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """Return the newest decisions since this scaler started, oldest first: fields of `Resize` or `Flip`, and with
+        them `at` (Unix seconds) and `error` (null: applied)."""
+        return list(self._decisions)
 
     def _join(self, pool: str, name: str, client: ReplicaClient, profile: SchedulingProfile) -> None:
         self._clients[name] = client
@@ -90,10 +99,13 @@ class Scaler:
         while True:
             await asyncio.sleep(self._interval_s)
             for action in self._scaling.decide(time.monotonic()):
+                decision = {"at": time.time(), **asdict(action), "error": None}
+                self._decisions.append(decision)
                 try:
                     await self._apply(action)
                 except Exception as error:  # e.g. the replica has just died, which the next decision takes into account
                     logger.error("%s could not be applied: %s", action, error)
+                    decision["error"] = str(error) or type(error).__name__
                     if isinstance(action, Resize):
                         self._scaling.undo(action)
 

@@ -141,7 +141,7 @@ def simulate(flags: SimulateFlags) -> None:
             seeds = range(flags.seed, flags.seed + flags.seeds)
             _compare(variants, seeds, jobs, targets, flags.json_file, stderr)
         else:
-            _run(variants[0][1], flags.seed, jobs, targets, flags.json_file, flags.plot_file)
+            _run(variants[0][1], flags.seed, jobs, targets, flags.json_file, flags.plot_file, stderr)
     except ValueError as error:
         for line in str(error).splitlines():
             stderr.print(f"[red]simulate:[/red] {escape(line)}")
@@ -260,12 +260,21 @@ def _run(
     targets: "Targets",
     json_file: Path | None,
     plot_file: Path | None,
+    stderr: Console,
 ) -> None:
+    from crossdock.cluster.bench.progress import progress
     from crossdock.cluster.simulate import report
     from crossdock.cluster.simulate.simulation import Simulation
 
     started = time.perf_counter()
-    outcome = Simulation(fleet, seed).run(jobs(seed))
+    with progress(stderr, "Simulating", "requests") as reported:
+
+        def counted() -> Iterator[Job]:
+            for number, job in enumerate(jobs(seed), 1):
+                reported(number, None)
+                yield job
+
+        outcome = Simulation(fleet, seed).run(counted())
     if not outcome.samples:
         raise ValueError("duration: no request arrives in that time")
     found = report.figures(outcome, targets)
@@ -284,14 +293,21 @@ def _compare(
     json_file: Path | None,
     stderr: Console,
 ) -> None:
+    from crossdock.cluster.bench.progress import progress
     from crossdock.cluster.simulate import report
     from crossdock.cluster.simulate.study import scores
 
-    def done(name: str, seed: int, score: "Score") -> None:
-        if stderr.is_terminal:
-            stderr.print(f"[dim]{escape(name)}, seed {seed}: {score.good:.1%} good[/dim]")
+    num_done, total = 0, len(fleets) * len(seeds)
+    with progress(stderr, "Comparing", "simulations") as reported:
 
-    found = scores(fleets, seeds, jobs, targets, done)
+        def done(name: str, seed: int, score: "Score") -> None:
+            nonlocal num_done
+            num_done += 1
+            reported(num_done, total)
+            if stderr.is_terminal:
+                stderr.print(f"[dim]{escape(name)}, seed {seed}: {score.good:.1%} good[/dim]")
+
+        found = scores(fleets, seeds, jobs, targets, done)
     Console().print(report.comparison(found, len(seeds)))
     if json_file is not None:
         data = {name: [asdict(score) for score in runs] for name, runs in found.items()}

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from crossdock.cluster.simulate.presets import preset
 from crossdock.router.fleet import RouterConfig
+from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.slo import SloClass
@@ -23,7 +24,8 @@ class SimulatedPool(BaseModel):
 
     name: str = Field(pattern=r"^[a-z][a-z0-9-]*$", description="Name of the pool.")
     role: Role = Field("mixed", description="mixed, prefill or decode; a pool named prefill or decode has that role.")
-    replicas: int = Field(1, ge=0, description="How many run from the start.")
+    replicas: int = Field(1, ge=0, description="How many run from the start, and the least when the pool shrinks.")
+    max_replicas: int | None = Field(None, ge=1, description="Number that the pool may grow to; null: none.")
     profile: SchedulingProfile = Field(
         description="A preset, such as h100-8b, a JSON file of `crossdock tune`, a server's URL."
     )
@@ -32,6 +34,17 @@ class SimulatedPool(BaseModel):
     )
     enable_prefix_caching: bool = Field(True, description="Share pages between requests with equal beginnings.")
     price: float = Field(0.0, ge=0, description="Price of a replica for an hour, in any currency.")
+
+    @property
+    def most(self) -> int:
+        """The number of replicas that the pool may grow to."""
+        return self.max_replicas or self.replicas
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.most < self.replicas:
+            raise ValueError(f"max_replicas ({self.most}) must be at least replicas ({self.replicas})")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -85,6 +98,11 @@ class SimulatedFleet(BaseModel):
     router: RouterConfig = Field(
         default_factory=lambda: RouterConfig.model_validate({}), description="How requests are placed."
     )
+    scaling: ScalingConfig = Field(
+        default_factory=lambda: ScalingConfig.model_validate({}),
+        description="When pools grow and shrink, and replicas change roles: the settings of a server.",
+    )
+    start_s: float = Field(30.0, ge=0, description="Seconds until a replica that a pool grows by is up.")
     routers: int = Field(1, ge=1, description="Ingresses, each with a router of its own.")
     publish_s: float = Field(0.05, ge=0, description="Least seconds between two reports of a replica to routers.")
     latency_s: float = Field(0.001, ge=0, description="Seconds from an ingress to a replica and back.")
@@ -117,6 +135,11 @@ class SimulatedFleet(BaseModel):
             if pool not in names:
                 raise ValueError(f"failures: there is no pool {pool!r}; there are {', '.join(names)}")
         return self
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether sizes of pools or roles of replicas may change."""
+        return self.scaling.flip_roles or any(pool.most > pool.replicas for pool in self.pools)
 
     @property
     def classes(self) -> tuple[SloClass, ...]:

@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,6 +19,8 @@ from crossdock.cluster.simulate.replica import SimulatedReplica
 from crossdock.cluster.simulate.simulation import Outcome
 from crossdock.cluster.simulate.study import Estimate, Score
 
+_AFTERMATH_S = 10.0  # after a decision: gaps between tokens in this time are part of what it did
+
 
 def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
     """Return all figures, ready for JSON. The same simulation gives the same figures."""
@@ -30,10 +34,47 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
         "pools": {pool.name: _pool(outcome, pool.name) for pool in outcome.fleet.pools},
         "placements": dict(sorted(Counter(placed.reason for placed in outcome.placed).items())),
         "cost": _cost(outcome),
+        "decisions": [decision_figures(each.at, asdict(each.action), outcome.samples) for each in outcome.decisions],
     }
     if errors:
         found["ttft_prediction_error"] = {f"p{q}": float(np.percentile(errors, q)) for q in (50, 90)}
     return found
+
+
+def decision_figures(at: float, action: dict[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return a decision of the scaler, and what happened to the requests that were running then.
+
+    Args:
+        at: on the clock of the samples.
+        action: the fields of `Resize` or `Flip`.
+        samples: of all requests.
+    """
+    running = [sample for sample in samples if sample.sent <= at < sample.ended]
+    gaps = [
+        after - before
+        for sample in running
+        for before, after in pairwise(sample.times)
+        if at < after and before < at + _AFTERMATH_S
+    ]
+    return {
+        "at": at,
+        **action,
+        "running": len(running),
+        "broken": sum(sample.error is not None for sample in running),
+        "longest_gap_s": max(gaps, default=0.0),
+    }
+
+
+def describe_decision(found: Mapping[str, Any]) -> str:
+    """Return a decision in one line."""
+    load = found["load"]
+    if "pool" in found:
+        change = f"{found['pool']}: {found['replicas_before']} to {found['replicas']} replicas"
+    else:
+        change = f"{found['replica']}: {found['role_before']} to {found['role']}"
+    work = f"{load['demand']:.2f} replicas' work: {load['prompt_share']:.2f} s of prompts per second"
+    streams = f"steps of {1e3 * load['step_s']:.0f} ms for {load['streams']} streams"
+    return f"{change} ({found['reason']}; {work}, {load['waiting_s']:.2f} s waiting, {streams})"
 
 
 def _pool(outcome: Outcome, name: str) -> dict[str, Any]:
@@ -81,7 +122,7 @@ def table(found: dict[str, Any], wall_s: float) -> Table:
     router = found["router"]["policy"]
     title = f"{found['requests']:,} requests on {replicas:,} replicas, placed by {router}"
     out = Table(title=title, show_header=False, title_justify="left")
-    out.add_column(style="bold")
+    out.add_column(style="bold", no_wrap=True)
     out.add_column(justify="right")
     out.add_row("simulated", f"{found['duration_s']:.1f} s in {wall_s:.1f} s")
     add_classes(out, found)
@@ -102,6 +143,11 @@ def table(found: dict[str, Any], wall_s: float) -> Table:
     if "ttft_prediction_error" in found:
         error = found["ttft_prediction_error"]
         out.add_row("TTFT prediction error p50 / p90", f"{error['p50']:.0%} / {error['p90']:.0%}")
+    for number, decision in enumerate(found["decisions"]):
+        if number == 0:
+            out.add_section()
+        outcome = f"{decision['running']} running, {decision['broken']} broken"
+        out.add_row(f"{decision['at']:.1f} s: {escape(describe_decision(decision))}", outcome)
     if found["cost"] is not None:
         cost = found["cost"]
         out.add_section()
@@ -115,7 +161,8 @@ def comparison(found: Mapping[str, Sequence[Score]], num_seeds: int) -> Table:
     seeds = f"{num_seeds} seeds, 95 % confidence" if num_seeds > 1 else "one seed"
     out = Table(title=f"Share of requests that kept their promises ({seeds})", title_justify="left")
     for name in ("", "good, %", "weighted, %", "refused, %", "urgent TTFT p99, ms", "urgent TPOT p99, ms"):
-        out.add_column(name, justify="right" if name else "left", style=None if name else "bold")
+        is_key = not name
+        out.add_column(name, justify="left" if is_key else "right", style="bold" if is_key else None, no_wrap=is_key)
     for name, runs in sorted(found.items(), key=lambda item: -fmean(score.good for score in item[1])):
         out.add_row(
             escape(name) or "as given",

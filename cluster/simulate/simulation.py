@@ -17,6 +17,7 @@ from crossdock.cluster.bench.workloads import Job
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import Failure, SimulatedFleet, SimulatedPool
 from crossdock.cluster.simulate.replica import TOKEN, Noise, SimulatedReplica
+from crossdock.cluster.simulate.scaler import Decision, SimulatedScaler
 from crossdock.cluster.simulate.transfer import SimulatedNetwork, SimulatedTransfer
 from crossdock.router.actions import Action, Detach, Fail, PlaceAgain, ReplicaLost, Submit
 from crossdock.router.fleet import Fleet
@@ -56,6 +57,7 @@ class Outcome:
     placed: list[Placed]
     replicas: list[SimulatedReplica]
     duration: float  # seconds, from the first arrival to the last end
+    decisions: list[Decision]  # about sizes of pools and roles of replicas, in order of time
 
 
 class Simulation:
@@ -68,15 +70,18 @@ class Simulation:
         self.routers = [Fleet(fleet.router) for _ in range(fleet.routers)]
         self.replicas: dict[str, SimulatedReplica] = {}  # that are alive
         self.requests: dict[str, SimulatedRequest] = {}  # by id, those that have not ended
-        self._outcome = Outcome(fleet, seed, [], [], [], 0.0)
+        self._scaler = SimulatedScaler(fleet, self) if fleet.is_elastic else None
+        decisions = self._scaler.decisions if self._scaler is not None else []
+        self._outcome = Outcome(fleet, seed, [], [], [], 0.0, decisions)
         self._at_once = at_once
         self._network = SimulatedNetwork()
         self._reports: dict[str, tuple[LiveProfile, float]] = {}  # by replica: its last report, and when it was made
         self._started: dict[str, int] = {pool.name: 0 for pool in fleet.pools}
         self._default_class = fleet.pools[0].engine.default_slo_class
+        self._is_arriving = True
         for pool in fleet.pools:
             for _ in range(pool.replicas):
-                self._start(pool, 0.0)
+                self.start(pool, 0.0)
         for failure in fleet.failures:
             self.clock.at(failure.at, partial(self._fail, failure))
 
@@ -89,6 +94,8 @@ class Simulation:
         self._jobs: Iterator[Job] = iter(jobs)
         self._await_next()
         self.clock.at(HEARTBEAT_S, self._beat)
+        if self._scaler is not None:
+            self._scaler.run()
         was_enabled = gc.isenabled()
         gc.disable()  # no cycles are made here, and the search for them takes a third of the time
         try:
@@ -106,6 +113,7 @@ class Simulation:
 
     def _await_next(self) -> None:
         job = next(self._jobs, None)
+        self._is_arriving = job is not None
         if job is None:
             return
         if job.due is None:
@@ -119,7 +127,13 @@ class Simulation:
         sample = Sample(job.role, job.output_tokens, job.prompt_tokens, now, array("d"), bytearray())
         sample.service_tier = slo_class
         self._outcome.samples.append(sample)
-        submission = Submission(str(number), token_ids(job), _sampling(job.output_tokens), slo_class=slo_class)
+        submission = Submission(
+            str(number),
+            token_ids(job),
+            _sampling(job.output_tokens),
+            slo_class=slo_class,
+            is_promised=job.service_tier is not None,  # as at the API
+        )
         life = RequestLife(submission, self.routers[number % len(self.routers)], now)
         request = self.requests[submission.id] = SimulatedRequest(life, sample)
         self._do(request, life.place(now), now)
@@ -263,6 +277,8 @@ class Simulation:
             router.hear(replica.name, live, now)
             for changes in pages:
                 router.hear_pages(replica.name, changes)
+        if self._scaler is not None:
+            self._scaler.scaling.hear(replica.name, live, now)
 
     def _beat(self, now: float) -> None:
         """Repeat the last report of every replica that has been silent."""
@@ -276,7 +292,12 @@ class Simulation:
 
     # -- replicas come and go ----------------------------------------------------------------------------------------
 
-    def _start(self, pool: SimulatedPool, now: float) -> None:
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is in flight or still to come."""
+        return self._is_arriving or bool(self.requests)
+
+    def start(self, pool: SimulatedPool, now: float) -> None:
         name = f"{pool.name}/{self._started[pool.name]}"
         self._started[pool.name] += 1
         noise = Noise(self.fleet.noise, (self._outcome.seed, len(self._outcome.replicas)))
@@ -288,12 +309,31 @@ class Simulation:
         for router in self.routers:
             router.join(name, profile, now)
             router.hear_pages(name, replica.publisher.all_pages())
+        if self._scaler is not None:
+            self._scaler.scaling.join(name, pool.name, pool.profile)
         self.published(replica, now)
+
+    def retire(self, name: str, now: float) -> None:
+        """Send a replica no new requests, and end it when its running ones have ended."""
+        for router in self.routers:
+            router.leave(name)
+        self._end_idle(name, now)
+
+    def _end_idle(self, name: str, now: float) -> None:
+        replica = self.replicas.get(name)
+        if replica is None:
+            return
+        placements = [request.life.placement for request in self.requests.values()]
+        if any(placement is not None and name in (placement.decode, placement.prefill) for placement in placements):
+            self.clock.at(now + HEARTBEAT_S, partial(self._end_idle, name))
+            return
+        del self.replicas[name]
+        replica.die(now)
 
     def _fail(self, failure: Failure, now: float) -> None:
         for pool in self.fleet.pools:
             if pool.name == failure.add:
-                self._start(pool, now)
+                self.start(pool, now)
         if failure.kill is not None:
             self._kill(failure.kill, now)
 
@@ -302,6 +342,8 @@ class Simulation:
         if replica is None:
             return
         replica.die(now)
+        if self._scaler is not None:
+            self._scaler.scaling.leave(name)
         for router in self.routers:
             router.leave(name)
         loss = ReplicaLost(f"replica {name} has died")

@@ -107,4 +107,6 @@ def ratios(fleet: SimulatedFleet, most: int = 16) -> Iterator[tuple[str, Simulat
 
 def _pool(kind: SimulatedPool, role: str, replicas: int) -> SimulatedPool:
     profile = kind.profile.model_copy(update={"role": role})
-    return kind.model_copy(update={"name": role, "role": role, "replicas": replicas, "profile": profile})
+    return kind.model_copy(
+        update={"name": role, "role": role, "replicas": replicas, "max_replicas": None, "profile": profile}
+    )

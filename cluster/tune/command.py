@@ -16,7 +16,7 @@ from crossdock.cluster.bench.flags import takes
 
 if TYPE_CHECKING:
     from crossdock.cluster.config import ClusterConfig, PoolConfig
-    from crossdock.cluster.tune.curves import Cell
+    from crossdock.cluster.tune.curves import Cell, Curves
     from crossdock.cluster.tune.report import Findings
     from crossdock.workers.replica.engine import Engine
     from crossdock.workers.schedule.cost import StepCost
@@ -50,7 +50,9 @@ class TuneFlags:
     chunks: Annotated[str, typer.Option(help="Prompt tokens per step to measure.")] = "16,64,128,256,512,1024,2048"
     decodes: Annotated[str, typer.Option(help="Numbers of streams that decode in the same step.")] = "1,4,16,64"
     contexts: Annotated[str, typer.Option(help="Tokens before the chunk and in each stream.")] = "256,2048"
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; each figure is their median.")] = 3
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Most rounds; each figure is their median. Two do where they are alike.")
+    ] = 3
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write the settings to this file, for `crossdock serve --config`."),
@@ -61,7 +63,8 @@ class TuneFlags:
         typer.Option("--profile", help="Write the profile of a replica here to this file, for `crossdock simulate`."),
     ] = None
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="Draw efficiency against stall into this file (png, svg, pdf).")
+        Path | None,
+        typer.Option("--plot", help="Draw efficiency against stall, and TTFT against TPOT, here (png, svg, pdf)."),
     ] = None
 
 
@@ -84,6 +87,9 @@ def tune(flags: TuneFlags) -> None:
     _write(found, flags)
     if flags.output is not None:
         console.print(f"Serve with these settings: crossdock serve --config {escape(str(flags.output))}")
+    if found.is_interrupted:
+        stderr.print(f"interrupted: measured until then, beside at most {found.curves.decodes[-1]} streams")
+        raise typer.Exit(130)
 
 
 # -- flags -----------------------------------------------------------------------------------------------------------
@@ -150,11 +156,12 @@ def _find(flags: TuneFlags, sizes: _Grid, console: Console) -> "Findings":
     Raises:
         ValueError: the configuration is wrong, or the KV pool holds no chunk beside streams.
     """
+    from crossdock.cluster.bench.progress import progress
     from crossdock.cluster.config_file import load
+    from crossdock.cluster.tune import report
     from crossdock.cluster.tune.advice import advise
     from crossdock.cluster.tune.curves import Curves
     from crossdock.cluster.tune.local_engine import local_engine
-    from crossdock.cluster.tune.report import Findings
     from crossdock.cluster.tune.sweep import fitting, grid
     from crossdock.workers.replica.calibrate import warm_up
 
@@ -163,23 +170,27 @@ def _find(flags: TuneFlags, sizes: _Grid, console: Console) -> "Findings":
     spec, computes_only = cluster.replica_spec(pool), pool.role == "prefill"
     wanted = grid(sizes.chunks, () if computes_only else sizes.decodes, sizes.contexts)
     with ExitStack() as stack:
-        with console.status(f"Loading {escape(cluster.model.name)} and warming up …"):
+        with progress(console, f"Loading {cluster.model.name} and warming up"):
             engine = stack.enter_context(local_engine(spec))
             profile = warm_up(engine).model_copy(update={"role": pool.role})
         cells = fitting(engine, wanted)
         of_streams = [cell for cell in cells if computes_only or cell.decodes]
         if not any(cell.chunk and cell.decodes == (flags.streams or cell.decodes) for cell in of_streams):
             raise ValueError("no chunk fits beside the streams: lower --contexts, or raise engine.kv_cache_memory")
-        measured = _sweep(engine, cells, flags.repeats, profile.cost, console)
+        measured, is_interrupted = _sweep(engine, cells, flags.repeats, profile.cost, console)
         kind, dtype = engine.model.device.type, str(engine.model.dtype).removeprefix("torch.")
     curves = Curves(measured, pool.pipeline_parallel_size, profile.interval_share)
     config = spec.engine
     target = flags.tpot if flags.tpot is not None else min(slo.tpot_s for slo in config.slo_classes)
-    advice = advise(curves, target, flags.streams, config.page_size, config.max_num_seqs, pool.role)
+    if is_interrupted and not _can_advise(curves, flags.streams, pool.role):
+        Console(highlight=False).print(report.stalls(curves))
+        console.print("interrupted: too little was measured to recommend settings; no file was written")
+        raise typer.Exit(130)
+    advice = advise(curves, target, flags.streams, config.page_size, profile.max_num_seqs, pool.role)
     ranks = f"{pool.num_ranks} ranks, each " if pool.num_ranks > 1 else ""
     device = f"{ranks}{_device_name(kind, spec.num_threads)}, {dtype}"
     dropped = [cell for cell in wanted if cell not in cells]
-    return Findings(device, cluster, pool, target, curves, advice, profile, dropped)
+    return report.Findings(device, cluster, pool, target, curves, advice, profile, dropped, is_interrupted)
 
 
 def _pool(cluster: "ClusterConfig", flags: TuneFlags) -> "PoolConfig":
@@ -195,17 +206,31 @@ def _pool(cluster: "ClusterConfig", flags: TuneFlags) -> "PoolConfig":
     return pool
 
 
-def _sweep(engine: "Engine", cells: "Sequence[Cell]", repeats: int, cost: "StepCost", console: Console) -> "list[Cell]":
-    """Measure the cells with a progress bar whose unit is a predicted second."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+def _sweep(
+    engine: "Engine", cells: "Sequence[Cell]", repeats: int, cost: "StepCost", console: Console
+) -> "tuple[list[Cell], bool]":
+    """Return the measured cells, and whether the user has interrupted the measurement.
 
-    from crossdock.cluster.tune.sweep import sweep
+    Raises:
+        KeyboardInterrupt: before anything was measured that could be shown.
+    """
+    from crossdock.cluster.bench.progress import progress
+    from crossdock.cluster.tune.sweep import Sweep
 
-    seconds = {cell: cost.seconds(cell.work) for cell in cells}
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, refresh_per_second=2, transient=True) as progress:  # on a terminal only
-        task = progress.add_task("Measuring", total=repeats * sum(seconds.values()))
-        return sweep(engine, cells, repeats, lambda cell: progress.advance(task, seconds[cell]))
+    with progress(console, "Measuring") as progressed:
+        sweep, is_interrupted = Sweep(engine, cells, repeats, cost, progressed), False
+        try:
+            sweep.run()
+        except KeyboardInterrupt:
+            if not sweep.cells():
+                raise
+            is_interrupted = True
+    return sweep.cells(), is_interrupted
+
+
+def _can_advise(curves: "Curves", streams: int | None, role: str) -> bool:
+    """Return whether an interrupted sweep has measured enough: chunks beside streams, and beside those asked for."""
+    return role == "prefill" or (streams in curves.decodes if streams is not None else any(curves.decodes))
 
 
 def _device_name(kind: str, num_threads: int) -> str:
@@ -230,7 +255,9 @@ def _cpu_info() -> list[str]:
 def _show(found: "Findings", console: Console) -> None:
     from crossdock.cluster.tune import report
 
-    console.print(report.stalls(found), *([report.promises(found)] if found.advice.attainable else []))
+    console.print(report.stalls(found.curves))
+    if found.advice.attainable:
+        console.print(report.promises(found), report.trade_off(found))
     for line in report.sentences(found):
         console.print(f"• {escape(line)}")
 

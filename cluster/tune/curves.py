@@ -20,6 +20,7 @@ class Cell:
     decodes: int
     context: int  # tokens
     seconds: float = 0.0  # median of the measured steps
+    is_measured: bool = True  # False: interpolated between measured ones
 
     @property
     def work(self) -> StepWork:
@@ -46,6 +47,15 @@ class Curves:
         """Numbers of streams beside which chunks were measured; 0: chunks alone."""
         return sorted({cell.decodes for cell in self.cells if cell.chunk})
 
+    @cached_property
+    def measured(self) -> list[Cell]:
+        """The cells that were measured; the others are interpolated."""
+        return [cell for cell in self.cells if cell.is_measured]
+
+    def is_measured(self, chunk: int, decodes: int) -> bool:
+        """Return whether such steps were measured at every context."""
+        return all(cell.is_measured for cell in self._of(chunk, decodes))
+
     def stall(self, chunk: int, decodes: int) -> float | None:
         """Return the longest gap between two tokens of a stream in such steps, in seconds.
 
@@ -59,6 +69,16 @@ class Curves:
         cells = self._of(chunk, decodes)
         seconds = sum(cell.seconds for cell in cells) * self.interval_share
         return chunk * len(cells) / seconds if cells else None
+
+    def tpot(self, chunk: int, decodes: int) -> float | None:
+        """Return the mean gap between two tokens of a stream in such steps over all contexts, in seconds."""
+        step = self._step(chunk, decodes)
+        return None if step is None else step * max(self.depth * self.interval_share, 1.0)
+
+    def ttft(self, prompt: int, chunk: int, decodes: int) -> float | None:
+        """Return the seconds to the first token of a prompt of `prompt` tokens in such chunks, one in every step."""
+        step = self._step(chunk, decodes)
+        return None if step is None else step * ((-(-prompt // chunk) - 1) * self.interval_share + 1.0)
 
     @cached_property
     def best_rate(self) -> float:
@@ -96,17 +116,22 @@ class Curves:
         return max(tokens - tokens % page_size, points[0][0])
 
     def fit(self) -> StepCost:
-        """Return the StepCost fitted to all cells."""
-        return StepCostFit([(cell.work, cell.seconds) for cell in self.cells]).cost
+        """Return the StepCost fitted to all measured cells."""
+        return StepCostFit([(cell.work, cell.seconds) for cell in self.measured]).cost
 
     def held_out_errors(self) -> list[float]:
-        """Return |predicted - actual| / actual of every cell, predicted from a fit to the other four fifths."""
-        errors = []
-        for fold in range(min(_FOLDS, len(self.cells))):
-            rest = [(cell.work, cell.seconds) for number, cell in enumerate(self.cells) if number % _FOLDS != fold]
+        """Return |predicted - actual| / actual of every measured cell, predicted from a fit to the other fifths."""
+        errors, cells = [], self.measured
+        for fold in range(min(_FOLDS, len(cells))):
+            rest = [(cell.work, cell.seconds) for number, cell in enumerate(cells) if number % _FOLDS != fold]
             if rest:
-                errors += relative_errors(StepCostFit(rest).cost, self.cells[fold::_FOLDS])
+                errors += relative_errors(StepCostFit(rest).cost, cells[fold::_FOLDS])
         return errors
+
+    def _step(self, chunk: int, decodes: int) -> float | None:
+        """Return the mean seconds of such a step over all contexts."""
+        cells = self._of(chunk, decodes)
+        return sum(cell.seconds for cell in cells) / len(cells) if cells else None
 
     def _of(self, chunk: int, decodes: int) -> list[Cell]:
         return [cell for cell in self.cells if (cell.chunk, cell.decodes) == (chunk, decodes)]

@@ -1,7 +1,7 @@
 """The report of a sweep: tables for people, JSON for programs, a plot, and the recommended configuration."""
 
 import datetime
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,48 +30,102 @@ class Findings:
     advice: Advice
     profile: SchedulingProfile  # as a replica advertises it when it has started
     dropped: Sequence[Cell]  # cells that did not fit into the KV pool or the model's length
+    is_interrupted: bool = False  # the curves lack the largest numbers of streams
+
+    @property
+    def prompt(self) -> int:
+        """The tokens of the prompt whose time to first token is shown: the longest context or chunk."""
+        return max(max(cell.context, cell.chunk) for cell in self.curves.cells)
 
 
-def stalls(found: Findings) -> Table:
+def stalls(curves: Curves) -> Table:
     """Return a table of the longest step over all contexts and the prefill rate: rows are chunks, columns streams."""
-    curves = found.curves
     contexts = sorted({cell.context for cell in curves.cells})
+    caption = f"100 % are {curves.best_rate:.0f} tokens/s; contexts of {', '.join(map(str, contexts))} tokens"
+    if len(curves.measured) < len(curves.cells):
+        caption += "; ~ is interpolated"
+    if any("≤" in _head(curves, decodes) for decodes in curves.decodes):
+        caption += "; ≤: only contexts up to this size fit"
+
+    def cell(chunk: int, decodes: int) -> str:
+        stall, efficiency = curves.stall(chunk, decodes), curves.efficiency(chunk, decodes) if chunk else None
+        if stall is None:
+            return _EMPTY
+        mark = "" if curves.is_measured(chunk, decodes) else "~"
+        return f"{mark}{_short(stall * 1e3)}" + (f" {efficiency:4.0%}" if efficiency is not None else "")
+
+    title = "Worst stall in ms; prefill tokens/s, % of the best; by streams"
+    return _by_chunk(title, caption, curves, cell, with_decodes_alone=True)
+
+
+def trade_off(found: Findings) -> Table:
+    """Return a table of the time to first token of one prompt and the TPOT of the streams beside it."""
+    curves = found.curves
+
+    def cell(chunk: int, decodes: int) -> str:
+        ttft, tpot = curves.ttft(found.prompt, chunk, decodes), curves.tpot(chunk, decodes)
+        return _EMPTY if ttft is None or tpot is None else f"{_short(ttft)} {_short(tpot * 1e3):>5}"
+
+    title = f"TTFT in s of {found.prompt} tokens; TPOT in ms; by streams"
+    return _by_chunk(title, None, curves, cell)
+
+
+def _short(value: float) -> str:
+    """Return three digits, or all digits of a larger number."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+_EMPTY = "–"  # noqa: RUF001  # the en dash of an empty table cell
+
+
+def _by_chunk(
+    title: str,
+    caption: str | None,
+    curves: Curves,
+    cell: Callable[[int, int], str],
+    *,
+    with_decodes_alone: bool = False,
+) -> Table:
+    """Return a table with a row for each chunk and a column for each number of streams.
+
+    `with_decodes_alone`: also a row without a chunk, and a column without streams. Where the table is too wide for the
+    terminal, cells take two lines, and the column of the chunks stays.
+    """
     out = Table(
-        title="Worst stall, and prefill tokens/s relative to the best",
-        caption=f"100 % are {curves.best_rate:.0f} tokens/s; contexts of {', '.join(map(str, contexts))} tokens",
+        title=title,
+        caption=caption,
         box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
         title_justify="left",
         caption_justify="left",
     )
-    out.add_column("chunk", justify="right", style="bold")
-    for decodes in curves.decodes:
-        out.add_column(_streams(decodes), justify="right", no_wrap=True)
-    for chunk in (0, *curves.chunks):
-        cells = [
-            _cell(curves.stall(chunk, decodes), curves.efficiency(chunk, decodes) if chunk else None)
-            for decodes in curves.decodes
-        ]
-        out.add_row(str(chunk) if chunk else "none", *cells)
+    out.add_column("chunk", justify="right", style="bold", no_wrap=True)
+    columns = [decodes for decodes in curves.decodes if decodes or with_decodes_alone]
+    for decodes in columns:
+        out.add_column(_head(curves, decodes), justify="right")
+    for chunk in (*((0,) if with_decodes_alone else ()), *curves.chunks):
+        out.add_row(str(chunk) if chunk else "none", *(cell(chunk, decodes) for decodes in columns))
     return out
+
+
+def _head(curves: Curves, decodes: int) -> str:
+    """Return the head of a column, with its longest context where the longest of all did not fit beside the streams."""
+    longest = max(cell.context for cell in curves.cells if cell.decodes == decodes)
+    name = str(decodes) if decodes else "none"
+    return name if longest == max(cell.context for cell in curves.cells) else f"{name} ≤{longest}"
 
 
 def _streams(decodes: int) -> str:
     return f"{decodes or 'no'} stream{'s' * (decodes > 1)}"
 
 
-def _cell(stall: float | None, efficiency: float | None) -> str:
-    if stall is None:
-        return "–"  # noqa: RUF001  # the en dash of an empty table cell
-    return f"{stall * 1e3:.0f} ms" + (f" {efficiency:4.0%}" if efficiency is not None else "")
-
-
 def promises(found: Findings) -> Table:
     """Return a table of the target that each number of streams can meet while prompts prefill."""
     out = Table(title=f"Target: a token every {found.tpot_s * 1e3:g} ms", box=SIMPLE_HEAD, title_justify="left")
     for name in ("streams", "step without chunk", "attainable tpot", "largest chunk", "prompt tokens/s"):
-        out.add_column(name, justify="right")
+        out.add_column(name, justify="right", no_wrap=name == "streams")
     for row in found.advice.attainable:
-        alone = f"{row.alone_s * 1e3:.1f} ms" if row.alone_s is not None else "–"  # noqa: RUF001
+        alone = f"{row.alone_s * 1e3:.1f} ms" if row.alone_s is not None else _EMPTY
         largest = (str(row.chunk), f"{row.rate:.0f}") if row.chunk else ("not attainable", "")
         style = "bold" if row.decodes == found.advice.streams else None
         out.add_row(str(row.decodes), alone, f"{row.tpot_s * 1e3:.1f} ms", *largest, style=style)
@@ -150,12 +204,27 @@ def as_json(found: Findings) -> dict[str, Any]:
             "at_start": found.profile.cost.model_dump(),
             "at_start_error": {"p50": started[0], "p90": started[1]},
         },
+        "trade_off": {"prompt_tokens": found.prompt, "points": _points(found)},
+        "is_interrupted": found.is_interrupted,
         "cells": [asdict(cell) for cell in found.curves.cells],
     }
 
 
+def _points(found: Findings) -> list[dict[str, float]]:
+    """Return the points of `trade_off`, by number of streams and then by chunk; times in seconds."""
+    curves = found.curves
+    return [
+        {"decodes": decodes, "chunk": chunk, "ttft_s": ttft, "tpot_s": tpot}
+        for decodes in curves.decodes
+        for chunk in curves.chunks
+        if decodes
+        and (ttft := curves.ttft(found.prompt, chunk, decodes)) is not None
+        and (tpot := curves.tpot(chunk, decodes)) is not None
+    ]
+
+
 def _errors_at_start(found: Findings) -> list[float]:
-    return relative_errors(found.profile.cost, found.curves.cells)
+    return relative_errors(found.profile.cost, found.curves.measured)
 
 
 def _quantiles(errors: Sequence[float]) -> tuple[float, float]:
@@ -188,6 +257,8 @@ def snippet(found: Findings) -> str:
     head = [f"crossdock tune, {datetime.date.today().isoformat()}: {config.model.name} on {found.device}"]
     if len(config.pools) > 1:
         head.append(f"Tuned: pool {found.pool.name}.")
+    if found.is_interrupted:
+        head.append(f"Interrupted: measured beside at most {_streams(found.curves.decodes[-1])}.")
     head += [
         f"Asked for: {_streams(row.decodes)} in a step, a token every {found.tpot_s:g} s. "
         f"Attainable tpot_s: {row.tpot_s:.3g}" + ("." if advice.is_attainable else ": the target is not.")
@@ -210,32 +281,60 @@ def _changed(section: BaseModel, exclude: Collection[str] = ()) -> dict[str, Any
 
 
 def plot(found: Findings, path: Path) -> None:
-    """Draw prefill efficiency against the worst stall: a line per number of streams, a point per size of chunk."""
+    """Draw one figure with two panels: a line per number of streams, a point per size of chunk.
+
+    On the left is prefill efficiency against the worst stall, on the right the TTFT of a prompt against the TPOT of the
+    streams beside it. Where no streams were measured, there is the left panel alone.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator
 
-    curves = found.curves
-    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    curves, points = found.curves, _points(found)
+    figure, panels = plt.subplots(
+        1, 2 if points else 1, figsize=(16 if points else 9, 6), layout="constrained", squeeze=False
+    )
+    left, *rest = panels[0]
     for decodes in curves.decodes:
-        points = [
-            (stall * 1e3, efficiency, chunk)
-            for chunk in curves.chunks
-            if (stall := curves.stall(chunk, decodes)) is not None
-            and (efficiency := curves.efficiency(chunk, decodes)) is not None
-        ]
-        if not points:
-            continue
-        x, y, sizes = zip(*points, strict=True)
-        axes.plot(x, y, "o-", markersize=4, label=_streams(decodes))
-        for point, size in zip(zip(x, y, strict=True), sizes, strict=True):
-            axes.annotate(str(size), point, textcoords="offset points", xytext=(4, -10), fontsize=7)
-    axes.axvline(found.tpot_s * 1e3, color="tab:red", linestyle=":", label="target")
-    axes.set(xlabel="worst stall, ms", ylabel="prefill tokens/s, relative to the best", xscale="log", ylim=(0, 1.05))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter("{x:g}")
-    axes.set_title(f"Chunks of {found.config.model.name} on {found.device}", loc="left", fontsize=10)
-    axes.legend(frameon=False)
+        _line(
+            left,
+            _streams(decodes),
+            [
+                (stall * 1e3, efficiency, chunk)
+                for chunk in curves.chunks
+                if (stall := curves.stall(chunk, decodes)) is not None
+                and (efficiency := curves.efficiency(chunk, decodes)) is not None
+            ],
+        )
+    left.set(xlabel="worst stall, ms", ylabel="prefill tokens/s, relative to the best", xscale="log", ylim=(0, 1.05))
+    for right in rest:
+        for decodes in curves.decodes:
+            beside = [point for point in points if point["decodes"] == decodes]
+            if beside:
+                _line(right, _streams(decodes), [(p["tpot_s"] * 1e3, p["ttft_s"], int(p["chunk"])) for p in beside])
+        right.set(
+            xlabel="TPOT of the streams while the prompt prefills, ms",
+            ylabel=f"TTFT of a prompt of {found.prompt} tokens, s",
+            xscale="log",
+            yscale="log",
+        )
+    for axes in (left, *rest):
+        axes.axvline(found.tpot_s * 1e3, color="tab:red", linestyle=":", label="target")
+        for axis in (axes.xaxis, axes.yaxis):
+            if axis.get_scale() == "log":
+                axis.set_minor_locator(LogLocator(subs=(2, 5)))
+                axis.set_major_formatter("{x:g}")
+                axis.set_minor_formatter("{x:g}")
+        axes.legend(frameon=False)
+    left.set_title(f"Chunks of {found.config.model.name} on {found.device}", loc="left", fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _line(axes: Any, label: str, points: Sequence[tuple[float, float, int]]) -> None:
+    """Draw a line through points (x, y, tokens of the chunk), which are named by their chunk."""
+    axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "o-", markersize=4, label=label)
+    for x, y, chunk in points:
+        axes.annotate(str(chunk), (x, y), textcoords="offset points", xytext=(4, -10), fontsize=7)

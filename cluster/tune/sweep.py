@@ -1,20 +1,27 @@
-"""The measurement of a sweep on an engine, one step at a time."""
+"""The measurement of a sweep on an engine, one step at a time, with fewer steps where the curve is straight."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
+from math import log
 from statistics import median
 
 from crossdock.cluster.tune.curves import Cell
 from crossdock.workers.replica.calibrate import measure_step
 from crossdock.workers.replica.engine import Engine
+from crossdock.workers.schedule.cost import StepCost
+
+_STRAIGHT = 0.05  # relative error of an interpolated step below which its neighbours are interpolated too
+_WIDE = 8  # a span of chunks is never interpolated if its larger one is more than so many times the smaller one
+_ALIKE = 0.05  # largest relative difference of a cell's measurements that needs no further one
 
 
 def grid(chunks: Sequence[int], decodes: Sequence[int], contexts: Sequence[int]) -> list[Cell]:
     """Return a cell for every combination, with chunks alone and decodes alone among them."""
     return [
         Cell(chunk, streams, context)
-        for context in sorted(set(contexts))
         for streams in sorted({0, *decodes})
+        for context in sorted(set(contexts))
         for chunk in sorted({0, *chunks})
         if chunk or streams
     ]
@@ -35,17 +42,119 @@ def fitting(engine: Engine, cells: Sequence[Cell]) -> list[Cell]:
     ]
 
 
-def sweep(engine: Engine, cells: Sequence[Cell], repeats: int, measured: Callable[[Cell], None]) -> list[Cell]:
-    """Return the cells with their seconds: medians of `repeats` rounds. `measured` is called after each step.
+class Sweep:
+    """The measured cells of a grid. An interrupted sweep keeps those of the numbers of streams that it has finished.
 
-    Each round measures all cells, so that a load from elsewhere on the machine affects all of them alike.
+    A line is all chunks beside one number of streams at one context. Its ends are measured, then the middle. Where the
+    middle is as the ends predict, chunks of similar size are interpolated: `cost`, times a factor that goes from one
+    measured neighbour's to the other's.
+
+    Every cell is measured in two rounds, so that a load from elsewhere on the machine affects all of them alike. A cell
+    whose measurements differ gets up to `repeats`. Its seconds are the median.
     """
-    seconds: list[list[float]] = [[] for _ in cells]
-    for _ in range(repeats):
-        for cell, times in zip(cells, seconds, strict=True):
-            chunk = (cell.context, cell.chunk) if cell.chunk else None
-            step = measure_step(engine, chunk, cell.decodes, cell.context, repeats=1)
-            assert step is not None, "the pool holds every cell of an idle engine"
-            times += step[1]
-            measured(cell)
-    return [replace(cell, seconds=median(times)) for cell, times in zip(cells, seconds, strict=True)]
+
+    def __init__(
+        self,
+        engine: Engine,
+        cells: Sequence[Cell],
+        repeats: int,
+        cost: StepCost,
+        progressed: Callable[[float, float], None] = lambda *_: None,
+    ) -> None:
+        """`cells`: as `grid` orders them. `progressed` is called after each step with the predicted seconds of what is
+        done, and of all."""
+        self._engine, self._cells, self._repeats = engine, cells, repeats
+        self._cost, self._progressed = cost, progressed
+        self._times: dict[Cell, list[float]] = {}
+        self._finished: set[int] = set()  # numbers of streams
+        self._done, self._unplanned = 0.0, 0.0  # predicted seconds; unplanned: of rounds after the planned ones
+        self._rounds = min(repeats, 2)
+        self._planned = {cell for line in self._lines() for cell in _chosen(line, lambda _: True)}
+
+    def run(self) -> None:
+        """Measure. After an exception, `cells` returns what was measured before it."""
+        for streams, lines in groupby(self._lines(), lambda line: line[0].decodes):
+            for line in lines:
+                for _ in _chosen(line, self._is_straight):
+                    pass
+            self._finished.add(streams)
+        for number in range(1, self._repeats):
+            again = [
+                cell
+                for cell, times in self._times.items()
+                if number < self._rounds or max(times) > (1 + _ALIKE) * min(times)
+            ]
+            if number >= self._rounds:
+                self._unplanned += sum(map(self._predicted, again))
+            for cell in again:
+                self._measure(cell)
+
+    def cells(self) -> list[Cell]:
+        """Return the cells of all finished numbers of streams, with their seconds, measured or interpolated."""
+        cells = [cell for cell in self._cells if cell.decodes in self._finished]
+        return [
+            replace(cell, seconds=median(self._times[cell]))
+            if cell in self._times
+            else replace(cell, seconds=self._interpolated(cell), is_measured=False)
+            for cell in cells
+        ]
+
+    def _lines(self) -> Iterator[list[Cell]]:
+        for _, line in groupby(self._cells, lambda cell: (cell.decodes, cell.context)):
+            yield list(line)
+
+    def _is_straight(self, cell: Cell) -> bool:
+        """Measure a cell, and return whether it is as its measured neighbours predict; False for the end of a line."""
+        expected = self._interpolated(cell)
+        seconds = self._measure(cell)
+        return abs(expected - seconds) <= _STRAIGHT * seconds
+
+    def _measure(self, cell: Cell) -> float:
+        chunk = (cell.context, cell.chunk) if cell.chunk else None
+        step = measure_step(self._engine, chunk, cell.decodes, cell.context, repeats=1)
+        assert step is not None, "the pool holds every cell of an idle engine"
+        [seconds] = step[1]
+        self._times.setdefault(cell, []).append(seconds)
+        self._done += self._predicted(cell)
+        expected = self._rounds * sum(map(self._predicted, self._planned | {*self._times})) + self._unplanned
+        self._progressed(self._done, expected)
+        return seconds
+
+    def _interpolated(self, cell: Cell) -> float:
+        """Return the seconds of a cell from its measured neighbours of the line; without two of them, infinity."""
+        line = [other for other in self._times if (other.decodes, other.context) == (cell.decodes, cell.context)]
+        below = max((other for other in line if 0 < other.chunk < cell.chunk), key=_chunk, default=None)
+        above = min((other for other in line if other.chunk > cell.chunk), key=_chunk, default=None)
+        if below is None or above is None:
+            return float("inf")
+        low, high = (median(self._times[other]) / self._predicted(other) for other in (below, above))
+        share = log(cell.chunk / below.chunk) / log(above.chunk / below.chunk)
+        return self._predicted(cell) * (low + share * (high - low))
+
+    def _predicted(self, cell: Cell) -> float:
+        return self._cost.seconds(cell.work)
+
+
+def _chosen(line: Sequence[Cell], is_straight: Callable[[Cell], bool]) -> Iterator[Cell]:
+    """Yield the cells of a line that are to be measured, each after `is_straight` was asked for it.
+
+    The decodes alone and both ends come first, then the middle of every span that is not straight or is wide.
+    """
+    alone, sized = [cell for cell in line if not cell.chunk], [cell for cell in line if cell.chunk]
+    for cell in (*alone, *dict.fromkeys([*sized[:1], *sized[-1:]])):
+        is_straight(cell)
+        yield cell
+    spans = [(0, len(sized) - 1)]
+    while spans:
+        low, high = spans.pop()
+        if high - low < 2:
+            continue
+        middle = (low + high) // 2
+        straight = is_straight(sized[middle])
+        yield sized[middle]
+        halves = ((low, middle), (middle, high))
+        spans += [(a, b) for a, b in halves if not straight or sized[b].chunk > _WIDE * sized[a].chunk]
+
+
+def _chunk(cell: Cell) -> int:
+    return cell.chunk

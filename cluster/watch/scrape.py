@@ -18,6 +18,7 @@ OUTPUT_TOKENS = "crossdock_output_tokens_total"
 CACHED_TOKENS = "crossdock_cached_tokens_total"
 PAGES = "crossdock_pages"  # by STATE
 PREEMPTIONS = "crossdock_preemptions_total"
+CPU_KERNELS = "crossdock_cpu_kernels"  # 1, by KERNELS: which compute the matrix products
 REQUESTS = "crossdock_requests_active"  # by STATUS and CLASS
 UNCACHED_WAITING = "crossdock_uncached_tokens_waiting"  # by CLASS
 BACKLOG_SECONDS = "crossdock_backlog_seconds"  # by CLASS
@@ -33,6 +34,7 @@ STATE = "state"
 STATUS = "status"
 QUANTILE = "quantile"
 OUTCOME = "outcome"
+KERNELS = "kernels"
 
 Series = frozenset[tuple[str, str]]  # the labels of one sample
 

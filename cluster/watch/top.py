@@ -30,6 +30,7 @@ from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 _WINDOW = 5  # intervals that a frame covers: of one second's dozen steps p99 would be the slowest
 _TIMEOUT_S = 5.0  # for a response; a busy ingress takes seconds
+_ID = 20  # characters of a request's id, the last ones
 _GIVE_UP_S = 120.0  # without an answer; so long may a small server take to start again
 _BAR = 30  # cells of the KV bar
 
@@ -162,7 +163,7 @@ class Readings:
         change = now.since(self._scrapes[0])
         covers = f"the last {change.seconds:.1f} s" if change.seconds else "reading …"
         replicas = [_replica(name, now, change) for name in sorted(now.by(scrape.PAGES, scrape.REPLICA))]
-        left = max(height - 7 * len(replicas) - 12, 3)
+        left = max(height - 8 * len(replicas) - 12, 3)
         return Group(
             _header(url, Text(covers, "green")), *replicas, _classes(now, change), _flights(self._requests, left)
         )
@@ -228,8 +229,12 @@ def _replica(replica: str, now: Scrape, change: Scrape) -> RenderableType:
         grid.add_row(Text(left, "dim"), left_value, Text(right, "dim"), right_value)
     preempted = _number(now.total(scrape.PREEMPTIONS, **which))
     pages = now.by(scrape.PAGES, scrape.STATE, **which)
+    lines = [Text.assemble(("KV pages  ", "dim"), _pages(pages), f"   preempted {preempted}")]
+    lines += [
+        Text.assemble(("kernels   ", "dim"), kernels) for kernels in now.by(scrape.CPU_KERNELS, scrape.KERNELS, **which)
+    ]
     return Panel(
-        Group(grid, Text.assemble(("KV pages  ", "dim"), _pages(pages), f"   preempted {preempted}")),
+        Group(grid, *lines),
         title=escape(replica) or "replica",
         title_align="left",
     )
@@ -261,7 +266,8 @@ def _classes(now: Scrape, change: Scrape) -> RenderableType:
         every = change.total(name, **which)
         return _percent((change.total(name, **which, **{scrape.OUTCOME: "met"}) or 0.0) / every if every else None)
 
-    table = Table("class", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("class", no_wrap=True)
     for title in ("TTFT p50", "p99", "met", "token gap p50", "p99", "TPOT met", "refused", "tokens waiting"):
         table.add_column(title, justify="right")
     for name in sorted({name for metric in listed for name in now.by(metric, scrape.CLASS)}, key=_class_order):
@@ -284,16 +290,19 @@ def _flights(requests: Sequence[Mapping[str, Any]] | None, rows: int) -> Rendera
         return Text("requests in flight: -", "dim")
     if not requests:
         return Text("no requests in flight", "dim")
-    table = Table("request", "class", "state", "prefill", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))
+    for title in ("request", "class", "state"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("prefill", max_width=20)  # a bar: on a narrow terminal the only column that is cut
     for title in ("computed", "prompt", "output", "waiting"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     for request in sorted(requests, key=_flight_order)[:rows]:
         computed, prompt = request.get("num_computed_tokens", 0), request.get("num_prompt_tokens", 0)
         table.add_row(
-            escape(str(request.get("request_id") or request.get("id", "-"))[-24:]),
+            escape(str(request.get("request_id") or request.get("id", "-"))[-_ID:]),
             str(request.get("slo_class", "-")),
             str(request.get("state", "-")),
-            ProgressBar(prompt, computed, width=20) if _is_prefilling(request) else "",
+            ProgressBar(prompt, computed) if _is_prefilling(request) else "",
             _number(computed),
             _number(prompt),
             _number(request.get("num_output_tokens")),

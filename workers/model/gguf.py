@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # from the model card; a GGUF has no such field
+
 
 def convert_gguf(gguf: Path, target: Path) -> None:
     """Write config, tokenizer with chat template, and bfloat16 weights."""
@@ -29,6 +31,7 @@ def convert_gguf(gguf: Path, target: Path) -> None:
             [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
         )
         tokenizer.model_max_length = model.config.max_position_embeddings
+        model.generation_config.update(**_SAMPLING)
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
     config_path = target / "config.json"

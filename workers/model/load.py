@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from crossdock.kernels.backend import Attention, choose_attention
-from crossdock.kernels.options import KVCacheDtype
+from crossdock.kernels.options import CpuKernels, KVCacheDtype
 from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.part import ModelPart
@@ -44,10 +44,10 @@ def load_model(
         CannotCut: the model cannot be divided among so many ranks.
         DoesNotFit: there is not enough memory.
         ValueError: `max_model_len` is more than the model was made for, or `attention_backend` cannot run on `device`
-            with pages of `kv_cache_dtype`.
+            with pages of `kv_cache_dtype`, or `cpu_kernels` with the model's dtype on this CPU.
     """
     path = resolve_model(spec.path)
-    attention = choose_attention(spec.attention_backend, torch.device(device), spec.kv_cache_dtype)
+    attention = choose_attention(spec.attention_backend, torch.device(device), spec.kv_cache_dtype, spec.cpu_kernels)
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     refuse_by_config(config)
@@ -64,7 +64,9 @@ def load_model(
         generation = None
     module = module.to(device)
     loaded()
-    model = wrap_module(module, spec.max_model_len, generation, part, attention, spec.kv_cache_dtype)
+    model = wrap_module(
+        *(module, spec.max_model_len, generation, part, attention, spec.kv_cache_dtype, spec.cpu_kernels, kv_bytes)
+    )
     model.used_by_others = used_by_others
     return model
 
@@ -100,10 +102,12 @@ def wrap_module(
     part: ModelPart | None = None,
     attention: Attention | None = None,
     kv_cache_dtype: KVCacheDtype = "auto",
+    cpu_kernels: CpuKernels = "auto",
+    kv_bytes: int | None = None,
 ) -> PagedModel:
     """Put a transformers causal LM, or the part that `cut_model` left of it, behind our attention, or refuse it.
 
-    `kv_cache_dtype` auto is the model's own.
+    `kv_cache_dtype` auto is the model's own. `kv_bytes` of memory must stay free for pages; None: no need to check.
 
     Raises:
         UnsupportedModelError: the module would not be computed right through our attention.
@@ -120,10 +124,10 @@ def wrap_module(
     max_model_len = max_model_len or longest or 2048
     variant = _fix_rope_to(module, max_model_len)
     part = part or ModelPart(RankPosition(), num_layers=decoder.num_hidden_layers)
-    attention = attention or choose_attention("auto", next(module.parameters()).device, kv_cache_dtype)
+    attention = attention or choose_attention("auto", next(module.parameters()).device, kv_cache_dtype, cpu_kernels)
     model = PagedModel(module, config, (), max_model_len, _eos_token_ids(config, generation), part, attention)
     model.variant = variant
-    probe(model, kv_cache_dtype)
+    probe(model, kv_cache_dtype, cpu_kernels, kv_bytes)
     return model
 
 

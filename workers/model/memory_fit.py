@@ -29,7 +29,7 @@ def check_fits(
     Raises:
         DoesNotFit: with the missing bytes, and a tensor_parallel_size that would fit.
     """
-    free = free_bytes if free_bytes is not None else _free(device)
+    free = free_bytes if free_bytes is not None else free_memory(device)
     available = free // num_sharing if device == "cpu" else free
     weights = measure_part(config, position, dtype)
     if weights + kv_bytes <= available:
@@ -80,7 +80,8 @@ def size_of(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.2f} GiB" if num_bytes >= 1 << 28 else f"{num_bytes / (1 << 20):.1f} MiB"
 
 
-def _free(device: str) -> int:
+def free_memory(device: str = "cpu") -> int:
+    """Return the bytes that are free on a device."""
     if device != "cpu":
         return int(torch.cuda.mem_get_info()[0])
     free = _kib("/proc/meminfo", "MemAvailable")

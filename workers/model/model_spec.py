@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from crossdock.kernels.options import AttentionBackend, KVCacheDtype
+from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,3 +14,4 @@ class ModelSpec:
     max_model_len: int | None = None  # tokens, prompt and output together; None: the model's own limit
     attention_backend: AttentionBackend = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"  # of KV pages; auto: the model's
+    cpu_kernels: CpuKernels = "auto"  # that compute products and prompts' attention; auto: the fastest here

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from crossdock.kernels.backend import CPP
-from crossdock.kernels.options import KVCacheDtype
+from crossdock.kernels.linear import usable_kernels
+from crossdock.kernels.options import CpuKernels, KVCacheDtype
 from crossdock.workers.model.forward_context import (
     ATTENTION_NAME,
     AttentionCall,
@@ -25,6 +25,7 @@ from crossdock.workers.model.forward_context import (
 from crossdock.workers.model.fp8_scales import example_text, in_float32, scale_for
 from crossdock.workers.model.fused_projections import join_projections
 from crossdock.workers.model.fusion import NotFusableError, fuse
+from crossdock.workers.model.memory_fit import free_memory
 from crossdock.workers.model.model import PagedModel, text_config
 
 logger = logging.getLogger(__name__)
@@ -54,11 +55,13 @@ def refuse_by_config(config: PretrainedConfig) -> None:
 
 
 @torch.inference_mode()
-def probe(model: PagedModel, kv_cache_dtype: KVCacheDtype) -> None:
+def probe(
+    model: PagedModel, kv_cache_dtype: KVCacheDtype, cpu_kernels: CpuKernels = "auto", kv_bytes: int | None = None
+) -> None:
     """Prove a model: two sequences in one flat batch must give the logits of the model's own eager attention.
 
-    Sets `model.layers` and `model.scales`, and fuses layers if that gives the same logits again. Collective: every
-    rank of a gang must call it.
+    Sets `model.layers` and `model.scales`, and fuses layers if that gives the same logits again. `kv_bytes` of memory
+    must stay free for pages. Collective: every rank of a gang must call it.
 
     Raises:
         UnsupportedModelError: the logits differ, or a layer did not reach our attention exactly once.
@@ -84,9 +87,10 @@ def probe(model: PagedModel, kv_cache_dtype: KVCacheDtype) -> None:
         model.scales = _find_scales(model)  # by transformers' own layers, before any of them is replaced
     if model.device.type == "cuda" and model.part.position.size == 1:
         _join_projections_if_equal(model, sequences, theirs, tolerance)
-    if model.attention is CPP and model.device.type == "cpu" and model.dtype is torch.bfloat16:
-        # Not on GPUs, where graphs remove dispatch, and not in float32, which is chosen for exactness.
-        _fuse_layers_if_equal(model, [call.window for call in calls], sequences, theirs, tolerance)
+    if _may_fuse(model, cpu_kernels):
+        _fuse_layers_if_equal(
+            model, [call.window for call in calls], sequences, theirs, tolerance, cpu_kernels, kv_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +135,32 @@ def _join_projections_if_equal(model: PagedModel, sequences: _ProbeBatch, theirs
         undo()
 
 
+def _may_fuse(model: PagedModel, cpu_kernels: CpuKernels) -> bool:
+    """Return whether fused layers are for this model: not on GPUs, where graphs remove dispatch.
+
+    Raises:
+        ValueError: `cpu_kernels` names a kernel that cannot run here.
+    """
+    if model.device.type != "cpu" or model.attention.name != "cpp":
+        return False
+    usable_kernels(model.dtype, cpu_kernels)
+    return model.dtype in (torch.bfloat16, torch.float32)
+
+
 def _fuse_layers_if_equal(
-    model: PagedModel, windows: Sequence[int | None], sequences: _ProbeBatch, theirs: Tensor, tolerance: float
+    model: PagedModel,
+    windows: Sequence[int | None],
+    sequences: _ProbeBatch,
+    theirs: Tensor,
+    tolerance: float,
+    cpu_kernels: CpuKernels,
+    kv_bytes: int | None,
 ) -> None:
     try:
         if model.part.position.size > 1:
             raise NotFusableError("each rank has only a part of them")
-        undo = fuse(model.module, windows, current_pages)
+        free = None if kv_bytes is None else free_memory() - kv_bytes
+        fusion = fuse(model.module, windows, current_pages, model.attention.paged_attention, cpu_kernels, free)
     except NotFusableError as reason:
         logger.info("decoder layers run in transformers' own code: %s", reason)
         return
@@ -146,7 +169,10 @@ def _fuse_layers_if_equal(
     fused = model.forward(sequences.token_ids, sequences.positions, batch, sequences.rows)
     if not (error := _relative_error(fused, theirs)) <= tolerance:
         logger.info("decoder layers run in transformers' own code: fused, their logits differ by %.1f %%", 100 * error)
-        undo()
+        fusion.undo()
+        return
+    model.kernels = str(fusion)
+    logger.info("decoder layers are fused; products by %s", fusion)
 
 
 @torch.inference_mode(False)  # parameters change their dtype for a while

@@ -12,6 +12,7 @@ from crossdock.workers.schedule.request import Request, SamplingParams, Submissi
 
 _SWEPT_CHUNKS = (16, 64, 256, 1024, 4096)
 _LONG_STEP = 0.1  # seconds
+_MOST_SCORED_FACTOR = 4.0  # SmolLM2-135M: about 1.5; more than this is the noise of a busy machine
 _SWEPT_CONTEXT = 16_384  # tokens of all streams together
 
 
@@ -29,6 +30,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
     pages.clear_cache()
 
     fit = engine.calibrate(_sweep(engine), _intervals(engine))
+    engine.scheduler.learn_scored(_scored_factor(engine))
     return SchedulingProfile(
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
@@ -43,6 +45,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         page_bytes=engine.page_bytes,
         tensor_parallel_size=model.part.position.tensor_size,
         pipeline_parallel_size=model.part.position.num_stages,
+        kernels=model.kernels,
         cost=fit.cost,
         overrun=fit.overrun,
         interval_share=engine.intervals.share,
@@ -90,6 +93,20 @@ def _sweep(engine: Engine) -> list[tuple[StepWork, float]]:
     return sweep
 
 
+def _scored_factor(engine: Engine) -> float:
+    """Return how many times as long a chunk takes if the log-probabilities of its tokens are wanted.
+
+    Every token then needs logits, and an order of them.
+    """
+    longest = min(engine.model.max_model_len, engine.pages.num_pages * engine.config.page_size)
+    chunk = 0, min(64, engine.config.max_num_batched_tokens, longest)
+    plain, scored = measure_step(engine, chunk, 0, 0), measure_step(engine, chunk, 0, 0, num_alternatives=20)
+    usual = engine.scheduler.cost.chunk_seconds(*chunk) if engine.scheduler.cost is not None else 0.0
+    if plain is None or scored is None or not usual:
+        return 1.0
+    return min(1 + max(min(scored[1]) - min(plain[1]), 0.0) / usual, _MOST_SCORED_FACTOR)
+
+
 def _intervals(engine: Engine) -> list[tuple[float, float]]:
     """Return for steps of three kinds at what interval they end in a full pipeline, and their seconds alone.
 
@@ -117,19 +134,26 @@ def measure_step(
     context: int,
     repeats: int = 3,
     vocabulary: int = 1,
+    num_alternatives: int | None = None,
 ) -> tuple[StepWork, list[float]] | None:
     """Return the work, and the seconds of each of `repeats` runs, of one step on an idle engine.
 
     The step is `chunk`, (start, tokens), beside `num_streams` decodes after `context` tokens each. Token ids are spread
-    over the first `vocabulary`, since experts are chosen by them. Returns None where the pool does not hold the step.
+    over the first `vocabulary`, since experts are chosen by them. `num_alternatives`: beside the log-probability of
+    each prompt token; None: without these. Returns None where the pool does not hold the step.
     """
-    with _step_of(engine, chunk, num_streams, context, vocabulary) as batch:
+    with _step_of(engine, chunk, num_streams, context, vocabulary, num_alternatives) as batch:
         return None if batch is None else (batch.work, [engine.run_batch(batch) for _ in range(repeats)])
 
 
 @contextmanager
 def _step_of(
-    engine: Engine, chunk: tuple[int, int] | None, num_streams: int, context: int, vocabulary: int = 1
+    engine: Engine,
+    chunk: tuple[int, int] | None,
+    num_streams: int,
+    context: int,
+    vocabulary: int = 1,
+    num_alternatives: int | None = None,
 ) -> Iterator[Batch | None]:
     """Yield the step that `measure_step` runs, with pages for it; None where the pool does not hold the step."""
     size = engine.config.page_size
@@ -141,7 +165,7 @@ def _step_of(
     for number, (start, tokens) in enumerate(wanted):
         name = f"warm-up-{number}"
         token_ids = [(number + place) * 7919 % vocabulary for place in range(start + tokens)]
-        request = Request(name, token_ids, SamplingParams(temperature=0.0))
+        request = Request(name, token_ids, SamplingParams(temperature=0.0, prompt_logprobs=num_alternatives))
         pages = engine.pages.allocate(name, -(-(start + tokens) // size))
         parts.append(Scheduled(request, start, tokens, pages, samples=True))
     yield Batch(parts, num_streams)

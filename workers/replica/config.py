@@ -1,20 +1,56 @@
 """The settings of one replica: its model, its engine and its KV transfers. No torch, no ray."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
-from crossdock.kernels.options import AttentionBackend, KVCacheDtype
+from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype
 from crossdock.workers.model.memory_budget import MemoryBudget
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.config import SchedulerConfig
 
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The default of `max_num_batched_tokens` and of `max_num_seqs` on a device."""
+
+    tokens: int
+    requests: int
+
+    @classmethod
+    def of_device(cls, name: str, memory: int) -> Self:
+        """Return the defaults for a GPU by its name and its bytes of memory; 0 bytes: a CPU.
+
+        GPUs have the defaults of `vllm serve` 0.32. An A100 computes large chunks no faster, whatever its memory.
+        """
+        if memory == 0:
+            return cls(2048, 64)
+        if memory >= 160 * _GIB:
+            return cls(16384, 1024)
+        if memory >= 70 * _GIB and "a100" not in name.lower():
+            return cls(8192, 1024)
+        return cls(2048, 256)
+
 
 class EngineConfig(SchedulerConfig):
     """The resources and the features of an engine. Scheduling fields come from `SchedulerConfig`."""
 
+    max_num_batched_tokens: int = Field(
+        0,
+        ge=0,
+        description="Tokens one step may compute, decodes and chunks together; the adaptive ceiling. 0: by the device, "
+        "2048 on CPUs, on GPUs as in vLLM (8192 from 70 GiB); without chunks at least the context.",
+    )
+    max_num_seqs: int = Field(
+        0,
+        ge=0,
+        description="Requests that may hold pages at once. 0: by the device, 64 on CPUs, on GPUs as in vLLM (1024 from "
+        "70 GiB, else 256), and no more than fit max_num_batched_tokens.",
+    )
     enable_prefix_caching: bool = Field(True, description="Share pages between requests with equal beginnings.")
     kv_cache_memory: ByteSize | None = Field(
         None, description="Memory for KV pages of each rank, e.g. 2GiB; null: 2GiB on CPUs, on GPUs what is left."
@@ -32,9 +68,23 @@ class EngineConfig(SchedulerConfig):
     attention_backend: AttentionBackend = Field(
         "auto", description="Implementation of attention; auto: our C++ on CPUs and Triton on GPUs."
     )
+    cpu_kernels: CpuKernels = Field(
+        "auto",
+        description="Kernels of matrix products and of prompts' attention on CPUs; auto: measured at the first start.",
+    )
     fault_token_ids: tuple[int, ...] = Field(
         (), description="For tests alone: a prompt with these tokens side by side kills every replica it is sent to."
     )
+
+    def sized(self, defaults: StepSizes, max_model_len: int) -> Self:
+        """Return the configuration with numbers where it leaves them to the device. ValueError: they do not fit."""
+        tokens, requests = self.max_num_batched_tokens, self.max_num_seqs
+        if not tokens:
+            whole = 0 if self.enable_chunked_prefill else max_model_len
+            tokens = max(defaults.tokens, whole, requests + self.page_size)
+        if not requests:
+            requests = max(min(defaults.requests, tokens - self.page_size), 1)
+        return self.model_validate(self.model_dump() | {"max_num_batched_tokens": tokens, "max_num_seqs": requests})
 
     @property
     def budget(self) -> MemoryBudget:
@@ -48,7 +98,7 @@ class EngineConfig(SchedulerConfig):
 
     def model_spec(self, path: str | None, dtype: str = "auto", max_model_len: int | None = None) -> ModelSpec:
         """Return the spec of a model that runs with these settings; arguments as in `ModelSpec`."""
-        return ModelSpec(path, dtype, max_model_len, self.attention_backend, self.kv_cache_dtype)
+        return ModelSpec(path, dtype, max_model_len, self.attention_backend, self.kv_cache_dtype, self.cpu_kernels)
 
 
 class TransferConfig(BaseModel):
@@ -75,6 +125,7 @@ class ReplicaSpec:
     model: ModelSpec
     engine: EngineConfig
     num_threads: int  # of each rank
+    tokenizer: str | None = None  # directory or hub name; None: the model's
     role: Role = "mixed"
     transfer: TransferConfig | None = None  # None: no replica of the cluster ships KV pages
     tensor_parallel_size: int = 1

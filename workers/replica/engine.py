@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from crossdock.kvtransfer.layout import PoolSpec
-from crossdock.workers.model.checkpoint import resolve_model
+from crossdock.workers.model.checkpoint import resolve_tokenizer
 from crossdock.workers.model.grammar.compiler import GrammarCompiler
 from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.model.graphs import decode_graphs
@@ -22,6 +22,7 @@ from crossdock.workers.replica.gang import Gang
 from crossdock.workers.replica.pipeline import FinishedStep, Pipeline
 from crossdock.workers.replica.pool_layout import held_layers, pool_spec
 from crossdock.workers.replica.step_sampler import StepSampler
+from crossdock.workers.replica.step_sizes import sized
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.cost import IntervalShare, StepCostFit, StepWork
 from crossdock.workers.schedule.pages import PagePool
@@ -60,7 +61,8 @@ class Engine:
     _sampler: StepSampler = field(init=False)
 
     def __post_init__(self) -> None:
-        config, model = self.config, self.model
+        config, model = sized(self.config, self.model), self.model
+        self.config = config
         num_pages = self._num_pages()
         model.allocate_pool(num_pages, config.page_size)
         self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching)
@@ -270,6 +272,8 @@ class Engine:
         if self.cost_fit is None:
             return 0.0
         predicted = self.cost_fit.cost.seconds(step.batch.work)
+        if step.batch.is_scored:
+            return predicted
         if step.is_alone:
             self.cost_fit.observe(step.batch.work, step.ended - step.started)
         elif step.is_full:
@@ -293,4 +297,4 @@ def load_engine(spec: ReplicaSpec) -> Engine:
     torch.set_num_threads(spec.num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(spec.model, device, kv_bytes=spec.engine.budget.known(device) or 0)
-    return Engine(model, spec.engine, resolve_model(spec.model.path))
+    return Engine(model, spec.engine, resolve_tokenizer(spec.tokenizer, spec.model.path))

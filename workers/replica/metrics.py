@@ -4,7 +4,7 @@ from collections import Counter as Tally
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -12,6 +12,7 @@ from crossdock.kvtransfer.events import Figures
 from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.replica.replica_dock import ReplicaDock
 from crossdock.workers.report.timeline import Progress, Timeline, prompt_length_bucket
+from crossdock.workers.report.vllm_names import OF_REPLICAS, exposition
 from crossdock.workers.schedule.request import Leg, Request, Status
 
 _STEP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -21,6 +22,11 @@ _ITERATIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
 _TTFT = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _GAP = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
 _TRANSFER = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_PHASE = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
+_STEP_TOKENS = (1, 2, 4, 8, *_CHUNK_TOKENS)
+_DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_PREFILL_TOKENS = (*_CHUNK_TOKENS, 32768, 65536, 131072)
+_PHASES = ("queue", "prefill", "decode", "inference")
 _KINDS = ("chunks", "decodes", "mixed")
 _ACTIVE = (Status.WAITING, Status.RUNNING, Status.HELD)
 _SHARED = {True: "true", False: "false"}  # values of the label prefill_shared
@@ -51,6 +57,12 @@ class EngineMetrics:
         self._skipped = self._counter(
             "crossdock_decodes_skipped", "Decodes left out of a step in favour of more urgent ones."
         )
+        self._step_tokens = self._histogram("crossdock_step_tokens", "Tokens of a step, of both kinds.", _STEP_TOKENS)
+        self._step_prompt_tokens = self._histogram(
+            "crossdock_step_prompt_tokens", "Prompt tokens of a step that has chunks.", _CHUNK_TOKENS
+        )
+        decodes = self._histogram("crossdock_step_decodes", "Decodes of a step that has some.", _DECODES, "kind")
+        self._step_decodes = {kind: decodes.labels(kind) for kind in _KINDS if kind != "chunks"}
 
     def _define_chunk_metrics(self) -> None:
         self._chunks = self._histogram("crossdock_chunk_tokens", "Prompt tokens per chunk.", _CHUNK_TOKENS)
@@ -62,6 +74,9 @@ class EngineMetrics:
         )
         self._iterations = self._histogram(
             "crossdock_prefill_iterations", "Chunks of a request up to its first token.", _ITERATIONS, "slo_class"
+        )
+        self._prefill_tokens = self._histogram(
+            "crossdock_prefill_tokens", "Prompt tokens computed for a request, without cached ones.", _PREFILL_TOKENS
         )
 
     def _define_latency_metrics(self, slo_classes: Sequence[str]) -> None:
@@ -89,6 +104,15 @@ class EngineMetrics:
             "prefill_shared",
             "slo_class",
         )
+        phases = self._histogram(
+            "crossdock_request_phase_seconds",
+            "Of a request on this replica: queue: until its first chunk; prefill: until its first token; decode: until "
+            "its last token; inference: prefill and decode.",
+            _PHASE,
+            "phase",
+            "slo_class",
+        )
+        self._phase = {(phase, name): phases.labels(phase, name) for phase in _PHASES for name in slo_classes}
         self._slo_ttft = self._counter(
             "crossdock_slo_ttft",
             "Requests by outcome: whether the first token met the class's time to first token.",
@@ -142,6 +166,11 @@ class EngineMetrics:
         seconds.observe(step.seconds)
         if step.predicted:
             predicted.observe(step.predicted)
+        self._step_tokens.observe(batch.num_tokens)
+        if num_chunks:
+            self._step_prompt_tokens.observe(batch.num_tokens - batch.num_decodes)
+        if batch.num_decodes:
+            self._step_decodes[kind].observe(batch.num_decodes)
         if batch.num_skipped:
             self._skipped.inc(batch.num_skipped)
 
@@ -202,19 +231,38 @@ class EngineMetrics:
         name = timeline.slo.name
         self._ttft.labels(prompt_length_bucket(timeline.num_prompt_tokens), name).observe(timeline.ttft)
         self._iterations.labels(name).observe(timeline.num_chunks)
+        self._prefill_tokens.observe(timeline.num_prompt_tokens - timeline.counts().cached)
         self._slo_ttft.labels(name, "met" if timeline.ttft <= timeline.ttft_deadline else "missed").inc()
 
     def _end(self, timeline: Timeline) -> None:
         assert timeline.finish_reason is not None
         name = timeline.slo.name
         self._finished.labels(timeline.finish_reason.value, name).inc()
+        for phase, seconds in _phases(timeline).items():
+            self._phase[phase, name].observe(seconds)
         for is_shared, seconds in timeline.tpot_by_sharing().items():
             self._tpot.labels(_SHARED[is_shared], name).observe(seconds)
         if (is_met := timeline.tpot_met()) is not None:
             self._slo_tpot.labels(name, "met" if is_met else "missed").inc()
 
-    def text(self) -> str:
-        return generate_latest(self.registry).decode()
+    def text(self, vllm_model: str | None = None) -> str:
+        """Return Prometheus' text. `vllm_model`: also under vLLM's names, with this name of the model."""
+        return exposition(self.registry, OF_REPLICAS, vllm_model)
+
+
+def _phases(timeline: Timeline) -> dict[str, float]:
+    """Return the seconds of each of `_PHASES` that an ended request had on this replica.
+
+    A replica that computed no chunk has no queue and no prefill; one that ships after the first token has no decode.
+    """
+    found = {} if timeline.first_chunk is None else {"queue": timeline.first_chunk - timeline.arrived}
+    if timeline.begun is None:
+        return found
+    if timeline.first_chunk is not None:
+        found["prefill"] = timeline.begun - timeline.first_chunk
+    if timeline.gap_summary().number:
+        found["decode"] = timeline.last_token - timeline.begun
+    return found | {"inference": found.get("prefill", 0.0) + found.get("decode", 0.0)}
 
 
 class _Gauges(Collector):
@@ -232,8 +280,15 @@ class _Gauges(Collector):
         counts = engine.pages.counts()
         pages = {state: getattr(counts, state) for state in ("free", "owned", "cached", "quarantined")}
         yield _gauge("crossdock_pages", "KV pages by state.", ("state",), {(name,): n for name, n in pages.items()})
+        config = engine.config
+        info = (str(config.page_size), str(counts.total), config.kv_cache_dtype, str(config.enable_prefix_caching))
+        labels = ("page_size", "num_pages", "kv_cache_dtype", "enable_prefix_caching")
+        yield _gauge("crossdock_kv_cache_info", "1; the labels are the settings of the KV pages.", labels, {info: 1})
         yield from self._requests(engine.scheduler.requests())
         yield from self._cost()
+        if engine.model.kernels:
+            text = "Always 1; the label says which kernels compute the matrix products of fused layers."
+            yield _gauge("crossdock_cpu_kernels", text, ("kernels",), {(engine.model.kernels,): 1})
         preemptions = CounterMetricFamily(
             "crossdock_preemptions", "Requests preempted: their pages went to other requests."
         )

@@ -41,9 +41,9 @@ class ObservedEngine:
         """Return the requests that have not ended here; see `Timelines.live`."""
         return self.timelines.live(tenant, self.engine.clock())
 
-    async def metrics_text(self) -> str:
-        """Return the metrics of this replica, in Prometheus' text format."""
-        return self.metrics.text()
+    async def metrics_text(self, vllm_model: str | None = None) -> str:
+        """Return the metrics of this replica in Prometheus' text format; arguments as in `EngineMetrics.text`."""
+        return self.metrics.text(vllm_model)
 
     def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
         """Return the replica's state and its steps after those already `seen`, by incarnation: JSON for a dashboard.

@@ -16,6 +16,7 @@ from crossdock.workers.model.memory_fit import used
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.rank_network import gloo_on, use_interface_of
+from crossdock.workers.replica.step_sizes import sized
 
 
 class RankFailed(RuntimeError):
@@ -57,11 +58,12 @@ def load_rank(
         phases.done("weights read")
         links.wait_for_all()  # reading has no deadline, the check that follows has
 
-    budget = spec.engine.budget
-    model = load_model(spec.model, device, links, budget.known(device) or 0, loaded)
+    known = spec.engine.budget.known(device)
+    model = load_model(spec.model, device, links, known or 0, loaded)
     phases.done("logits checked")
+    budget = sized(spec.engine, model).budget
     room = count_pages_that_fit(model, budget, spec.engine.page_size)
-    if budget.known(device) is None:
+    if known is None:
         phases.done("memory measured")
     return model, room
 

@@ -17,7 +17,7 @@ from ray import serve
 from ray.serve._private import replica as serve_replica
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from crossdock.workers.model.checkpoint import resolve_model
+from crossdock.workers.model.checkpoint import resolve_model, resolve_tokenizer
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.fingerprint import fingerprint
 from crossdock.workers.replica.calibrate import warm_up
@@ -29,6 +29,7 @@ from crossdock.workers.replica.follower import follow
 from crossdock.workers.replica.gang import Gang
 from crossdock.workers.replica.handover import connect
 from crossdock.workers.replica.interpreter import prepare_interpreter
+from crossdock.workers.replica.machine import describe_machine
 from crossdock.workers.replica.rank_loader import RankFailed, driver_of, position_of
 from crossdock.workers.replica.rank_network import LOOPBACK
 from crossdock.workers.replica.rank_socket import GangAddress
@@ -76,6 +77,7 @@ class Replica:
         self.metrics_text = thread.metrics_text
         peer = thread.handover.dock.blob if thread.handover is not None else b""
         compatibility = engine.pool_spec(name).compatibility
+        self._machine = await asyncio.to_thread(describe_machine, engine.model)
         self.profile = profile.model_copy(update={"role": spec.role, "peer": peer, "compatibility": compatibility})
 
     # -- remote calls that add to the engine thread's own ------------------------------------------------------------
@@ -95,10 +97,10 @@ class Replica:
             return ValueError(str(refusal))  # plain: a library's own subclass may not survive the journey
 
     async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
-        """Return `EngineThread.watched`, with the pool and the profile of this replica."""
+        """Return `EngineThread.watched`, with the pool, the profile and the machine of this replica."""
         profile = self.profile.model_dump(exclude={"peer"}, mode="json")
         pool = serve.get_replica_context().deployment
-        return {"pool": pool, "profile": profile, **self.engine_thread.watched(seen, tenant)}
+        return {"pool": pool, "profile": profile, "machine": self._machine, **self.engine_thread.watched(seen, tenant)}
 
     # -- calls of Serve ----------------------------------------------------------------------------------------------
 
@@ -126,7 +128,7 @@ class Replica:
         def on_lost(why: str) -> None:
             event_loop.call_soon_threadsafe(self._lost, why)
 
-        path = await asyncio.to_thread(resolve_model, spec.model.path)
+        path = await asyncio.to_thread(resolve_tokenizer, spec.tokenizer, spec.model.path)
         gang = Gang(spec, _gang_host(), on_lost)
         loaded: asyncio.Future[tuple[Engine, SchedulingProfile]] = event_loop.create_future()
 

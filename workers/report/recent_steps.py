@@ -11,6 +11,7 @@ from typing import Any
 from crossdock.workers.report.timeline import Chunk, Timeline
 from crossdock.workers.schedule.batch import Batch
 
+SHOWN = 512  # steps in one answer, which takes a few milliseconds to make
 KEEP = 2048  # steps, 20 s of 10 ms each; 1 to 3 MiB with two chunks in each
 
 
@@ -55,7 +56,7 @@ class RecentSteps:
         )
 
     def after(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
-        """Return, as JSON, the steps after the last one that the reader has seen; without one, all recorded steps.
+        """Return, as JSON, the first steps after the last one that the reader has seen; without one, the newest steps.
 
         A tenant sees the steps that computed chunks of its own, with these chunks alone. What counts the work of others
         is left out: sizes and predictions of steps, and their numbers, in place of which stand microseconds.
@@ -72,6 +73,7 @@ class RecentSteps:
             number_of = _microseconds
         last = seen.get(name, 0)
         steps = [step for step in steps if number_of(step) > last]
+        steps = steps[:SHOWN] if last else steps[-SHOWN:]
         return {
             "incarnation": name,
             "last_step": number_of(steps[-1]) if steps else last,

@@ -12,8 +12,8 @@ def promise(table: RequestTable, forecast: Forecast, request: Request) -> None:
     """Note when the first token of a new request will come and when it is due.
 
     Raises:
-        Overloaded: the first token would come too late, and `admission` is `reject`. An idle replica refuses none, and
-            no replica refuses a request that another has accepted.
+        Overloaded: the first token would come too late, and `admission` is `reject`. An idle replica refuses none. No
+            replica refuses a request that names no class, or that another replica has accepted.
     """
     if forecast.cost is None:
         return
@@ -21,10 +21,11 @@ def promise(table: RequestTable, forecast: Forecast, request: Request) -> None:
     slo = table.config.slo_classes[request.priority]
     request.ttft_deadline = deadline = slo.ttft_deadline(alone)
     late = request.predicted_ttft - deadline
-    if late > 0 and table.config.admission == "reject" and request.may_refuse and table.has_work:
+    may_refuse = request.may_refuse and request.is_promised and table.config.admission == "reject"
+    if late > 0 and may_refuse and table.has_work:
         raise Overloaded(
             f"the first token would come in {request.predicted_ttft:.1f} s; class {slo.name!r} promises "
-            f"{deadline:.1f} s. Retry in {late:.1f} s, or ask for a less urgent class",
+            f"{deadline:.1f} s. Retry in {late:.1f} s, ask for a less urgent class, or name none and wait",
             retry_after=late,
         )
 
@@ -53,9 +54,9 @@ def reserved_slots(classes: Sequence[SloClass], max_num_seqs: int, taken: Sequen
 
 
 def may_be_partial(table: RequestTable, request: Request) -> bool:
-    """Return whether one more prompt of its class may be partly computed. Less urgent prompts do not count."""
+    """Return whether one more prompt of its urgency may be partly computed. Less urgent ones do not count."""
     config = table.config
-    partial = [other for other in table.running if not other.is_decoding and other.priority <= request.priority]
+    partial = [other for other in table.running if not other.is_decoding and other.urgency <= request.urgency]
     num_long = sum(is_long(table, other) for other in partial)
     if is_long(table, request) and num_long >= config.max_long_partial_prefills:
         return False

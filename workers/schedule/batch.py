@@ -44,6 +44,12 @@ class Batch:
             [part.start for part in self.scheduled[: self.num_decodes]],
         )
 
+    @property
+    def is_scored(self) -> bool:
+        """Return whether a chunk needs log-probabilities of its tokens, which `work` does not count."""
+        chunks = self.scheduled[self.num_decodes :]
+        return any(part.request.sampling.prompt_logprobs is not None for part in chunks)
+
     def __bool__(self) -> bool:
         return bool(self.scheduled)
 

@@ -77,18 +77,23 @@ class ChunkBudget:
         """Let long prompts use what short ones have left of the lane."""
         self.lane_tokens, self.lane_seconds = 0, 0.0
 
-    def chunk(self, start: int, end: int, priority: int, is_long: bool, threshold: int, page_size: int) -> int:
-        """Return how many tokens to compute now of those in `[start, end)`, the rest of a prompt of this priority."""
+    def chunk(
+        self, start: int, end: int, priority: int, is_long: bool, threshold: int, page_size: int, factor: float = 1.0
+    ) -> int:
+        """Return how many tokens to compute now of those in `[start, end)`, the rest of a prompt of this priority.
+
+        `factor`: how many times as long as usual a chunk of this prompt takes.
+        """
         tokens, seconds, floor = self.tokens, self.seconds, self.floor if priority <= self.floor_priority else 0
         if is_long and self.lane_tokens:  # deep in its context, a floor chunk would take all the time of the lane
             tokens, seconds, floor = tokens - self.lane_tokens, seconds - self.lane_seconds, 0
         if self.cost is not None and self.seconds < inf:
-            tokens = min(tokens, max(self.cost.tokens_within(seconds, start), floor))
+            tokens = min(tokens, max(self.cost.tokens_within(seconds / factor, start), floor))
         return chunk_tokens(start, end, tokens, threshold, page_size)
 
-    def take(self, start: int, num_tokens: int, is_long: bool) -> None:
+    def take(self, start: int, num_tokens: int, is_long: bool, factor: float = 1.0) -> None:
         """Subtract a chunk of `num_tokens` after `start` tokens of context."""
-        seconds = self.cost.chunk_seconds(start, num_tokens) if self.cost is not None else 0.0
+        seconds = factor * self.cost.chunk_seconds(start, num_tokens) if self.cost is not None else 0.0
         self.tokens -= num_tokens
         self.seconds -= seconds
         self.floor = max(self.floor - num_tokens, 0)

@@ -33,10 +33,14 @@ class SchedulerConfig(BaseModel):
     )
     max_prefill_tokens: int = Field(0, ge=0, description="Prompt tokens per step; 0 is all that the budget leaves.")
     long_prefill_token_threshold: int = Field(
-        0, ge=0, description="Longest chunk of one prompt, and where 'long' begins; 0: no limit, 4 % of max_model_len."
+        0,
+        ge=0,
+        description="Longest chunk of a prompt that is not alone; where 'long' begins. 0: none, 4 % of the context.",
     )
     max_num_partial_prefills: int = Field(
-        8, ge=1, description="Prompts that may be partly computed at once; less urgent classes do not count."
+        8,
+        ge=1,
+        description="Prompts that may be partly computed at once; less urgent classes do not count. Not in vLLM 0.32.",
     )
     max_long_partial_prefills: int = Field(2, ge=1, description="How many of these may be long.")
     short_lane_share: float = Field(
@@ -51,7 +55,9 @@ class SchedulerConfig(BaseModel):
     slo_classes: tuple[SloClass, ...] = Field(DEFAULT_CLASSES, description="The SLO classes, most urgent first.")
     default_slo_class: str = Field(DEFAULT_CLASS, description="The class of requests that name none.")
     admission: Literal["reject", "queue"] = Field(
-        "reject", description="reject: 429 when the class's ttft_s cannot be met; queue: wait anyway."
+        "reject",
+        description="reject: a request that asks for a class gets 429 if the class's ttft_s cannot be met, and others "
+        "wait; queue: all wait.",
     )
     page_size: int = Field(16, ge=1, description="Tokens a KV page holds (vLLM's block size).")
 
@@ -85,10 +91,11 @@ class SchedulerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _every_step_can_progress(self) -> "SchedulerConfig":
-        if self.max_num_batched_tokens < self.max_num_seqs + self.page_size:
+        num_seqs = self.max_num_seqs or 1  # 0, here and below: the device decides, see EngineConfig
+        if 0 < self.max_num_batched_tokens < num_seqs + self.page_size:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}) + page_size ({self.page_size}): a step in which every stream decodes must "
+                f"({num_seqs}) + page_size ({self.page_size}): a step in which every stream decodes must "
                 f"still have room for one page of a prompt"
             )
         for name in ("long_prefill_token_threshold", "max_prefill_tokens", "min_chunk_tokens"):
@@ -111,6 +118,6 @@ class SchedulerConfig(BaseModel):
             raise ValueError(f"slo_classes must have different names, one at least; they are {', '.join(names)}")
         if self.default_slo_class not in names:
             raise ValueError(f"default_slo_class {self.default_slo_class!r} is none of {', '.join(names)}")
-        if sum(int(slo.decode_share * self.max_num_seqs) for slo in self.slo_classes) >= self.max_num_seqs:
+        if sum(int(slo.decode_share * self.max_num_seqs) for slo in self.slo_classes) >= (self.max_num_seqs or 1):
             raise ValueError("slo_classes: the decode_share of all classes together must be less than 1")
         return self

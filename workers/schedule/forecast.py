@@ -10,19 +10,23 @@ from crossdock.workers.schedule.table import RequestTable
 
 
 def predicted_ttft(
-    own_seconds: float, priority: int, backlog: Iterable[tuple[int, float]], prefill_share: float
+    own_seconds: float,
+    urgency: tuple[int, int],
+    backlog: Iterable[tuple[tuple[int, int], float]],
+    prefill_share: float,
 ) -> float:
     """Return the seconds until the first token of a prompt that takes `own_seconds` alone.
 
-    All prompts of more urgent classes go before it. Those of its own class share with it, so each delays it by at most
-    its own length, as under processor sharing.
+    All more urgent prompts go before it. Those of its own urgency share with it, so each delays it by at most its own
+    length, as under processor sharing.
 
     Args:
-        backlog: (priority, seconds) of every unfinished prompt.
+        urgency: of its class and in its class, as `Request.urgency`.
+        backlog: (urgency, seconds) of every unfinished prompt.
         prefill_share: share of the time that running streams leave for prompts.
     """
     ahead = sum(
-        seconds if other < priority else min(seconds, own_seconds) for other, seconds in backlog if other <= priority
+        seconds if other < urgency else min(seconds, own_seconds) for other, seconds in backlog if other <= urgency
     )
     return (ahead + own_seconds) / max(prefill_share, LEAST_SHARE)
 
@@ -36,6 +40,7 @@ class Forecast:
     overrun: float = 1.0  # factor by which some steps take longer than predicted, see `StepCostFit.overrun`
     depth: int = 1  # steps in flight, the number of pipeline stages
     interval_share: float = 1.0  # interval of steps / seconds of one, see `IntervalShare`; 1 where `depth` is 1
+    scored_factor: float = 1.0  # how many times as long a chunk takes that needs log-probabilities of its tokens
     _queue: list[Request] = field(default_factory=list)  # the waiting requests at the last look
     _seconds: list[float] = field(default_factory=list)  # of their prompts
     _looked: tuple[StepCost | None, float, float] = (None, 0.0, 0.0)  # cost, interval share and step time at that look
@@ -52,11 +57,11 @@ class Forecast:
     def ttft(self, request: Request) -> tuple[float, float]:
         """Return the seconds until a new request's first token, now and on an idle replica; (0, 0) without a cost."""
         own, drain = self.prefill_seconds(request), self._drain_seconds(request)
-        ttft = predicted_ttft(own, request.priority, self._backlog(), self.prefill_share(request.priority))
+        ttft = predicted_ttft(own, request.urgency, self._backlog(), self.prefill_share(request.priority))
         return ttft + drain, own + drain
 
-    def _backlog(self) -> list[tuple[int, float]]:
-        """Return (priority, seconds) of every unfinished prompt.
+    def _backlog(self) -> list[tuple[tuple[int, int], float]]:
+        """Return (urgency, seconds) of every unfinished prompt.
 
         Between two steps prompts only arrive, at times by the thousand: seconds of those before are computed once.
         """
@@ -69,9 +74,13 @@ class Forecast:
         queued = zip(waiting, self._seconds, strict=True)
         running = (other for other in self.table.running if not other.is_decoding)
         return [
-            *((other.priority, seconds) for other, seconds in queued if other.leg is not Leg.RECEIVE),
-            *((other.priority, self.prefill_seconds(other)) for other in running),
+            *((other.urgency, seconds) for other, seconds in queued if other.leg is not Leg.RECEIVE),
+            *((other.urgency, self.prefill_seconds(other)) for other in running),
         ]
+
+    def factor(self, request: Request) -> float:
+        """Return how many times as long as others of its length a chunk of the prompt takes."""
+        return self.scored_factor if request.sampling.prompt_logprobs is not None else 1.0
 
     def prefill_seconds(self, request: Request) -> float:
         """Return the seconds of this replica's time that the rest of a request's prompt takes; 0 without a cost.
@@ -80,7 +89,7 @@ class Forecast:
         """
         if self.cost is None:
             return 0.0
-        return self.interval_share * self.cost.prefill_seconds(*self._rest(request))
+        return self.factor(request) * self.interval_share * self.cost.prefill_seconds(*self._rest(request))
 
     def seconds_alone(self, request: Request) -> float:
         """Return the seconds until the rest of a request's prompt is computed on an idle replica; 0 without a cost."""

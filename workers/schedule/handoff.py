@@ -7,8 +7,6 @@ Replicas that prefill for each other can be full of prompts that are computed an
 else gives the last of them back to the router.
 """
 
-from math import inf
-
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import num_places
 from crossdock.workers.schedule.order import order_prefills
@@ -20,7 +18,7 @@ from crossdock.workers.schedule.table import RequestTable
 def grant(table: RequestTable, now: float) -> list[Request]:
     """Reserve pages for requests that another replica has offered, in prompt order, while there are pages and places.
 
-    A request that lacks pages keeps back those of less urgent classes, and all requests once it starves. That holds
+    A request that lacks pages keeps back less urgent ones, and all requests once it starves. That holds
     between offered requests and the ones that wait to be computed here. Returns the requests that got pages. The first
     `num_computed_tokens` of each are cached here and need no transfer.
     """
@@ -30,9 +28,9 @@ def grant(table: RequestTable, now: float) -> list[Request]:
     if not any(request.is_offered for request in table.waiting):
         return granted
     waiting = [request for request in table.waiting if request.is_offered or request.leg is not Leg.RECEIVE]
-    set_aside, startable = 0, inf
+    set_aside, startable = 0, (len(table.config.slo_classes), 0)
     for request in order_prefills(waiting, now, table.prefilled.tokens, table.config.starvation_s):
-        if request.priority > startable:
+        if request.urgency > startable:
             table.kept_back.add(request.id)
             continue
         if num_places(table, request.priority) <= 0:
@@ -46,7 +44,7 @@ def grant(table: RequestTable, now: float) -> list[Request]:
         elif kv.admit(table, request, hits, set_aside):
             granted.append(request)
             continue
-        startable = -1 if table.is_starving(request) else min(startable, request.priority)
+        startable = (-1, 0) if table.is_starving(request) else min(startable, request.urgency)
     if not granted:
         _end_circular_wait(table)
     return granted
@@ -55,12 +53,12 @@ def grant(table: RequestTable, now: float) -> list[Request]:
 def _end_circular_wait(table: RequestTable) -> None:
     """Give back a prompt that waits for a grant, where no page comes back here unless the other side moves.
 
-    The least urgent class first, in it the last admitted.
+    The least urgent first, among equals the last admitted.
     """
     if table.running or any(request.leg is Leg.RECEIVE for request in table.held) or table.num_returning_pages():
         return
     if table.held:
-        table.give_back(max(reversed(table.held), key=lambda request: request.priority))
+        table.give_back(max(reversed(table.held), key=lambda request: request.urgency))
 
 
 def offer(request: Request) -> None:

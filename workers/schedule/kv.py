@@ -45,7 +45,7 @@ def admit(table: RequestTable, request: Request, hits: Sequence[int], set_aside:
 def grow(table: RequestTable, request: Request) -> bool:
     """Give a stream a page for its newest token if that token begins one; False if the stream cannot decode now.
 
-    Without a free page, requests are preempted: the least urgent class first, in it the last admitted. That may be the
+    Without a free page, requests are preempted: the least urgent first, among equals the last admitted. That may be the
     stream itself. Where pages come back soon, the stream waits for one instead, unless it is more urgent than others.
     """
     if request.status is not Status.RUNNING:
@@ -138,8 +138,8 @@ def _returnable(table: RequestTable, priority: int) -> list[Request]:
 
 
 def _next_victim(requests: Sequence[Request]) -> Request:
-    """Return the request to preempt first: the last admitted of the least urgent class."""
-    return max(enumerate(requests), key=lambda pair: (pair[1].priority, pair[0]))[1]
+    """Return the request to preempt first: the least urgent, and among equals the last admitted."""
+    return max(enumerate(requests), key=lambda pair: (pair[1].urgency, pair[0]))[1]
 
 
 def _page_hashes(request: Request, page_size: int) -> Sequence[PageHash]:

@@ -26,15 +26,16 @@ def is_starving(request: Request, now: float, starvation_s: float) -> bool:
 def order_prefills(requests: Iterable[Request], now: float, work_done: int, starvation_s: float) -> list[Request]:
     """Return the requests in the order in which their prompts are computed.
 
-    First those that starve, the oldest first. Then by class. Within a class, preempted requests go first, because their
-    clients are already reading; then the highest response ratio. Ties go by arrival, then by id.
+    First those that starve, the oldest first. Then by class, and within a class by the clients' own priorities. Among
+    equals, preempted requests go first, because their clients are already reading; then the highest response ratio.
+    Ties go by arrival, then by id.
     """
 
-    def key(request: Request) -> tuple[int, float, float, str]:
+    def key(request: Request) -> tuple[tuple[int, int], float, float, str]:
         if is_starving(request, now, starvation_s):
-            return (-1, 0.0, request.arrival_time, request.id)
+            return ((-1, 0), 0.0, request.arrival_time, request.id)
         ratio = inf if request.num_preemptions else response_ratio(request, work_done)
-        return (request.priority, -ratio, request.arrival_time, request.id)
+        return (request.urgency, -ratio, request.arrival_time, request.id)
 
     return sorted(requests, key=key)
 
@@ -45,4 +46,5 @@ def prefill_reason(request: Request, now: float, work_done: int, starvation_s: f
         return f"waited {now - request.queued_at:.0f} s"
     if request.num_preemptions:
         return "preempted before"
-    return f"response ratio {response_ratio(request, work_done):.2f}"
+    priority = f"priority {request.priority_in_class}, " if request.priority_in_class else ""
+    return f"{priority}response ratio {response_ratio(request, work_done):.2f}"

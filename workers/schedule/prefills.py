@@ -75,30 +75,32 @@ class PrefillScheduler:
     def _fill(self, budget: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
         config = self.table.config
         chunks: list[Scheduled] = []
-        startable = len(config.slo_classes)  # no request of a greater priority may start: one lacks a place, or pages
-        num_misfits = 0  # requests of that priority that lack pages
+        # No less urgent request may start: one lacks a place, or pages.
+        startable: tuple[int, float] = (len(config.slo_classes), 0)
+        num_misfits = 0  # requests as urgent as `startable` that lack pages
         for request in prefills:
             if budget.is_spent:
                 break
             if request.status is Status.WAITING:
-                if request.priority > startable or request.id in self.table.kept_back:
+                if request.urgency > startable or request.id in self.table.kept_back:
                     continue
                 has_place = num_places(self.table, request.priority) > 0
                 started = has_place and self._start(request, budget)
                 if not started:
                     if config.prefill_order == "fcfs":
-                        startable = -1
+                        startable = (-1, 0)
                     elif not has_place:
-                        startable = request.priority - 1
+                        startable = (request.priority, -inf)
                     elif started is None:
-                        num_misfits = num_misfits + 1 if request.priority == startable else 1
-                        startable = request.priority if num_misfits < MOST_MISFITS else request.priority - 1
-                        startable = -1 if self.table.is_starving(request) else startable
+                        num_misfits = num_misfits + 1 if request.urgency == startable else 1
+                        keeps_back = int(num_misfits >= MOST_MISFITS)
+                        startable = (request.priority, request.priority_in_class - keeps_back)
+                        startable = (-1, 0) if self.table.is_starving(request) else startable
                     continue
             start, is_outside_lane = request.num_scheduled_tokens, self._is_outside_lane(request)
             if num_tokens := self._chunk(request, start, budget):
                 chunks.append(self._part(request, start, num_tokens))
-                budget.take(start, num_tokens, is_outside_lane)
+                budget.take(start, num_tokens, is_outside_lane, self.forecast.factor(request))
                 self._count(request, start, num_tokens)
         return chunks
 
@@ -119,8 +121,14 @@ class PrefillScheduler:
         if not config.enable_chunked_prefill:
             return end - start if end - start <= budget.tokens else 0
         priority = -1 if table.is_starving(request) else request.priority
-        threshold = config.long_prefill_token_threshold
-        return budget.chunk(start, end, priority, self._is_outside_lane(request), threshold, table.pages.page_size)
+        threshold = 0 if self._is_one_request_alone() else config.long_prefill_token_threshold
+        factor, is_outside = self.forecast.factor(request), self._is_outside_lane(request)
+        return budget.chunk(start, end, priority, is_outside, threshold, table.pages.page_size, factor)
+
+    def _is_one_request_alone(self) -> bool:
+        """Return whether only one request is computed here, or soon will be: as in vLLM, its chunks need no bound."""
+        table = self.table
+        return len(table.running) + len(table.waiting) <= 1 and not table.arriving()
 
     def _is_outside_lane(self, request: Request) -> bool:
         """Return whether a prompt may not use the budget that is reserved for short ones. Starving ones may."""

@@ -23,7 +23,7 @@ class Overloaded(RuntimeError):
 
 
 class InvalidField(ValueError):
-    """A request that can never be served. `field`: the field at fault: `prompt`, `grammar` or `request_id`."""
+    """A request that can never be served. `field`: the field at fault, such as `prompt` or `grammar`."""
 
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message, field)  # both: an exception crosses processes as type(*args)
@@ -83,7 +83,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # empty allows all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the output never has the tokens of one in a row
     logprobs: int | None = None  # alternatives beside the chosen token; 0 is the chosen token alone
+    logprob_token_ids: tuple[int, ...] = ()  # the alternatives, instead of the likeliest; needs `logprobs`
     prompt_logprobs: int | None = None  # likewise, for the tokens of the prompt
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
@@ -101,6 +103,8 @@ class Submission:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""  # only requests with the same salt share cached pages
     slo_class: str = DEFAULT_CLASS
+    priority_in_class: int = 0  # of the client; lower goes first among the requests of one class
+    is_promised: bool = True  # False: no client asked for the class, and no replica refuses the request as late
     request_id: str = ""  # the client's name for the HTTP request that this is a part of
     tenant: str = ""  # who may ask about the request; a name that does not reveal the API key
     output_token_ids: Sequence[int] = ()  # tokens the client has already, from a replica that was lost
@@ -113,12 +117,12 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: of the token, with its rank (1 is likeliest), and of likely alternatives."""
+    """Log-probabilities at one position: of the token, with its rank (1 is likeliest), and of alternatives."""
 
     token_id: int
     logprob: float
     rank: int
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first; or as in `logprob_token_ids`
 
 
 @dataclass(slots=True)
@@ -155,6 +159,8 @@ class Request:
     sampling: SamplingParams
     cache_salt: str = ""
     slo_class: str = DEFAULT_CLASS
+    priority_in_class: int = 0
+    is_promised: bool = True  # as in `Submission`
     output_token_ids: Sequence[int] = ()  # made on another replica, before the request came here
     leg: Leg = Leg.LOCAL
     epoch: int = 0
@@ -192,6 +198,8 @@ class Request:
             sampling=submission.sampling,
             cache_salt=submission.cache_salt,
             slo_class=submission.slo_class,
+            priority_in_class=submission.priority_in_class,
+            is_promised=submission.is_promised,
             output_token_ids=submission.output_token_ids,
             leg=submission.leg,
             epoch=submission.epoch,
@@ -199,6 +207,11 @@ class Request:
             waited_s=submission.waited_s,
             arrival_time=now,
         )
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """Return the priority of its class and its own in that class: of two requests, the lower is more urgent."""
+        return (self.priority, self.priority_in_class)
 
     @property
     def owner(self) -> str:

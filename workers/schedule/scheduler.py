@@ -80,7 +80,7 @@ class Scheduler:
 
         Raises:
             InvalidField: the request can never be served.
-            Overloaded: its class's time to first token cannot be met, and `admission` is `reject`.
+            Overloaded: the promised time to its first token cannot be met, and `admission` is `reject`.
         """
         if not request.prompt_token_ids:
             raise InvalidField("prompt must have at least one token", "prompt")
@@ -93,6 +93,9 @@ class Scheduler:
             )
         if self._table.get(request.id) is not None:
             raise InvalidField(f"request_id {request.id!r} is already being served", "request_id")
+        if request.priority_in_class and self.config.prefill_order == "fcfs":
+            reason = f"priority is {request.priority_in_class}, but this server computes prompts in order of arrival"
+            raise InvalidField(f"{reason} (--prefill-order fcfs)", "priority_in_class")
         request.priority = priority_of(self.config.slo_classes, request.slo_class)
         request.arrival_work = self._table.prefilled.tokens
         request.queued_at = request.arrival_time - request.waited_s
@@ -118,6 +121,10 @@ class Scheduler:
         after which the steps of a full pipeline follow each other."""
         self._forecast.cost, self._forecast.overrun = cost, overrun
         self._forecast.interval_share = interval_share
+
+    def learn_scored(self, factor: float) -> None:
+        """Assume from now on that a chunk takes `factor` times as long if its tokens need log-probabilities."""
+        self._forecast.scored_factor = factor
 
     # -- schedule: what the next step computes -----------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.listener import listen
 from crossdock.cluster.api.tiers import Tiers
 from crossdock.cluster.api.tokenizer import ModelTokenizer
-from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.cluster.dispatch.dispatcher import MOST_QUEUED, Dispatcher
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.schedule.slo import SloClass
@@ -38,12 +38,13 @@ class EngineApi:
         num_replicas: int = 1,
         keys: Any = (),
         router: RouterConfig | None = None,
+        most_queued: int = MOST_QUEUED,
         **engine: Any,
     ) -> None:
         settings = {"kv_cache_memory": ByteSize(4 << 20), "slo_classes": CLASSES, "enable_prefix_caching": False}
         config = EngineConfig.model_validate(settings | engine)
         self.replicas = [InProcess(config) for _ in range(num_replicas)]
-        self.dispatcher = Dispatcher("tiny", router)
+        self.dispatcher = Dispatcher("tiny", router, most_queued=most_queued)
         http = HttpConfig.model_validate({"api_keys": keys})
         self.app = build_api(self.dispatcher, tokenizer, http, Tiers(config.slo_classes, config.default_slo_class))
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://a")
@@ -101,7 +102,7 @@ class LiveApi:
     async def _start(self, tokenizer: ModelTokenizer, keys: Any, port: int) -> EngineApi:
         api = EngineApi(tokenizer, keys=keys, max_num_batched_tokens=40, max_num_seqs=8, admission="queue")
         await api.__aenter__()
-        self._server = await listen(api.app, "127.0.0.1", port)
+        self._server = await listen(api.app, "127.0.0.1", port, write_timeout_s=60)
         return api
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:

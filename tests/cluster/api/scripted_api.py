@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import httpx
 import uvicorn
 
 from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
@@ -85,7 +86,7 @@ class ScriptedDispatcher:
         for i, token in enumerate(ids):
             delta = TokenDelta(submission.id, [token])
             if sampling.logprobs is not None:
-                delta.logprobs = [self.logprob(token, sampling.logprobs)]
+                delta.logprobs = [self.logprob(token, sampling.logprobs, sampling.logprob_token_ids)]
             if i == 0:
                 delta.num_cached_tokens = min(4, len(submission.prompt_token_ids))
                 if sampling.prompt_logprobs is not None:
@@ -97,8 +98,9 @@ class ScriptedDispatcher:
             deltas.append(delta)
         return deltas
 
-    def logprob(self, token: int, count: int) -> TokenLogprobs:
-        return TokenLogprobs(token, -0.25, 1, tuple((token + i, -0.25 - i) for i in range(count)))
+    def logprob(self, token: int, count: int, listed: Sequence[int] = ()) -> TokenLogprobs:
+        others = listed or [(token + i) % VOCAB_SIZE for i in range(count)]
+        return TokenLogprobs(token, -0.25, 1, tuple((other, -0.25 - i) for i, other in enumerate(others)))
 
 
 class LiveServer(uvicorn.Server):
@@ -119,9 +121,14 @@ class LiveServer(uvicorn.Server):
 
 
 @contextmanager
-def serving(engine: ScriptedDispatcher, tokenizer: ModelTokenizer, config: HttpConfig) -> Iterator[httpx.Client]:
+def serving(
+    engine: ScriptedDispatcher,
+    tokenizer: ModelTokenizer,
+    config: HttpConfig,
+    defaults: GenerationDefaults | None = None,
+) -> Iterator[httpx.Client]:
     """Serve an API of its own, for a test whose settings differ from those of the fixture `url`."""
-    app = build_api(engine, tokenizer, config)  # type: ignore[arg-type]
+    app = build_api(engine, tokenizer, config, defaults=defaults)  # type: ignore[arg-type]
     with LiveServer(app) as url, httpx.Client(base_url=url, timeout=20) as http:
         yield http
 

@@ -1,5 +1,6 @@
 """Shapes of answers, checked against OpenAI's own models."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -13,6 +14,7 @@ from openai.types.completion_choice import Logprobs
 from crossdock.cluster.api import answers
 from crossdock.cluster.api.answers import AnswerEvents
 from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.logprobs import LogprobWriter
 from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import TokenLogprobs
 
@@ -36,7 +38,7 @@ def test_completion_logprobs_match_openais_model(tokenizer: ModelTokenizer) -> N
         (dog, TokenLogprobs(dog, -0.5, 1, ((dog, -0.5), (the, -1.5)))),
         (half, TokenLogprobs(half, float("-inf"), 9, ((the, -0.1),))),
     ]
-    shape = answers.completion_logprobs(tokenizer, positions, [0, 4, 8])
+    shape = asyncio.run(LogprobWriter(tokenizer, as_ids=False).completion(positions, [0, 4, 8]))
     # The client's model does not know that the first prompt token has none, though OpenAI sends it so.
     parsed = Logprobs.model_validate({name: values[1:] for name, values in shape.items()})
     assert parsed.text_offset == [4, 8]
@@ -52,7 +54,8 @@ def test_chat_logprobs_match_openais_model(tokenizer: ModelTokenizer) -> None:
     the = tokenizer.encode(" the")[0]
     half = half_a_smile(tokenizer)
     positions = [TokenLogprobs(half, -3.0, 3, ((the, -0.1), (5, -2.0))), TokenLogprobs(the, -0.1, 1, ((the, -0.1),))]
-    shape = answers.chat_logprobs(tokenizer, positions, 2)
+    writer = LogprobWriter(tokenizer, as_ids=False)
+    shape = asyncio.run(writer.chat(positions, 2))
     parsed = ChoiceLogprobs.model_validate(shape)
     assert parsed.content is not None
     first, second = parsed.content
@@ -60,12 +63,14 @@ def test_chat_logprobs_match_openais_model(tokenizer: ModelTokenizer) -> None:
     assert [top.logprob for top in first.top_logprobs] == [-0.1, -2.0]  # the two likeliest, which it is not among
     assert bytes(second.bytes or []).decode() == second.token
     assert [top.token for top in second.top_logprobs] == [second.token]
-    assert answers.chat_logprobs(tokenizer, positions, 0)["content"][0]["top_logprobs"] == []
+    assert asyncio.run(writer.chat(positions, 0))["content"][0]["top_logprobs"] == []
 
 
 def test_prompt_logprobs_have_vllms_shape(tokenizer: ModelTokenizer) -> None:
     the, dog = tokenizer.encode(" the")[0], tokenizer.encode(" dog")[0]
-    shape = answers.prompt_logprobs(tokenizer, [None, TokenLogprobs(dog, -2.0, 7, ((the, -0.1),))])
+    shape = asyncio.run(
+        LogprobWriter(tokenizer, as_ids=False).prompt([None, TokenLogprobs(dog, -2.0, 7, ((the, -0.1),))])
+    )
     assert shape == [
         None,
         {

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from crossdock.cluster.api import bodies
 from crossdock.cluster.api.bodies import ChatCompletionRequest, CompletionRequest
 from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.generation_body import GenerationBody
 from crossdock.workers.schedule.request import Grammar, SamplingParams
 
 VOCAB = 1000
@@ -21,7 +21,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
     return ChatCompletionRequest.parse(json.dumps({"messages": [{"role": "user", "content": "Hi"}], **fields}).encode())
 
 
-def sampling(asked: bodies.GenerationBody, max_tokens: int = 16, **defaults: Any) -> SamplingParams:
+def sampling(asked: GenerationBody, max_tokens: int = 16, **defaults: Any) -> SamplingParams:
     return asked.sampling(max_tokens, defaults=defaults, vocab_size=VOCAB, max_logprobs=20)
 
 
@@ -44,7 +44,16 @@ OUT_OF_RANGE = [
     ("max_tokens", -1),
     ("min_tokens", -1),
     ("seed", 2**63),
-    ("prompt_logprobs", -1),
+    ("prompt_logprobs", -2),
+    ("logprob_token_ids", []),
+    ("logprob_token_ids", [-1]),
+    ("bad_words", [""]),
+    ("bad_words", ["a" * 1025]),
+    ("bad_words", ["a"] * 129),
+    ("priority", 2**63),
+    ("request_id", "a b"),
+    ("request_id", "a" * 129),
+    ("truncation_side", "middle"),
     ("truncate_prompt_tokens", -2),
     ("stop", [""]),
     ("stop", ["a"] * 65),
@@ -98,11 +107,11 @@ def test_invalid_field_is_named(field: str, value: Any) -> None:
     ("parse", "field", "value"),
     [
         (completion, "logprobs", True),
-        (completion, "logprobs", -1),
+        (completion, "logprobs", -2),
         (completion, "echo", "yes"),
         (completion, "best_of", 0),
         (chat, "logprobs", 5),
-        (chat, "top_logprobs", -1),
+        (chat, "top_logprobs", -2),
         (chat, "max_tokens", 0),
         (chat, "max_completion_tokens", 0),
         (chat, "messages", []),
@@ -147,10 +156,12 @@ def test_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     assert (refused.value.status, refused.value.code) == (400, "invalid_json")
 
 
-def test_null_and_unknown_fields_are_ignored() -> None:
+def test_null_means_not_given() -> None:
     nulls = dict.fromkeys(CompletionRequest.model_fields.keys() - {"prompt"})
     assert completion(**nulls) == completion()
-    assert completion(user="me", priority=3, metadata={"a": 1}, store=False, whatever=[]) == completion()
+    assert completion(stream_options={"include_usage": None}, suffix=None, whatever=None) == completion(
+        stream_options={}
+    )
 
 
 # -- prompts and tools -------------------------------------------------------------------------------------------------

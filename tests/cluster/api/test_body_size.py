@@ -3,14 +3,19 @@
 import asyncio
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
+import pytest
 
+from crossdock.cluster.api import request_body
+from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.http_guard import HttpGuard
 from crossdock.cluster.api.keys import KeyRing
 from crossdock.cluster.api.limits import Ledger
-from tests.cluster.api.scripted_api import ScriptedDispatcher, raw, refused
+from crossdock.cluster.api.tokenizer import ModelTokenizer
+from tests.cluster.api.scripted_api import ScriptedDispatcher, eventually, raw, refused, serving
 
 
 def test_too_large_body_is_refused(http: httpx.Client, url: str, engine: ScriptedDispatcher) -> None:
@@ -91,3 +96,44 @@ def test_client_that_sends_all_before_it_reads_sees_the_refusal(url: str, engine
             wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             wire.sendall(head.encode() + b"a" * size)
             assert b" 413 " in wire.recv(4096)
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+
+
+def test_body_that_trickles_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part comes in time, and the whole never would."""
+    monkeypatch.setattr(request_body, "SILENCE_S", 0.4)
+    with raw(url) as wire:
+        wire.sendall(POST % 100_000)
+        wire.settimeout(0.05)
+        received = b""
+        while not received:
+            wire.sendall(b" ")
+            with suppress(TimeoutError):
+                received = wire.recv(4096)
+        assert b" 408 " in received
+
+
+def test_large_bodies_at_once_are_bounded_and_small_ones_are_not(
+    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_body, "HELD_BODIES", 1)
+    body = b'{"prompt": "Hi", "user": "' + b"a" * 90_000 + b'"}'
+    with serving(engine, tokenizer, HttpConfig(max_body_bytes=100_000)) as http, raw(str(http.base_url)) as wire:
+        wire.sendall(POST % len(body) + body[:80_000])
+        headers = {"content-type": "application/json"}
+
+        def is_refused() -> bool:
+            answer = http.post("/v1/completions", content=body, headers=headers)
+            if answer.status_code == 503:
+                refused(answer, 503, code="too_many_bodies")
+                assert answer.headers["retry-after"] == "1"
+            return answer.status_code == 503
+
+        eventually(is_refused)  # once the server has read the other's part
+        assert http.post("/v1/completions", json={"prompt": "Hi"}).status_code == 200
+        wire.sendall(body[80_000:])
+        assert b" 200 OK" in wire.recv(4096)
+        for _ in range(3):
+            assert http.post("/v1/completions", content=body, headers=headers).status_code == 200

@@ -6,11 +6,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from transformers import PreTrainedTokenizerFast
 
-from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.tokenizer import ModelTokenizer
-from tests.cluster.api.scripted_api import HI, STORY, ScriptedDispatcher, complete, events, refused, serving
+from tests.cluster.api.scripted_api import HI, STORY, ScriptedDispatcher, complete, events, refused
 
 
 def test_completion_matches_openais_model(
@@ -211,13 +209,3 @@ def test_vllm_fields_reach_engine(client: openai.OpenAI, engine: ScriptedDispatc
     sampling = submission.sampling
     assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty, sampling.ignore_eos) == (5, 0.1, 1.2, True)
     assert submission.cache_salt == "s"
-
-
-def test_model_defaults_apply_unless_given(
-    engine: ScriptedDispatcher, tokenizers: dict[str, PreTrainedTokenizerFast]
-) -> None:
-    with_defaults = ModelTokenizer(tokenizers["byte_level"], defaults={"temperature": 0.6, "top_k": 20})
-    with serving(engine, with_defaults, HttpConfig()) as http:
-        complete(http)
-        complete(http, temperature=0)
-    assert [(s.sampling.temperature, s.sampling.top_k) for s in engine.submissions] == [(0.6, 20), (0.0, 20)]

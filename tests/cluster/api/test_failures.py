@@ -66,7 +66,7 @@ def test_failure_before_first_token_has_its_status(
 def test_failure_after_first_token_is_an_event(
     http: httpx.Client, engine: ScriptedDispatcher, failure: Exception, status: int, kind: str, code: str, n: int
 ) -> None:
-    engine.script = lambda s: [*engine.story(s)[:3], 0.01, failure]
+    engine.script = lambda s: [*engine.story(s)[:3], 0.3, failure]  # all choices have begun by then
     for path, body in (("/v1/completions", {"prompt": "Hi"}), ("/v1/chat/completions", {"messages": HI})):
         *chunks, last = events(http.post(path, json={**body, "n": n, "stream": True}))
         assert chunks
@@ -93,7 +93,8 @@ def test_refusal_from_another_process_shows_message_and_field_only(
         ("grammar", {"guided_regex": "a"}, "guided_regex"),
         ("grammar", {"response_format": {"type": "json_object"}}, "response_format"),
         ("grammar", {"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
-        ("request_id", {}, None),  # the server made the id that it names
+        ("priority_in_class", {"priority": 1}, "priority"),
+        ("request_id", {"request_id": "mine"}, None),  # the server made the id that it names
     ],
 )
 def test_refusal_names_the_field_as_the_client_does(

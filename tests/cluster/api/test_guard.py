@@ -219,7 +219,7 @@ def test_key_with_classes_is_bound_to_them(engine: ScriptedDispatcher, tokenizer
 def test_body_that_stops_is_refused(
     engine: ScriptedDispatcher, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("crossdock.cluster.api.http_guard.SILENCE_S", 0.2)
+    monkeypatch.setattr("crossdock.cluster.api.request_body.SILENCE_S", 0.2)
     with serving(engine, tokenizer, HttpConfig()) as http, raw(str(http.base_url)) as wire:
         wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\nabc")
         assert b"408" in wire.recv(4096)

@@ -2,7 +2,9 @@
 
 import logging
 import os
+from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.keys import ApiKey, KeyRing, read_keys
-from crossdock.cluster.api.limits import Account, Ledger
+from crossdock.cluster.api.limits import ASK_S, READS_PER_MINUTE, Account, Charge, Ledger, Loan
 
 CLASSES = ("interactive", "batch")
 
@@ -209,9 +211,22 @@ def account(clock: Clock, share: int = 1, **limits: Any) -> Account:
     return Ledger(share, clock).account(ApiKey(key="a", **limits))
 
 
+def charge(clock: Clock, **limits: Any) -> Charge:
+    return Charge(account(clock, **limits))
+
+
+def done(call: Coroutine[Any, Any, Any] | None) -> Any:
+    """Return the result of a coroutine that has nothing to wait for."""
+    if call is None:
+        return None
+    with pytest.raises(StopIteration) as end:
+        call.send(None)
+    return end.value.value
+
+
 def refusal(call: Any, *args: Any) -> ApiError:
     with pytest.raises(ApiError) as error:
-        call(*args)
+        done(call(*args))
     assert (error.value.status, error.value.kind, error.value.code) == (429, "rate_limit_error", "rate_limit_exceeded")
     return error.value
 
@@ -220,7 +235,7 @@ def test_requests_beyond_limit_per_minute_are_refused() -> None:
     clock = Clock()
     limited = account(clock, requests_per_minute=6)
     for _ in range(6):
-        limited.begin()
+        done(limited.begin())
         limited.end()
     error = refusal(limited.begin)
     assert error.headers == {
@@ -231,24 +246,24 @@ def test_requests_beyond_limit_per_minute_are_refused() -> None:
     }
     assert "6 requests per minute. Try again in 10s." in str(error)
     clock.now += 10
-    limited.begin()
+    done(limited.begin())
     refusal(limited.begin)
 
 
 def test_concurrent_requests_beyond_limit_are_refused() -> None:
     limited = account(Clock(), max_concurrent_requests=2)
-    limited.begin()
-    limited.begin()
+    done(limited.begin())
+    done(limited.begin())
     assert refusal(limited.begin).headers == {"Retry-After": "1"}
     limited.end()
-    limited.begin()
+    done(limited.begin())
 
 
 def test_tokens_beyond_limit_per_minute_are_refused() -> None:
-    """Prompts are charged at once, outputs as they come."""
+    """Prompts are charged at once, outputs that nothing was reserved for as they come."""
     clock = Clock()
-    limited = account(clock, tokens_per_minute=600)
-    limited.prompt(500)
+    limited = charge(clock, tokens_per_minute=600)
+    done(limited.prompt(500))
     error = refusal(limited.prompt, 200)
     assert error.headers["Retry-After"] == "10"
     assert error.headers["x-ratelimit-remaining-tokens"] == "100"
@@ -257,83 +272,224 @@ def test_tokens_beyond_limit_per_minute_are_refused() -> None:
     clock.now += 30
     assert int(refusal(limited.prompt, 1).headers["Retry-After"]) == 1
     clock.now += 30
-    limited.prompt(300)
+    done(limited.prompt(300))
     assert "Retry-After" not in refusal(limited.prompt, 601).headers, (
         "waiting does not help a prompt larger than the limit"
     )
 
 
-def test_limits_are_divided_among_ingresses() -> None:
+def test_output_is_reserved_and_what_was_not_used_is_given_back() -> None:
     clock = Clock()
-    limited = account(clock, 3, requests_per_minute=9, max_concurrent_requests=2)
-    limited.begin()
-    refusal(limited.begin)
-    limited.end()
-    limited.begin()
-    limited.end()
-    assert limited.headers()["x-ratelimit-remaining-requests"] == "3"
-    limited.begin()
-    limited.end()
-    refusal(limited.begin)
+    one = charge(clock, tokens_per_minute=600)
+    done(one.prompt(100, 300))
+    beside = Charge(one.account)
+    refusal(beside.prompt, 100, 101)
+    one.output(50)
+    one.end()
+    one.end()
+    assert one.headers()["x-ratelimit-remaining-tokens"] == "450"
+    done(beside.prompt(100, 350))
+    beside.output(350)
+    assert one.headers()["x-ratelimit-remaining-tokens"] == "0"
+    beside.output(60)  # more than it had reserved
+    beside.end()
+    clock.now += 6
+    assert one.account.tokens is not None
+    assert (one.headers()["x-ratelimit-remaining-tokens"], one.account.tokens.level) == ("0", 0)
+
+
+def test_requests_begun_at_once_use_no_more_tokens_than_the_limit() -> None:
+    """With outputs that may be longer than the limit, one request runs at a time."""
+    clock = Clock()
+    limited = account(clock, tokens_per_minute=100)
+    running = []
+    for _ in range(1000):
+        one = Charge(limited)
+        with suppress(ApiError):
+            done(one.prompt(1, 2000))
+            running.append(one)
+    assert len(running) == 1
+    running[0].output(2000)
+    running[0].end()
+    clock.now += 60 * 19
+    refusal(Charge(limited).prompt, 0)
+    clock.now += 61
+    done(Charge(limited).prompt(1, 2000))
+
+
+def test_reads_are_limited_for_every_key() -> None:
+    clock = Clock()
+    limited = account(clock)
+    for _ in range(READS_PER_MINUTE):
+        done(Charge(limited).begin(is_read=True))
+    assert "GET" in str(refusal(Charge(limited).begin, True))
+    done(Charge(limited).begin(is_read=False))
+    clock.now += 1
+    for _ in range(READS_PER_MINUTE // 60):
+        done(Charge(limited).begin(is_read=True))
+    refusal(Charge(limited).begin, True)
+
+
+class Ingresses:
+    """Ledgers of several ingresses, each of which can ask the others."""
+
+    def __init__(self, count: int, clock: Clock, **limits: Any) -> None:
+        self.key = ApiKey(key="a", **limits)
+        self.num_asked = 0
+        self.silent: set[int] = set()
+        self.ledgers = [Ledger(count, clock, partial(self.ask, number)) for number in range(count)]
+
+    async def ask(self, asker: int, tenant: str, requests: float, tokens: float) -> list[Loan]:
+        assert tenant == self.key.tenant
+        self.num_asked += 1
+        return [
+            ledger.account(self.key).lend(requests, tokens)
+            for number, ledger in enumerate(self.ledgers)
+            if number != asker and number not in self.silent
+        ]
+
+    def __getitem__(self, number: int) -> Account:
+        return self.ledgers[number].account(self.key)
+
+
+def test_one_connection_may_use_the_whole_limit_and_all_together_no_more() -> None:
+    clock = Clock()
+    ingresses = Ingresses(3, clock, requests_per_minute=9, tokens_per_minute=900)
+    for _ in range(9):
+        done(ingresses[0].begin())
+        ingresses[0].end()
+    for number in range(3):
+        refusal(ingresses[number].begin)
+    clock.now += ASK_S
+    assert done(ingresses[1].reserve(100, 200)) == 300
+    assert done(ingresses[0].reserve(500, 0)) == 500, "a prompt that is longer than a share"
+    refusal(ingresses[2].reserve, 101, 0)
+    refusal(ingresses[2].reserve, 901, 0)
+
+
+def test_refused_requests_ask_the_other_ingresses_seldom() -> None:
+    clock = Clock()
+    ingresses = Ingresses(2, clock, requests_per_minute=2)
+    for _ in range(2):
+        done(ingresses[0].begin())
+    asked = ingresses.num_asked
+    for _ in range(100):
+        refusal(ingresses[0].begin)
+        clock.now += 0.001
+    assert ingresses.num_asked == asked + 1
+
+
+def test_running_requests_are_counted_at_all_ingresses() -> None:
+    ingresses = Ingresses(4, Clock(), max_concurrent_requests=2)
+    done(ingresses[0].begin())
+    done(ingresses[1].begin())
+    for number in range(4):
+        refusal(ingresses[number].begin)
+    ingresses[0].end()
+    done(ingresses[3].begin())
+    ingresses.silent = {0, 1, 2}
+    done(ingresses[3].begin())
+    refusal(ingresses[3].begin)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.floats(0, 10), st.integers(0, 400), st.integers(0, 400), st.floats(0, 1)),
+        max_size=60,
+    )
+)
+def test_ingresses_together_stay_within_the_limit(events: list[tuple[int, float, int, int, float]]) -> None:
+    clock, limit = Clock(), 600
+    ingresses = Ingresses(3, clock, tokens_per_minute=limit)
+    used = 0
+    for number, seconds, prompt, reserved, share in events:
+        clock.now += seconds
+        one = Charge(ingresses[number])
+        with suppress(ApiError):
+            done(one.prompt(prompt, reserved))
+            output = int(share * min(reserved, max(0, limit // 3 - prompt)))  # no more than was reserved
+            one.output(output)
+            one.end()
+            used += prompt + output
+        assert used <= limit + limit / 60 * clock.now + 1e-6
 
 
 def test_changed_limits_begin_a_new_account() -> None:
     ledger = Ledger(1, Clock())
     key = ApiKey(key="a", requests_per_minute=1)
-    ledger.account(key).begin()
+    done(ledger.account(key).begin())
     assert ledger.account(ApiKey(key="a", requests_per_minute=1)) is ledger.account(key)
     refusal(ledger.account(key).begin)
-    ledger.account(ApiKey(key="a", requests_per_minute=2)).begin()
-    ledger.account(ApiKey(key="b", requests_per_minute=1)).begin()
+    done(ledger.account(ApiKey(key="a", requests_per_minute=2)).begin())
+    done(ledger.account(ApiKey(key="b", requests_per_minute=1)).begin())
 
 
 def test_accounts_of_keys_that_are_no_longer_used_are_forgotten() -> None:
     clock = Clock()
     ledger = Ledger(1, clock)
     busy, in_debt = ApiKey(key="busy", requests_per_minute=9), ApiKey(key="in debt", tokens_per_minute=10)
-    ledger.account(busy).begin()
-    ledger.account(in_debt).output(10_000)
+    done(ledger.account(busy).begin())
+    Charge(ledger.account(in_debt)).output(10_000)
     for number in range(10_000):
         account = ledger.account(ApiKey(key=f"key {number}", requests_per_minute=60, tokens_per_minute=600))
-        account.begin()
-        account.prompt(10)
-        account.end()
+        one = Charge(account)
+        done(one.begin(is_read=False))
+        done(one.prompt(10, 5))
+        one.end()
         clock.now += 2
     assert len(ledger) < 200
-    refusal(ledger.account(in_debt).prompt, 1)
+    refusal(Charge(ledger.account(in_debt)).prompt, 1)
     assert ledger.account(busy).num_running == 1
 
 
-@given(st.lists(st.tuples(st.floats(0, 60), st.integers(1, 600), st.integers(0, 5000)), max_size=40))
-def test_tokens_over_a_long_time_stay_within_the_limit_and_one_request(events: list[tuple[float, int, int]]) -> None:
-    """One request may overdraw the account. Until that is paid, no other begins."""
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 30), st.integers(1, 600), st.integers(0, 900), st.floats(0, 1.5), st.integers(0, 3)),
+        max_size=40,
+    )
+)
+def test_tokens_over_any_time_stay_within_the_limit_and_what_outputs_exceed(
+    events: list[tuple[float, int, int, float, int]],
+) -> None:
+    """… their reservations by. Requests overlap, and each ends after up to three others have begun."""
     clock, limit = Clock(), 600
     limited = account(clock, tokens_per_minute=limit)
-    used, last = 0, 0
-    for seconds, prompt, output in events:
+    used, beyond = 0, 0
+    running: list[tuple[int, Charge, int]] = []
+    for number, (seconds, prompt, reserved, share, others) in enumerate(events):
         clock.now += seconds
+        one = Charge(limited)
         with suppress(ApiError):
-            limited.prompt(prompt)
-            for _ in range(output):  # one by one, as they come
-                limited.output(1)
-            last = prompt + output
-            used += last
-        assert used <= limit + limit / 60 * clock.now + last
+            done(one.prompt(prompt, reserved))
+            output = int(share * reserved)
+            used += prompt
+            beyond += max(0, prompt + output - min(prompt + reserved, limit))
+            running.append((number + others, one, output))
+        for end, ended, output in [*running]:
+            if end <= number:
+                running.remove((end, ended, output))
+                for _ in range(output):  # one by one, as they come
+                    ended.output(1)
+                used += output
+                ended.end()
+        assert used <= limit + limit / 60 * clock.now + beyond + 1e-6
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 900), st.integers(0, 300)), max_size=60))
-def test_prompts_of_any_minute_stay_within_twice_the_limit(events: list[tuple[float, int, int]]) -> None:
-    """In any minute, prompts begun cost at most the limit and the content of the bucket before."""
+def test_tokens_begun_in_any_minute_stay_within_twice_the_limit(events: list[tuple[float, int, int]]) -> None:
+    """In any minute, what is reserved is at most the limit and the content of the bucket before."""
     clock, limit = Clock(), 600
     limited = account(clock, tokens_per_minute=limit)
     begun: list[tuple[float, int]] = []
     for seconds, prompt, output in events:
         clock.now += seconds
+        one = Charge(limited)
         try:
-            limited.prompt(prompt)
+            done(one.prompt(prompt, output))
         except ApiError:
             continue
-        begun.append((clock.now, prompt))
-        limited.output(output)
+        begun.append((clock.now, min(prompt + output, limit)))
+        one.output(output)
+        one.end()
     for start, _ in begun:
         assert sum(tokens for when, tokens in begun if start <= when < start + 60) <= 2 * limit

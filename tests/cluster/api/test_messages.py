@@ -47,3 +47,11 @@ def test_invalid_message_is_refused(message: dict[str, Any], param: str) -> None
     with pytest.raises(ApiError) as refused:
         template_messages([message])
     assert refused.value.param == param
+
+
+def test_content_stays_in_parts_for_templates_that_read_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "c"}]
+    as_texts = [[{"type": "text", "text": text} for text in texts] for texts in (["a", "b"], ["c"])]
+    assert [message["content"] for message in template_messages(messages, keeps_parts=True)] == as_texts
+    assert [message["content"] for message in template_messages(messages)] == ["a\nb", "c"]

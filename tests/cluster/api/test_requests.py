@@ -105,6 +105,50 @@ def test_no_token_is_sent_before_every_choice_is_accepted(tokenizer: ModelTokeni
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("router", [None, IN_TURN])
+def test_request_that_names_no_class_waits_where_one_that_does_is_refused(
+    tokenizer: ModelTokenizer, router: RouterConfig | None
+) -> None:
+    """All have the same class. The router refuses those that ask for it, or leaves that to the replica."""
+
+    async def main() -> None:
+        async with EngineApi(tokenizer, router=router, default_slo_class="urgent") as api:
+            loop = api.replicas[0].engine_thread
+            gate = await hold(loop)
+            tiers = (None, "auto", "default", None, None, None)
+            waiting = [asyncio.create_task(api.ask(tier)) for tier in tiers]
+            await posted(loop, len(tiers))
+            naming = [asyncio.create_task(api.ask(tier, **{"slo-class": "urgent"})) for tier in (None, "urgent")]
+            await posted(loop, len(tiers) + (0 if router is None else len(naming)))
+            gate.set()
+            answers = await asyncio.gather(*waiting)
+            assert [answer.status_code for answer in answers] == [200] * len(tiers)
+            assert {answer.json()["service_tier"] for answer in answers} == {"urgent"}
+            assert [is_refusal(answer) for answer in await asyncio.gather(*naming)] == [True, True]
+
+    asyncio.run(main())
+
+
+def test_requests_beyond_the_queue_are_refused_until_others_have_a_token(tokenizer: ModelTokenizer) -> None:
+    async def main() -> None:
+        async with EngineApi(tokenizer, most_queued=3) as api:
+            [first, *others], gate = await api.held(
+                api.ask(None), api.ask(None, prompt=[[5] * 9] * 2), num_submissions=3
+            )
+            for refused in (await api.ask(None), await api.ask(None, n=2), await api.ask("urgent")):
+                assert refused.status_code == 429
+                assert refused.headers["retry-after"] == "10"
+                assert "3 requests wait for their first token" in refused.json()["error"]["message"]
+            assert api.dispatcher.num_queued == 3
+            gate.set()
+            assert [answer.status_code for answer in await asyncio.gather(first, *others)] == [200, 200]
+            assert (await api.ask(None, prompt=[[5] * 9] * 3)).status_code == 200
+            assert (await api.ask(None, prompt=[[5] * 9] * 4)).status_code == 429, "more at once than may wait"
+            assert api.dispatcher.num_queued == 0
+
+    asyncio.run(main())
+
+
 def test_late_request_waits_with_admission_queue(tokenizer: ModelTokenizer) -> None:
     async def main() -> None:
         async with EngineApi(tokenizer, admission="queue") as api:
@@ -258,5 +302,26 @@ def test_key_sees_only_its_own_requests(tokenizer: ModelTokenizer) -> None:
             assert len((await api.get("", "operator")).json()["data"]) == 1
             gate.set()
             await asyncio.gather(*asking)
+
+    asyncio.run(main())
+
+
+def test_ends_are_counted_as_clients_see_them(tokenizer: ModelTokenizer) -> None:
+    """A stop string ends the stream of tokens early, which is no abort."""
+
+    async def main() -> None:
+        async with EngineApi(tokenizer) as api:
+            whole = await api.ask(max_tokens=20, temperature=0)
+            stop = whole.json()["choices"][0]["text"][5:8]
+            stopped = await api.ask(max_tokens=20, temperature=0, stop=[stop])
+            assert [answer.json()["choices"][0]["finish_reason"] for answer in (whole, stopped)] == ["length", "stop"]
+            [asking], gate = await api.held(api.ask(max_tokens=20))
+            asking.cancel()
+            await asyncio.wait([asking])
+            gate.set()
+            metrics = await api.dispatcher.metrics_text()
+            for reason, count in {"length": 1, "stop": 1, "abort": 1, "error": 0}.items():
+                ended = f'crossdock_ingress_requests_ended_total{{finish_reason="{reason}",ingress="0"}} {count}.0'
+                assert ended in metrics, reason
 
     asyncio.run(main())

@@ -170,6 +170,11 @@ LABELS = {  # label: its values, which the configuration and the code know, and 
     "outcome": "met|missed",
     "coefficient": "[a-z_]+",
     "chunk": "[a-z_]+",
+    "phase": "[a-z_]+",
+    "page_size": r"\d+",
+    "num_pages": r"\d+",
+    "kv_cache_dtype": "[a-z0-9]+",
+    "enable_prefix_caching": "True|False",
     "prefill_shared": "[a-z_]+",
 }
 

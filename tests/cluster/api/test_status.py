@@ -35,7 +35,8 @@ from tests.cluster.api.scripted_api import (
 def test_slo_class_is_chosen_and_reported(http: httpx.Client, engine: ScriptedDispatcher, path: str) -> None:
     def post(**fields: Any) -> httpx.Response:
         headers = {"X-SLO-Class": fields.pop("header")} if "header" in fields else {}
-        return http.post(path, json={"prompt": "Hi", "messages": HI, **fields}, headers=headers)
+        prompt = {"messages": HI} if "chat" in path else {"prompt": "Hi"}
+        return http.post(path, json={**prompt, **fields}, headers=headers)
 
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "standard"),

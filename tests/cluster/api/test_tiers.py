@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http_config import HttpConfig
 from crossdock.cluster.api.keys import ApiKey, find_key
-from crossdock.cluster.api.tiers import Tiers
+from crossdock.cluster.api.tiers import Tier, Tiers
 from crossdock.workers.schedule.slo import SloClass
 
 TIERS = Tiers()  # interactive, standard, batch
@@ -17,38 +17,40 @@ def key(*classes: str, default: str | None = None) -> ApiKey:
 
 
 @pytest.mark.parametrize(
-    ("tier", "header", "of_key", "chosen"),
+    ("tier", "header", "of_key", "chosen", "is_promised"),
     [
-        (None, None, None, "standard"),
-        ("auto", None, None, "standard"),
-        ("default", None, None, "standard"),
-        ("priority", None, None, "interactive"),
-        ("flex", None, None, "batch"),
-        ("batch", None, None, "batch"),
-        (None, "interactive", None, "interactive"),
-        ("auto", "interactive", None, "interactive"),  # auto leaves it to the header
-        ("priority", "interactive", None, "interactive"),  # both name the same class
-        ("default", "standard", None, "standard"),
-        (None, None, key(), "standard"),
-        ("priority", None, key(), "interactive"),
-        (None, None, key("batch", "standard"), "standard"),  # the engine's default, if the key may use it
-        (None, None, key("batch"), "batch"),  # otherwise the first class that the key may use
-        ("auto", None, key("batch"), "batch"),
-        (None, None, key("batch", "standard", default="batch"), "batch"),
-        ("default", None, key(default="interactive"), "interactive"),
-        ("standard", None, key("batch", "standard", default="batch"), "standard"),
+        (None, None, None, "standard", False),
+        ("auto", None, None, "standard", False),
+        ("default", None, None, "standard", False),
+        ("standard", None, None, "standard", True),
+        ("priority", None, None, "interactive", True),
+        ("flex", None, None, "batch", True),
+        ("batch", None, None, "batch", True),
+        (None, "interactive", None, "interactive", True),
+        ("auto", "interactive", None, "interactive", True),  # auto leaves it to the header
+        ("priority", "interactive", None, "interactive", True),  # both name the same class
+        ("default", "standard", None, "standard", True),
+        (None, None, key(), "standard", False),
+        ("priority", None, key(), "interactive", True),
+        (None, None, key("batch", "standard"), "standard", False),  # the engine's default, if the key may use it
+        (None, None, key("batch"), "batch", False),  # otherwise the first class that the key may use
+        ("auto", None, key("batch"), "batch", False),
+        (None, None, key("batch", "standard", default="batch"), "batch", True),  # the key's entry asks for it
+        ("default", None, key(default="interactive"), "interactive", True),
+        ("standard", None, key("batch", "standard", default="batch"), "standard", True),
     ],
 )
 def test_class_is_chosen_by_tier_header_and_key(
-    tier: str | None, header: str | None, of_key: ApiKey | None, chosen: str
+    tier: str | None, header: str | None, of_key: ApiKey | None, chosen: str, is_promised: bool
 ) -> None:
-    assert TIERS.choose(tier, header, of_key) == chosen
+    assert TIERS.choose(tier, header, of_key) == Tier(chosen, is_promised)
 
 
 def test_class_with_name_of_tier_comes_first() -> None:
     classes = [SloClass(name=name, ttft_s=1, tpot_s=1) for name in ("gold", "flex", "auto", "rest")]
     tiers = Tiers(classes, default="rest")
-    assert [tiers.choose(name, None, None) for name in ("flex", "auto", "priority")] == ["flex", "auto", "gold"]
+    chosen = [tiers.choose(name, None, None) for name in ("flex", "auto", "priority")]
+    assert chosen == [Tier("flex", True), Tier("auto", True), Tier("gold", True)]
     with pytest.raises(ApiError, match="give one of them"):
         tiers.choose("auto", "gold", None)  # here `auto` is a class like any other
 

@@ -316,8 +316,6 @@ def test_chat_without_template_is_value_error(tokenizers: Tokenizers) -> None:
 
 def test_load_reads_directory(tokenizers: Tokenizers, tmp_path: Path) -> None:
     tokenizers["byte_level"].save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "top_p": null, "eos_token_id": 2}')
     tokenizer = ModelTokenizer.load(tmp_path)
     assert tokenizer.has_chat_template
-    assert tokenizer.defaults == {"temperature": 0.5}
     assert tokenizer.decode(tokenizer.encode("Größe 🙂")) == "Größe 🙂"

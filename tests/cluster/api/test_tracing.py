@@ -162,7 +162,7 @@ def test_request_to_own_listener_is_traced(tokenizer: ModelTokenizer, spans: Spa
     async def main() -> None:
         async with TracedApi(tokenizer, one()) as api:
             port = free_port()
-            server = await listen(api.app, "127.0.0.1", port)
+            server = await listen(api.app, "127.0.0.1", port, write_timeout_s=60)
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as api.http:
                 assert (await api.ask(SAMPLED)).status_code == 200
             server.should_exit = True

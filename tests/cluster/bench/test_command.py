@@ -1,6 +1,7 @@
 """`crossdock bench` as a person meets it."""
 
 import json
+import re
 import socket
 from dataclasses import fields, replace
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
+from crossdock.cluster.bench import progress, report
 from crossdock.cluster.bench.command import BenchFlags, bench
 from crossdock.cluster.bench.mix import MIXES, Mix
-from crossdock.cluster.bench.run import BenchOptions
+from crossdock.cluster.bench.run import BenchOptions, BenchResult
 from crossdock.cluster.bench.workloads import Interference
 from tests.cluster.bench.scripted import Scripted
 
@@ -117,3 +120,38 @@ def test_command_with_only_failed_requests_exits_with_1(scripted: tuple[Scripted
     result = command(url, "-n", 2, "--warmup", 0)
     assert result.exit_code == 1
     assert "scripted failure" in result.output
+
+
+def test_log_of_a_long_run_has_its_progress(
+    scripted: tuple[Scripted, str], command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, url = scripted
+    script.gap = 0.005
+    monkeypatch.setattr(progress, "LINE_S", 0.001)
+    result = command(url, "-n", 4, "-c", 2, "--output-tokens", 6, "--warmup", 0)
+    assert re.search(r"^chat: [0-4] of 4 requests, \d s$", result.stderr, re.MULTILINE)
+
+
+def test_table_keeps_its_labels_at_80_columns() -> None:
+    spread = {"count": 3, "p50": 12345.6, "p99": 123456.7, "max": 123456.7}
+    figures = {
+        "quiet_ttft_ms": spread,
+        "short_ttft_ms": spread,
+        "long_ttft_ms": spread,
+        "long_prompt_tokens_per_s": 1e3,
+    }
+    counts = {
+        "requests_ok": 1,
+        "requests_failed": 1,
+        "requests_refused": 0,
+        "short_outputs": 0,
+        "first_error": "x " * 99,
+    }
+    summary = {**counts, "duration_s": 1.0, "output_tokens_per_s": 1.0, "short_vs_long": figures}
+    options = BenchOptions("http://h", "short-vs-long")
+    result = BenchResult(options, "", "m", ["a note of many words " * 9], [], 0.0, 0.5, summary)
+    console = Console(width=80, no_color=True)
+    with console.capture() as capture:
+        console.print(report.table(result))
+    assert "short TTFT, while prefilling  p50 / p99 / max" in capture.get()
+    assert "…" not in capture.get()

@@ -3,13 +3,14 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost, Timeouts
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.report.advertise import Message
-from crossdock.workers.schedule.request import SamplingParams, Submission
+from crossdock.workers.schedule.request import SamplingParams, Submission, TokenLogprobs
 from tests.cluster.dispatch.in_process import IN_TURN, Forgetful, Hung, InProcess, ready, tokens
 
 
@@ -37,6 +38,54 @@ def test_request_of_dead_replica_goes_on_elsewhere_with_the_same_tokens() -> Non
         assert "crossdock_ingress_placed_again_total 1.0" in dispatcher.metrics.text()
         await first.engine_thread.close()
         await second.engine_thread.close()
+
+    asyncio.run(main())
+
+
+def test_bad_words_and_listed_tokens_are_the_same_on_a_pair_and_after_a_loss() -> None:
+    """The replica that goes on knows the output so far, in which a word may have begun."""
+
+    async def main() -> None:
+        first, prefill, decode = InProcess(), InProcess(role="prefill"), InProcess(role="decode")
+        dispatcher = Dispatcher("tiny", RouterConfig(shipping="always"))
+        dispatcher.join("first", first, first.profile)
+        await ready(dispatcher)
+
+        async def output(params: SamplingParams, victim: InProcess | None = None) -> list[TokenLogprobs]:
+            logprobs: list[TokenLogprobs] = []
+            async for delta in dispatcher.generate(Submission("a", [7] * 30, params)):
+                logprobs += delta.logprobs or ()
+                if victim is not None and len(logprobs) >= 50:
+                    victim.is_killed = True
+            return logprobs
+
+        free = SamplingParams(
+            max_tokens=150, temperature=0.9, seed=5, ignore_eos=True, logprobs=0, logprob_token_ids=(9, 4)
+        )
+        ids = [one.token_id for one in await output(free)]
+        words = ((ids[20],), (ids[54], ids[55]), (ids[98], ids[99], ids[100]))
+        constrained = replace(free, bad_words=words)
+        wanted = await output(constrained)
+        found = [one.token_id for one in wanted]
+        assert found != ids
+        assert all(tuple(found[i : i + len(word)]) != word for word in words for i in range(150))
+        assert all([token for token, _ in one.top] == [9, 4] for one in wanted)
+        dispatcher.join("prefill", prefill, prefill.profile)
+        dispatcher.join("decode", decode, decode.profile)
+        await ready(dispatcher, 3)
+        dispatcher.leave("first")
+        again = await output(constrained)
+        assert [one.token_id for one in again] == found, "on a pair"
+        dispatcher.join("first", first, first.profile)
+        await ready(dispatcher, 3)
+        again = await output(constrained, decode)
+        assert [one.token_id for one in again] == found, "after a loss"
+        logprobs = [[logprob for _, logprob in one.top] for one in again]
+        assert logprobs == [pytest.approx([logprob for _, logprob in one.top], abs=1e-3) for one in wanted]
+        assert "crossdock_ingress_placed_again_total 1.0" in dispatcher.metrics.text()
+        await dispatcher.close()
+        for client in (first, prefill, decode):
+            await client.engine_thread.close()
 
     asyncio.run(main())
 

@@ -51,6 +51,7 @@ def deployment(model: Path) -> Iterator[str]:
             "model.max_model_len": _MAX_MODEL_LEN,
             "http.port": port,
             "http.direct": True,
+            "http.vllm_metrics": True,
             "engine.kv_cache_memory": "300MiB",
             "engine.max_num_batched_tokens": CHUNK,
             "engine.admission": "queue",

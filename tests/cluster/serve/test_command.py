@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from typer.testing import CliRunner
 
 from crossdock.cluster import cli
 from crossdock.cluster.config import ClusterConfig
-from crossdock.cluster.serve import app as application
+from crossdock.cluster.serve import lifetime
 from tests.cluster.ports import free_port
 from tests.cluster.watch.terminal import COMMAND, background_job
 
@@ -38,11 +39,12 @@ class Served:
 def served(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> Served:
     record = Served()
 
-    def serve_forever(config: ClusterConfig, starting: Callable[[str], None], started: Callable[[], None]) -> None:
+    def serve_forever(config: ClusterConfig, starting: Any, started: Callable[[Any], None], stopping: Any) -> None:
         record.config = config
-        started()
+        started([])
 
-    monkeypatch.setattr(application, "serve_forever", serve_forever)
+    monkeypatch.setattr(lifetime, "serve_forever", serve_forever)
+    monkeypatch.setattr(lifetime, "quieten", lambda: None)
     return record
 
 
@@ -53,6 +55,7 @@ def test_serve_once_started_prints_its_address(served: Served) -> None:
     url = f"http://127.0.0.1:{served.config.http.port}"
     assert f"Crossdock serves SmolLM2-135M-Instruct at {url}/v1" in result.stdout
     assert f"crossdock chat --url {url}" in result.stdout
+    assert f"curl {url}/v1/chat/completions" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -77,6 +80,15 @@ def test_serve_with_missing_model_fails_before_ray_starts(served: Served) -> Non
     result = run("serve", "org/absent", "--port", str(free_port()))
     assert result.exit_code == 2
     assert "'org/absent' is neither a directory nor in the hub's cache" in result.stderr
+    assert served.config is None
+
+
+def test_serve_with_unusable_generation_config_fails_before_ray_starts(served: Served) -> None:
+    result = run("serve", "--generation-config", "absent", "--port", str(free_port()))
+    assert result.exit_code == 2
+    assert (
+        "model.generation_config: 'absent' must be auto (the model's own), vllm (none), or a directory" in result.stderr
+    )
     assert served.config is None
 
 
@@ -110,8 +122,23 @@ def serving(log: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
+def chat(url: str, **fields: Any) -> str:
+    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12, **fields}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status().json()
+    text: str = answer["choices"][0]["message"]["content"]
+    return text
+
+
 def test_serve_answers_chat_and_stops_on_sigterm(model_dir: Path, tmp_path: Path) -> None:
     with serving(tmp_path / "log") as (server, url):
+        log = (tmp_path / "log").read_text()
+        for line in ("Machine: ", "Memory: ", "KV pages: ", "Speed: a prompt of 1,000 tokens takes", "Ask: curl "):
+            assert f"\n{line}" in log
+        assert "8,192 tokens" in log
+        assert not {word for word in ("INFO", "WARNING", "Warning", "ray", "RAY_") if word in log.replace("array", "")}
+        by_default = [chat(url, seed=seed) for seed in range(3)]
+        assert by_default == [chat(url, seed=seed, temperature=0.2, top_p=0.9) for seed in range(3)]
+        assert by_default != [chat(url, seed=seed, temperature=1, top_p=1) for seed in range(3)]
         answer = subprocess.run(
             [COMMAND, "chat", "What is the capital of France?", "--temperature", "0", "--url", url],
             capture_output=True,
@@ -123,6 +150,57 @@ def test_serve_answers_chat_and_stops_on_sigterm(model_dir: Path, tmp_path: Path
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=60) == 0
         assert time.monotonic() - stopped < 30  # 5 s on two quiet cores
+    assert (tmp_path / "log").read_text().removeprefix(log) == "Stopping …\n"
+
+
+def has_process(name: str) -> Callable[[psutil.Process], bool]:
+    """Return a condition: the server has a process with `name` on its command line."""
+
+    def holds(server: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return any(name in " ".join(child.cmdline()) for child in server.children(recursive=True))
+        return False
+
+    return holds
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        pytest.param(lambda server: "libtorch" in str(server.memory_maps()), signal.SIGINT, id="imports"),
+        pytest.param(has_process("gcs_server"), signal.SIGTERM, id="Ray starts"),
+        pytest.param(has_process("raylet"), signal.SIGINT, id="Ray connects", marks=pytest.mark.soak),
+        pytest.param(has_process("ServeController"), signal.SIGTERM, id="Serve starts", marks=pytest.mark.soak),
+        pytest.param(has_process("ray::ServeReplica:crossdock:mixed"), signal.SIGINT, id="model loads"),
+    ],
+)
+def test_signal_at_any_moment_of_the_start_ends_everything_without_a_traceback(
+    small_model_dir: Path, tmp_path: Path, moment: Callable[[psutil.Process], bool], number: signal.Signals
+) -> None:
+    log, port = tmp_path / "log", free_port()
+    flags = [str(small_model_dir), "--max-num-batched-tokens", "128", "--kv-cache-memory", "64MiB", "--port", str(port)]
+    with log.open("w") as output:
+        server = background_job("serve", *flags, stdout=output, stderr=subprocess.STDOUT)
+    process = psutil.Process(server.pid)
+    try:
+        deadline = time.monotonic() + 240
+        while not moment(process):
+            assert server.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.01)
+        family = set(process.children(recursive=True))
+        server.send_signal(number)
+        time.sleep(0.1)
+        if server.poll() is None:
+            family |= {*process.children(recursive=True)}
+            server.send_signal(number)  # an impatient user
+        assert server.wait(timeout=120) == 0, log.read_text()
+    finally:
+        server.kill()
+        server.wait()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive, f"these outlived the server: {alive}"
+    assert not {word for word in ("Traceback", "Error", "INFO", "Abort") if word in log.read_text()}, log.read_text()
 
 
 def listening(server: subprocess.Popen[str]) -> dict[str, set[str]]:

@@ -30,7 +30,8 @@ def test_flags_reach_their_settings() -> None:
         --no-enable-chunked-prefill --no-enable-prefix-caching --kv-cache-memory 1GiB --block-size 32
         --kv-cache-dtype fp8 --attention-backend torch
         --gpu-memory-utilization 0.7 --enforce-eager --no-async-scheduling
-        --host 0.0.0.0 --port 9000 --pools big=2,small
+        --generation-config vllm --override-generation-config {"temperature":0.5,"max_new_tokens":200}
+        --host 0.0.0.0 --port 9000 --vllm-metrics --max-queued-requests 7 --pools big=2,small
         --set pools.small.num_cpus=3 --set http.request_timeout_s=1.5
     """
     config = printed_config(*flags.split())
@@ -48,6 +49,10 @@ def test_flags_reach_their_settings() -> None:
     assert engine.attention_backend == "torch"
     assert (engine.gpu_memory_utilization, engine.enforce_eager, engine.async_scheduling) == (0.7, True, False)
     assert (http.host, http.port, http.model_aliases, http.request_timeout_s) == ("0.0.0.0", 9000, ("also",), 1.5)
+    assert http.max_queued_requests == 7
+    override = model.override_generation_config.model_dump(exclude_none=True)
+    assert (model.generation_config, override) == ("vllm", {"temperature": 0.5, "max_new_tokens": 200})
+    assert http.vllm_metrics
     assert [(pool.name, pool.replicas, pool.num_cpus) for pool in config.pools] == [
         ("big", 2, 0),
         ("small", 1, 3),
@@ -63,9 +68,9 @@ def test_no_flags_print_the_defaults() -> None:
     [
         (["--chunked-prefill-size", "1024"], 1024, True),
         (["--chunked-prefill-size", "1024", "--max-num-batched-tokens", "1024"], 1024, True),
-        (["--chunked-prefill-size", "-1"], 2048, False),
+        (["--chunked-prefill-size", "-1"], 0, False),
         (["--chunked-prefill-size", "-1", "--max-num-batched-tokens", "8192"], 8192, False),
-        (["--chunked-prefill-size=-1", "--no-enable-chunked-prefill"], 2048, False),
+        (["--chunked-prefill-size=-1", "--no-enable-chunked-prefill"], 0, False),
     ],
 )
 def test_chunked_prefill_size_of_sglang_sets_the_budget_or_no_chunks(
@@ -110,6 +115,11 @@ def test_api_keys_from_the_environment_are_not_printed() -> None:
         (["--page-size", "0"], "engine.page_size: must be greater than or equal to 1, not 0"),
         (["--dtype", "int3"], "model.dtype: must be 'auto', 'bfloat16', 'float16' or 'float32', not 'int3'"),
         (["--chunk-policy", "clever"], "engine.chunk_policy: must be 'adaptive' or 'fixed', not 'clever'"),
+        (["--override-generation-config", "hot"], "--override-generation-config: 'hot' is not JSON"),
+        (
+            ["--override-generation-config", '{"temperature": 3}'],
+            "model.override_generation_config.temperature: must be less than or equal to 2, not 3",
+        ),
         (["--admission", "maybe"], "engine.admission: must be 'reject' or 'queue', not 'maybe'"),
         (["--chunked-prefill-size", "0"], "--chunked-prefill-size 0: must be a number of tokens, or -1 for no chunks"),
         (

@@ -69,6 +69,11 @@ def test_pool_grows_under_load_and_shrinks_without_failing_a_request(ray_cluster
         for client in clients:
             client.start()
         wait_until_up("mixed", 2)  # a step of a dozen streams takes some percent of the time that their class allows
+        decision = httpx.get(f"http://127.0.0.1:{port}/v1/scaling", timeout=30).json()["data"][-1]
+        assert (decision["pool"], decision["replicas_before"], decision["replicas"]) == ("mixed", 1, 2)
+        assert decision["error"] is None
+        assert decision["load"]["demand"] > config.scaling.utilisation, "this decided it"
+        assert decision["load"]["streams"] > 0
         kill_scaler()
         end = time.monotonic() + 8  # longer than a new scaler takes to start, and to shrink a pool
         while time.monotonic() < end:

@@ -11,12 +11,14 @@ from crossdock.cluster.serve import app
 
 
 class Answer:
-    """One ingress's answer, as Serve's broadcast holds it."""
+    """One ingress's answer, as Serve's broadcast holds it. None: it does not come."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     async def get_async(self) -> Any:
+        if self.value is None:
+            await asyncio.Event().wait()
         if isinstance(self.value, BaseException):
             raise self.value
         return self.value
@@ -26,7 +28,7 @@ class Broadcasts:
     def __init__(self, answers: Any) -> None:
         self.answers = answers
 
-    def broadcast(self, method: str) -> DeploymentBroadcastResponse:
+    def broadcast(self, method: str, *arguments: Any) -> DeploymentBroadcastResponse:
         return DeploymentBroadcastResponse(self.answers(), None)
 
 
@@ -65,3 +67,11 @@ def test_scrape_does_not_wait_for_ingress_that_hangs(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(app, "_SCRAPE_S", 0.01)
     assert asyncio.run(main()) == {"own"}
+
+
+def test_ingress_that_hangs_costs_its_own_figures_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answers() -> list[Answer]:
+        return [Answer(("other", "up 1")), Answer(None)]
+
+    monkeypatch.setattr(app, "_SCRAPE_S", 0.05)
+    assert asyncio.run(asyncio.wait_for(scraped(answers), 20)) == {"own", "other"}

@@ -1,14 +1,19 @@
 """`crossdock simulate`: the files that it writes, its comparisons and its errors."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 from crossdock.cluster import cli
+from crossdock.cluster.bench import progress
+from crossdock.cluster.simulate.report import comparison
+from crossdock.cluster.simulate.study import Score
 
 
 def run(*arguments: str) -> Any:
@@ -81,3 +86,23 @@ def test_command_with_invalid_options_exits_with_the_reason(arguments: tuple[str
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
+
+
+def test_comparison_keeps_the_names_at_80_columns() -> None:
+    scores = {
+        f"prefix-affinity auto prefill {n} : decode {4 - n}": [Score(0.987, 0.912, 0.1, 1234.5, 98.7)] * 3
+        for n in (1, 2)
+    }
+    console = Console(width=80, no_color=True)
+    with console.capture() as capture:
+        console.print(comparison(scores, 3))
+    for name in scores:
+        assert name in capture.get()
+
+
+def test_log_of_a_long_simulation_has_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LINE_S", 0.001)
+    load = ("--pools", "mixed=2xh100-8b", "--request-rate", "20", "--duration", "5")
+    assert re.search(r"^Simulating: \d+ requests, 0 s$", run(*load).stderr, re.MULTILINE)
+    compared = run(*load, "--policy", "seconds,round-robin", "--seeds", "3")
+    assert re.search(r"^Comparing: \d of 6 simulations, \d s$", compared.stderr, re.MULTILINE)

@@ -1,6 +1,7 @@
 """Simulations worked out by hand, and how routers spread requests in them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -135,3 +136,18 @@ def test_noise_has_its_spread_and_depends_on_seed_and_step_alone() -> None:
     assert Noise(0.2, (2, 2)).factor(0) != factors[0]
     assert noise.overrun == pytest.approx(np.quantile(factors, 0.95), rel=0.02)
     assert Noise(0.0, (1, 2)).factor(9) == Noise(0.0, (1, 2)).overrun == 1
+
+
+def test_late_request_is_refused_where_the_job_names_a_class_and_waits_where_none_does() -> None:
+    """Ten prompts of 2 s each come at once; the class promises the first token within 10 s."""
+    refusing = fleet({"profile": profile(admission="reject")})
+    named = [job(f"{n}", 2000, 2) for n in range(10)]
+    _, outcome = play(refusing, named)
+    refused = [sample.refused for sample in outcome.samples]
+    assert any(refused)
+    assert not all(refused)
+    unnamed = [replace(each, service_tier=None) for each in named]
+    simulation, outcome = play(refusing, unnamed)
+    assert_all_ended(simulation, outcome, unnamed)
+    assert {sample.error for sample in outcome.samples} == {None}
+    assert max(sample.ttft for sample in outcome.samples) > 10

@@ -9,17 +9,20 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
+from rich.table import Table
 from typer.testing import CliRunner
 
 from crossdock.cluster import cli
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
 from crossdock.cluster.simulate.fleet import load_fleet, read_profile
-from crossdock.cluster.tune import report
+from crossdock.cluster.tune import report, sweep
 from crossdock.cluster.tune.advice import Advice, advise
 from crossdock.cluster.tune.curves import Cell, Curves, relative_errors
 from crossdock.cluster.tune.report import Findings
 from crossdock.cluster.tune.sweep import grid
+from crossdock.workers.replica.calibrate import measure_step
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.chunking import SLACK_SHARE
 from crossdock.workers.schedule.cost import StepCost
@@ -230,6 +233,74 @@ def test_snippet_of_the_only_pool_keeps_its_ranks(tmp_path: Path) -> None:
     assert config.engine.min_chunk_tokens == advice(0.1).min_chunk_tokens
 
 
+def rows(table: Table, width: int = 80) -> list[list[str]]:
+    """Return the words of each line of a table on a terminal of this width."""
+    console = Console(width=width, no_color=True)
+    with console.capture() as capture:
+        console.print(table)
+    return [line.split() for line in capture.get().splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("decodes", [(1, 4, 16, 64), (1, 2, 4, 8, 16, 32, 64, 128, 256)])
+def test_tables_keep_the_sizes_of_chunks_at_80_columns(decodes: tuple[int, ...]) -> None:
+    chunks = (16, 64, 256, 1024, 2048, 16384)
+    cells = [replace(cell, seconds=COST.seconds(cell.work)) for cell in grid(chunks, decodes, CONTEXTS)]
+    cells = [replace(cell, is_measured=cell.chunk != 256) for cell in cells]
+    wide = replace(findings(), curves=Curves(cells))
+    for table in (report.stalls(wide.curves), report.trade_off(wide)):
+        lines = rows(table)
+        assert [int(line[0]) for line in lines if line[0] in map(str, chunks)] == [*chunks]
+        assert not any("…" in word for line in lines for word in line)
+    if len(decodes) == 4:
+        [line] = [line for line in rows(report.stalls(wide.curves)) if line[0] == "256"]
+        assert line[1].startswith("~")
+        assert len(line) == 1 + 2 * (1 + len(decodes))  # all in one line
+
+
+def test_column_whose_long_contexts_did_not_fit_says_so() -> None:
+    """Else its steps look shorter than those beside fewer streams, whose contexts are longer."""
+    short = Curves([cell for cell in curves().cells if cell.decodes < 16 or cell.context == 100])
+    assert ["chunk", "none", "1", "4", "16", "≤100"] in rows(report.stalls(short))
+    assert not any("≤100" in line for line in rows(report.stalls(curves())))
+
+
+def test_promises_keep_the_streams_at_80_columns() -> None:
+    assert [line[0] for line in rows(report.promises(findings()))][-3:] == ["1", "4", "16"]
+
+
+def test_points_of_the_trade_off_are_steps_times_seconds() -> None:
+    found = findings()
+    assert found.prompt == 1000
+    mean = 9e-3 + 64e-3 + 4e-3 + (1 + 4) * 550 * 1e-6  # of both contexts
+    point = next(p for p in report.as_json(found)["trade_off"]["points"] if (p["decodes"], p["chunk"]) == (4, 64))
+    assert point["tpot_s"] == pytest.approx(mean)
+    assert point["ttft_s"] == pytest.approx(16 * mean)  # chunks
+    [line] = [line for line in rows(report.trade_off(found)) if line[0] == "64"]
+    assert line[3:5] == ["1.28", "79.7"]
+
+
+def test_plot_has_a_line_for_each_number_of_streams_in_both_panels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    monkeypatch.setattr("matplotlib.pyplot.close", lambda _: None)
+    report.plot(findings(), tmp_path / "tune.png")
+    left, right = drawn[0].axes
+    names = [f"{count or 'no'} stream{'s' * (count > 1)}" for count in (0, *DECODES)]
+    assert [line.get_label() for line in left.get_lines()] == [*names, "target"]
+    assert [line.get_label() for line in right.get_lines()] == [*names[1:], "target"]
+    assert [text.get_text() for text in right.texts] == [str(chunk) for _ in DECODES for chunk in CHUNKS]
+    assert "TTFT of a prompt of 1000 tokens" in right.get_ylabel()
+
+
+def test_fit_is_to_measured_cells_alone() -> None:
+    measured = curves()
+    wrong = [replace(cell, seconds=9.0, is_measured=False) if cell.chunk == 64 else cell for cell in measured.cells]
+    assert Curves(wrong).fit().per_prefill_token == pytest.approx(measured.fit().per_prefill_token, rel=1e-3)
+    assert max(Curves(wrong).held_out_errors()) < 0.01
+
+
 @pytest.mark.parametrize("tpot_s", [0.001, 0.1])
 def test_sentences_name_the_target_and_the_dropped_cells(tpot_s: float) -> None:
     text = "\n".join(report.sentences(findings(tpot_s)))
@@ -275,6 +346,46 @@ def test_interrupted_command_writes_no_file(monkeypatch: pytest.MonkeyPatch, tmp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture
+def small_cluster(tmp_path: Path) -> Path:
+    """A file of a cluster with a tiny model."""
+    file = tmp_path / "cluster.yaml"
+    model = saved(build("llama", {}), tmp_path / "model")
+    file.write_text(f"model: {{path: {model}, dtype: float32}}\nengine: {{max_num_seqs: 8, kv_cache_memory: 4MiB}}\n")
+    return file
+
+
+@pytest.mark.parametrize(("num_steps", "is_enough"), [(3, False), (6, True)])
+def test_interrupted_measurement_shows_what_was_measured(
+    small_cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int, is_enough: bool
+) -> None:
+    """Two steps are of chunks alone, three beside one stream; the file is written from then on."""
+    num_measured = 0
+
+    def interrupted(*args: Any, **settings: Any) -> Any:
+        nonlocal num_measured
+        if num_measured == num_steps:
+            raise KeyboardInterrupt
+        num_measured += 1
+        return measure_step(*args, **settings)
+
+    monkeypatch.setattr(sweep, "measure_step", interrupted)
+    output = tmp_path / "tune.yaml"
+    result = run(
+        *("--config", str(small_cluster), "--tpot", "30"),
+        *("--chunks", "16,32", "--decodes", "1,2", "--contexts", "32", "--output", str(output)),
+    )
+    assert result.exit_code == 130
+    assert "Worst stall in ms" in " ".join(result.output.split())  # a narrow table's title takes two lines
+    assert output.exists() == is_enough
+    if is_enough:
+        assert "interrupted: measured until then, beside at most 1 streams" in result.stderr
+        assert "# Interrupted: measured beside at most 1 stream.\n" in output.read_text()
+        assert load(output).engine.min_chunk_tokens == 32
+    else:
+        assert "too little was measured to recommend settings; no file was written" in result.stderr
+
+
 def test_command_on_the_embedded_model_writes_its_files(model_dir: Path, tmp_path: Path) -> None:
     files = {name: tmp_path / f"tune.{name}" for name in ("yaml", "json", "png")}
     (tmp_path / "cluster.yaml").write_text("engine: {max_num_seqs: 8, kv_cache_memory: 200MiB}\n")
@@ -294,6 +405,9 @@ def test_command_on_the_embedded_model_writes_its_files(model_dir: Path, tmp_pat
     assert config.engine.min_chunk_tokens == figures["advice"]["min_chunk_tokens"] > 0
     assert config.engine.max_num_seqs == 8
     assert files["png"].stat().st_size > 0
+    assert figures["trade_off"]["prompt_tokens"] == 32
+    assert len(figures["trade_off"]["points"]) == 4
+    assert not figures["is_interrupted"]
 
 
 def test_pool_of_several_must_be_named(tmp_path: Path) -> None:

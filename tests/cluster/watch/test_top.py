@@ -47,6 +47,8 @@ class Deployment:
         self.gap = self._histogram(scrape.GAP_SECONDS, (0.02, 0.04, 0.08), scrape.CLASS)
         for state, count in (("free", 500), ("owned", 300), ("cached", 200), ("quarantined", 0)):
             self.pages.labels(state).set(count)
+        self.kernels = self._gauge(scrape.CPU_KERNELS, scrape.KERNELS)
+        self.kernels.labels("own below 8 rows, onednn from there").set(1)
         self.in_flight: list[dict[str, Any]] | None = None
 
     def text(self) -> str:
@@ -140,6 +142,7 @@ def test_frame_after_two_readings_shows_the_difference() -> None:
     assert REPLICA in screen
     assert row(screen, "steps/s").startswith("steps/s decodes 10 · chunks - · mixed 2 ")
     assert "predicted ±8% p50 · ±17% p90" in screen
+    assert row(screen, "kernels") == "kernels own below 8 rows, onednn from there"
     assert "tokens/s prefill 1,200 · decode 45 · cached -" in row(screen, "tokens/s")
     assert row(screen, "running") == "running interactive 2 waiting batch 12 backlog batch 41.5 s"
     assert "used 300 · cached 200 · free 500 preempted 0" in row(screen, "KV pages")
@@ -291,6 +294,22 @@ def test_top_at_a_terminal_stays_until_a_key_ends_it(server: tuple[Deployment, T
     terminal.expect("the last ")
     terminal.send(key)
     assert terminal.close() == 0
+
+
+def test_tables_keep_their_keys_at_80_columns() -> None:
+    deployment = Deployment()
+    name = "req-0123456789abcdef"  # as long as an id is shown
+    in_flight = [flight(name, "interactive", "prefilling", 4096, 131_072, num_output_tokens=100)]
+    readings, served, clock = watching(deployment.text(), in_flight=in_flight)
+    readings.poll()
+    deployment.work()
+    served["text"], clock.now = deployment.text(), clock.now + 2
+    readings.poll()
+    screen = shown(readings, width=80)
+    assert row(screen, "interactive ").startswith("interactive ")
+    assert row(screen, "batch ").startswith("batch ")
+    assert "prefilling" in row(screen, name)
+    assert row(screen, name).endswith("4,096 131,072 100 0 ms")
 
 
 def test_top_without_a_server_ends_with_a_message() -> None:

@@ -7,13 +7,18 @@ import torch
 from torch import Tensor
 
 from crossdock.kernels.build import cpu_flags
+from crossdock.kernels.choice import KernelChoice, only
+from crossdock.kernels.options import CpuKernels
+from crossdock.workers.model import fusion
 from crossdock.workers.model.fusion import FusedLayers
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import PagedModel
 from tests.workers.architectures import build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
 
-pytestmark = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="needs a CPU with AVX512-BF16")
+has_own = "avx512_bf16" in cpu_flags()
+needs_own = pytest.mark.skipif(not has_own, reason="needs a CPU with AVX512-BF16")
+KERNELS = [pytest.param("own", marks=needs_own), "onednn", "torch"]
 
 WIDE = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}
 FUSED: dict[str, dict[str, Any]] = {
@@ -33,6 +38,7 @@ FUSED: dict[str, dict[str, Any]] = {
 NOT_FUSED: dict[str, dict[str, Any]] = {
     "llama head_dim": {},  # 12 is no multiple of 32
     "granite": {**WIDE, "attention_multiplier": 0.5, "residual_multiplier": 0.3},  # same parts, other arithmetic
+    "gemma": WIDE,  # other norms
     "gemma2": {**WIDE, "query_pre_attn_scalar": 32},
     "phi3": WIDE,
     "olmo2": WIDE,
@@ -54,18 +60,64 @@ def prompts() -> list[Tensor]:
     return [torch.randint(3, 120, (n,), generator=generator) for n in (5, 23, 100, 57, 8, 200)]
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", FUSED)
-def test_fused_logits_equal_transformers(name: str) -> None:
+def test_fused_logits_equal_transformers(name: str, kernel: CpuKernels) -> None:
     module = bf16(name, FUSED[name])
     exact = build(name, FUSED[name])  # the same weights in float32 show how much of a difference is rounding
     expected = [monolithic(module, prompt).float() for prompt in prompts()]
     truth = [monolithic(exact, prompt) for prompt in prompts()]
-    model = wrap_module(module)
+    model = wrap_module(module, cpu_kernels=kernel)
     assert is_fused(model)
+    assert model.kernels == kernel
     got = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed=5))
     for ours, theirs, true in zip(got, expected, truth, strict=True):
         assert torch.isfinite(ours).all()
         assert (ours - true).norm() <= 1.5 * (theirs - true).norm()  # no less exact than transformers in bfloat16
+
+
+@pytest.mark.parametrize("kernel", ["onednn", "torch"])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_float32_logits_equal_transformers(name: str, kernel: CpuKernels) -> None:
+    module = build(name, FUSED[name])
+    expected = [monolithic(module, prompt) for prompt in prompts()]
+    model = wrap_module(module, cpu_kernels=kernel)
+    assert is_fused(model)
+    got = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed=6))
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@needs_own
+def test_kernel_changes_with_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows by our products and many by oneDNN's, over one KV pool."""
+    monkeypatch.setattr(fusion, "linear_choice", lambda *_: KernelChoice("own", "onednn", 8))
+    module = bf16("llama", WIDE)
+    expected = [monolithic(module, prompt).float() for prompt in prompts()]
+    model = wrap_module(module)
+    assert model.kernels == "own below 8 rows, onednn from there"
+    got = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed=7))
+    for ours, theirs in zip(got, expected, strict=True):
+        assert (ours - theirs).norm() <= 0.02 * theirs.norm()
+
+
+def test_second_format_is_not_packed_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def choice(*arguments: Any) -> KernelChoice:
+        asked.append(arguments[-1])
+        return only("torch")
+
+    monkeypatch.setattr(fusion, "linear_choice", choice)
+    wrap_module(bf16("llama", WIDE), kv_bytes=0)
+    wrap_module(bf16("llama", WIDE), kv_bytes=1 << 60)
+    assert asked == [2, 2, 1, 1]
+
+
+def test_kernel_that_cannot_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="cpu_kernels own: it computes bfloat16 and the model is float32; auto"):
+        wrap_module(build("llama", WIDE), cpu_kernels="own")
 
 
 @pytest.mark.parametrize("name", NOT_FUSED)
@@ -73,9 +125,10 @@ def test_layers_of_other_shapes_or_arithmetic_are_not_fused(name: str) -> None:
     assert not is_fused(wrap_module(bf16(name, NOT_FUSED[name])))
 
 
+@needs_own
 def test_fused_rows_depend_on_no_batch_and_no_chunks() -> None:
     """Bit for bit the same: alone in one chunk, token by token, and in ragged batches."""
-    model = wrap_module(bf16("llama", WIDE))
+    model = wrap_module(bf16("llama", WIDE), cpu_kernels="own")
     alone = [through_pages(model, [prompt], [[(0, 0, len(prompt))]])[0] for prompt in prompts()]
     for seed in range(3):
         mixed = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed))
@@ -83,5 +136,5 @@ def test_fused_rows_depend_on_no_batch_and_no_chunks() -> None:
             assert torch.equal(ours, theirs)
 
 
-def test_float32_model_is_not_fused() -> None:
-    assert not is_fused(wrap_module(build("llama", WIDE)))
+def test_float16_model_is_not_fused() -> None:
+    assert not is_fused(wrap_module(build("llama", WIDE).to(torch.float16)))

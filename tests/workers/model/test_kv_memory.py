@@ -16,7 +16,7 @@ from crossdock.workers.model.kv_memory import (
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.memory_budget import ON_CPUS, MemoryBudget
 from crossdock.workers.model.model import PagedModel
-from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.config import EngineConfig, StepSizes
 from crossdock.workers.replica.engine import Engine
 from tests.workers.architectures import build
 
@@ -61,7 +61,7 @@ def test_pages_on_cpu_follow_from_the_settings() -> None:
     page_bytes = model.layout(16).page_bytes
     assert count_pages_that_fit(model, MemoryBudget(), 16) == PageBudget(ON_CPUS // page_bytes, page_bytes)
     assert count_pages_that_fit(model, MemoryBudget(1 << 20), 16) == PageBudget((1 << 20) // page_bytes, page_bytes)
-    assert EngineConfig().budget == MemoryBudget()
+    assert EngineConfig().sized(StepSizes.of_device("CPU", 0), 8192).budget == MemoryBudget()
     assert model.pool is None
 
 

@@ -237,7 +237,7 @@ def test_sampled_tokens_under_a_schema_are_json_of_the_schema(smollm2: PagedMode
 
 
 def test_abort_after_seven_chunks_frees_and_counts_every_byte(model: PagedModel) -> None:
-    engine = engine_on(model, long_prefill_token_threshold=32)
+    engine = engine_on(model, max_prefill_tokens=32)
     metrics, timelines = EngineMetrics(engine), Timelines(engine.config.slo_classes, 0.0)
     before = engine.pages.counts()
     work = Submission("long", list(range(1000, 1400)), greedy(NUM_TOKENS))
@@ -296,7 +296,7 @@ def test_step_that_samples_nothing_ends_when_all_is_computed(
     forward = PagedModel.forward
     monkeypatch.setattr(PagedModel, "forward", lambda *args: calls.append("forward") or forward(*args))
     monkeypatch.setattr(PagedModel, "wait", lambda _: calls.append("wait"))
-    engine = engine_on(model, long_prefill_token_threshold=32)
+    engine = engine_on(model, max_prefill_tokens=32)
     engine.add(Submission("a", list(range(100, 180)), greedy(2)))
     for number, num_tokens in enumerate([0, 0, 1, 1], 1):
         step = engine.step()

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import pytest
+
+from crossdock.workers.report import recent_steps
 from crossdock.workers.report.recent_steps import RecentSteps
 from tests.workers.report.test_timeline import STEP, UNIX, TimedReplica
 
@@ -50,6 +53,17 @@ def test_reader_gets_the_steps_after_the_last_it_has_seen() -> None:
     complete = watched.recent.after({"another incarnation": 99}, None)
     assert (len(complete["steps"]), complete["last_step"]) == (5, 5)
     assert RecentSteps(UNIX).incarnation != watched.recent.incarnation
+
+
+def test_answer_has_a_bounded_number_of_steps_and_the_reader_pages_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent_steps, "SHOWN", 4)
+    watched = WatchedReplica()
+    watched.add("stream", 4, max_tokens=50)
+    watched.run_steps(10)
+    assert [step["number"] for step in watched.after()] == [7, 8, 9, 10], "a new reader gets the newest"
+    seen = watched.recent.after({watched.recent.incarnation: 2}, None)
+    assert ([step["number"] for step in seen["steps"]], seen["last_step"]) == ([3, 4, 5, 6], 6)
+    assert [step["number"] for step in watched.after(6)] == [7, 8, 9, 10]
 
 
 def test_old_steps_are_dropped() -> None:

@@ -309,7 +309,7 @@ def test_placements_of_one_request_have_their_own_epochs() -> None:
 
 
 def test_memory_of_timelines_is_bounded() -> None:
-    timed = TimedReplica(keep_finished=3, long_prefill_token_threshold=4)
+    timed = TimedReplica(keep_finished=3, max_prefill_tokens=4)
     for number in range(5):
         timed.add(f"{number}", 4)
     timed.add("long", 4 * (KEEP_CHUNKS + 10), max_tokens=1)

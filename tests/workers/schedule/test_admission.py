@@ -7,7 +7,7 @@ import pytest
 from crossdock.workers.schedule.admission import reserved_slots
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.forecast import Forecast, predicted_ttft
-from crossdock.workers.schedule.request import Overloaded
+from crossdock.workers.schedule.request import Overloaded, Status
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 from tests.workers.schedule.model_free_replica import CLASSES, COST, new_timed_replica
 
@@ -29,18 +29,31 @@ def test_request_that_would_be_late_is_refused_with_the_seconds_to_wait() -> Non
     replica.run()
 
 
+def test_request_without_promise_waits_however_late() -> None:
+    replica = new_timed_replica(admission="reject")
+    for number in range(3):
+        replica.add(f"before {number}", 200, "standard", is_promised=False)
+    with pytest.raises(Overloaded):
+        replica.add("promised", 200, "standard")
+    late = replica.add("not promised", 200, "standard", is_promised=False)
+    assert late.predicted_ttft is not None
+    assert late.predicted_ttft > late.ttft_deadline > 0, "the class is a target all the same"
+    replica.run()
+    assert late.status is Status.FINISHED
+
+
 def test_unknown_class_is_refused_by_field() -> None:
     with pytest.raises(ValueError, match="slo_class 'gold' is not served here; there are interactive, standard, batch"):
         new_timed_replica().add("a", 3, "gold")
 
 
 def test_prompt_waits_for_more_urgent_ones_and_shares_with_its_class() -> None:
-    assert predicted_ttft(1.0, 1, [], 1.0) == 1.0
-    assert predicted_ttft(1.0, 1, [(0, 5.0)], 1.0) == 6.0
-    assert predicted_ttft(1.0, 1, [(1, 5.0), (1, 0.2)], 1.0) == pytest.approx(2.2)
-    assert predicted_ttft(1.0, 1, [(2, 5.0)], 1.0) == 1.0
-    assert predicted_ttft(1.0, 1, [], 0.5) == 2.0
-    assert predicted_ttft(1.0, 1, [], 0.0) < 100, "streams never stop prompts for good"
+    assert predicted_ttft(1.0, (1, 0), [], 1.0) == 1.0
+    assert predicted_ttft(1.0, (1, 0), [((0, 0), 5.0)], 1.0) == 6.0
+    assert predicted_ttft(1.0, (1, 0), [((1, 0), 5.0), ((1, 0), 0.2)], 1.0) == pytest.approx(2.2)
+    assert predicted_ttft(1.0, (1, 0), [((2, 0), 5.0)], 1.0) == 1.0
+    assert predicted_ttft(1.0, (1, 0), [], 0.5) == 2.0
+    assert predicted_ttft(1.0, (1, 0), [], 0.0) < 100, "streams never stop prompts for good"
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "fixed"])

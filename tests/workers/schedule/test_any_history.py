@@ -112,6 +112,7 @@ class AnyHistory(RuleBasedStateMachine):
         salt=st.sampled_from(["", "tenant"]),
         ignore_eos=st.booleans(),
         slo_class=st.sampled_from(["interactive", "standard", "batch"]),
+        priority=st.integers(-1, 1),
         leg=st.sampled_from([Leg.LOCAL, Leg.LOCAL, Leg.SEND, Leg.RECEIVE]),
         is_offered=st.booleans(),
     )
@@ -123,6 +124,7 @@ class AnyHistory(RuleBasedStateMachine):
         salt: str,
         ignore_eos: bool,
         slo_class: str,
+        priority: int,
         leg: Leg,
         is_offered: bool,
     ) -> None:
@@ -130,6 +132,8 @@ class AnyHistory(RuleBasedStateMachine):
         name, prompt = f"r{self.count}", (prefix + tail)[:39]
         epoch = int(leg is not Leg.LOCAL)
         new = Request(name, prompt, params, salt, slo_class, leg=leg, epoch=epoch, arrival_time=self.now)
+        if self.scheduler.config.prefill_order == "response_ratio":
+            new.priority_in_class = priority
         self.count += 1
         with suppress(Overloaded):
             self.scheduler.add(new)
@@ -254,6 +258,8 @@ class AnyHistory(RuleBasedStateMachine):
         assert len(batch.scheduled) <= config.max_num_seqs
         names = [part.request.id for part in batch.scheduled]
         assert len(names) == len(set(names))
+        held_to_arrive = [each for each in self.scheduler.held if each.leg is Leg.RECEIVE]
+        num_computed_here = len(self.scheduler.running) + len(self.scheduler.waiting) + len(held_to_arrive)
         for number, part in enumerate(batch.scheduled):
             each, end = part.request, part.start + part.num_tokens
             assert part.start == each.num_scheduled_tokens - part.num_tokens >= each.num_computed_tokens
@@ -268,7 +274,8 @@ class AnyHistory(RuleBasedStateMachine):
                 assert each.num_tokens < 40
             assert part.reason
             threshold = config.long_prefill_token_threshold
-            assert not threshold or not config.enable_chunked_prefill or part.num_tokens <= threshold
+            is_bounded = threshold and config.enable_chunked_prefill and num_computed_here > 1
+            assert not is_bounded or part.num_tokens <= threshold
         if not config.mixed_chunks:
             assert batch.num_decodes in (0, len(batch.scheduled)), "chunks and decodes take turns"
         if batch:

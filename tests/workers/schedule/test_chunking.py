@@ -43,6 +43,18 @@ def test_adaptive_chunk_keeps_the_step_within_the_slack(
     assert tokens == length or larger > allowed or tokens + 16 > 2048 - len(contexts), "the largest such chunk"
 
 
+def test_chunk_whose_tokens_are_scored_keeps_the_step_within_the_slack_too() -> None:
+    """Its seconds are 1.5 times those of others, also for the chunks after it in the same step."""
+    allowed, fixed = SLACK_SHARE * 0.1, COST.base + COST.decode_seconds(8, 800)
+    budget = adaptive_chunk_budget(2048, 32, [100] * 8, 0.1, 0.5, COST)
+    plain, scored = budget.chunk(0, 10_000, 0, False, 0, 1), budget.chunk(0, 10_000, 0, False, 0, 1, 1.5)
+    assert 32 < scored < plain
+    assert fixed + 1.5 * COST.chunk_seconds(0, scored) <= allowed < fixed + 1.5 * COST.chunk_seconds(0, scored + 1)
+    budget.take(0, scored - 40, False, 1.5)
+    after = budget.chunk(0, 10_000, 0, False, 0, 1)
+    assert fixed + 1.5 * COST.chunk_seconds(0, scored - 40) + COST.chunk_seconds(0, after) <= allowed + 1e-9
+
+
 def test_chunk_shrinks_with_the_depth_of_its_context() -> None:
     sizes = [
         adaptive_chunk_budget(2048, 32, [100] * 8, 0.1, 0.5, COST).chunk(start, 10**7, 0, False, 0, 16)

@@ -108,6 +108,18 @@ def test_grants_wait_for_pages() -> None:
     assert granted(scheduler) == ["b"]
 
 
+def test_grants_follow_the_priorities_of_clients() -> None:
+    """One that lacks pages keeps back less urgent ones of its class, and no more urgent one."""
+    scheduler = new_scheduler(num_pages=26)
+    for name, num_tokens, priority in (("a", 30, 1), ("b", 88, 0), ("c", 30, -1)):
+        request = pair_request(name, num_tokens, Leg.RECEIVE)
+        request.priority_in_class = priority
+        scheduler.add(request)
+    assert granted(scheduler) == ["c"]
+    scheduler.abort("b")
+    assert granted(scheduler) == ["a"]
+
+
 def test_grants_leave_a_page_for_each_next_token() -> None:
     """Prompts that fill their pages need one more page on arrival, and none may be preempted for that."""
     scheduler = new_scheduler(num_pages=7, max_model_len=20)

@@ -51,3 +51,16 @@ def test_ties_go_by_arrival_then_id() -> None:
     early = new_prompt("c", 10, arrival_time=-1.0, queued_at=-1.0)
     ordered = order_prefills([new_prompt("b", 10), new_prompt("a", 10), early], 1.0, 0, 60.0)
     assert [request.id for request in ordered] == ["c", "a", "b"]
+
+
+def test_priority_of_client_comes_within_its_class_and_before_all_else_there() -> None:
+    urgent = new_prompt("urgent", 10, priority=0, priority_in_class=100)
+    first = new_prompt("first", 1000, priority=1, priority_in_class=-1)
+    preempted = new_prompt("preempted", 10, priority=1, num_preemptions=1)
+    short, last = new_prompt("short", 10, priority=1), new_prompt("last", 10, priority=1, priority_in_class=2)
+    assert order_prefills([last, short, preempted, first, urgent], 1.0, 0, 60.0) == [
+        urgent, first, preempted, short, last,
+    ]  # fmt: skip
+    assert prefill_reason(first, 1.0, 0, 60.0) == "priority -1, response ratio 1.00"
+    last.queued_at = -100.0
+    assert order_prefills([urgent, last], 1.0, 0, 60.0) == [last, urgent], "it starves"

@@ -42,6 +42,25 @@ def test_least_urgent_class_loses_its_pages_first() -> None:
     assert requests["interactive"].num_preemptions == late.num_preemptions == 0
 
 
+def test_least_urgent_of_a_class_loses_its_pages_first() -> None:
+    """Though it was admitted first: without priorities the last admitted would."""
+
+    def preempted(first: int, second: int) -> list[bool]:
+        replica = new_timed_replica(num_pages=20, max_model_len=60, starvation_s=1000.0)
+        requests = [
+            replica.add("first", 20, max_tokens=30, priority_in_class=first),
+            replica.add("second", 20, max_tokens=30, priority_in_class=second),
+        ]
+        replica.run()
+        for request in requests:
+            assert request.num_output_tokens == 30
+        return [request.num_preemptions > 0 for request in requests]
+
+    assert preempted(0, 0) == [False, True]
+    assert preempted(1, 0) == [True, False]
+    assert preempted(-1, 0) == [False, True]
+
+
 def test_request_in_flight_is_not_preempted() -> None:
     """Two steps are in flight, with a stream each, and one stream needs the other's pages."""
     scheduler = new_scheduler(num_pages=6, max_model_len=24, caching=False, depth=2)

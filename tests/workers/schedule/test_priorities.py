@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from crossdock.workers.schedule.request import InvalidField
 from tests.workers.schedule.model_free_replica import CLASSES, COST, ModelFreeReplica, new_timed_replica
 
 SLOW_ATTENTION = COST.model_copy(update={"per_attended": 1e-6})
@@ -22,6 +23,50 @@ def test_classes_are_strict_tiers() -> None:
     replica.run()
     order = [name.split()[0] for name in order_of_first_tokens(replica)]
     assert order == ["interactive"] * 3 + ["standard"] * 3 + ["batch"] * 3
+
+
+def test_priorities_of_clients_order_the_prompts_of_a_class() -> None:
+    replica = new_timed_replica(max_num_batched_tokens=64, short_lane_share=0.0)
+    for name, slo_class, priority in (
+        ("s2", "standard", 2),
+        ("s0", "standard", 0),
+        ("s-1", "standard", -1),
+        ("i9", "interactive", 9),
+        ("b-9", "batch", -9),
+    ):
+        replica.add(name, 60, slo_class, priority_in_class=priority)
+    replica.run()
+    assert order_of_first_tokens(replica) == ["i9", "s-1", "s0", "s2", "b-9"]
+
+
+def test_more_urgent_prompt_of_a_class_is_not_counted_behind_partly_computed_ones() -> None:
+    replica = new_timed_replica(max_long_partial_prefills=1)
+    replica.add("low", 3000, priority_in_class=5)
+    replica.step()
+    replica.add("high", 2000, priority_in_class=-5)
+    replica.run()
+    assert order_of_first_tokens(replica) == ["high", "low"]
+
+
+def test_predicted_first_token_counts_no_less_urgent_prompt_of_the_class() -> None:
+    replica = new_timed_replica(admission="queue")
+    for number in range(5):
+        replica.add(f"later {number}", 400, priority_in_class=1)
+    first = replica.add("first", 400)
+    last = replica.add("last", 400, priority_in_class=2)
+    assert first.predicted_ttft is not None
+    assert last.predicted_ttft is not None
+    alone = COST.prefill_seconds(0, 400, replica.scheduler.config.max_num_batched_tokens)
+    assert first.predicted_ttft == pytest.approx(alone)
+    assert last.predicted_ttft == pytest.approx(7 * alone)
+
+
+def test_priority_is_refused_where_arrival_decides() -> None:
+    replica = new_timed_replica(prefill_order="fcfs")
+    with pytest.raises(InvalidField, match="--prefill-order fcfs") as refused:
+        replica.add("a", 10, priority_in_class=1)
+    assert refused.value.field == "priority_in_class"
+    replica.add("b", 10)
 
 
 def test_short_prompt_does_not_wait_for_a_long_one() -> None:

@@ -9,7 +9,7 @@ import pytest
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.batch import SampledToken
 from crossdock.workers.schedule.chunking import IDLE_SHARE
-from crossdock.workers.schedule.request import FinishReason, Request, SamplingParams
+from crossdock.workers.schedule.request import FinishReason, Leg, Request, SamplingParams
 from crossdock.workers.schedule.table import RequestTable
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
@@ -46,6 +46,39 @@ def test_threshold_bounds_one_prompt_and_leaves_budget_for_others() -> None:
     scheduler.add(new_request("short", [7] * 10, max_tokens=1))
     batch = ModelFreeReplica(scheduler).step().batch
     assert [(p.request.id, p.num_tokens) for p in batch.scheduled] == [("long", 16), ("short", 10)]
+
+
+def test_threshold_lifts_for_a_request_that_is_alone() -> None:
+    """vLLM: the threshold protects other requests, so it does not apply where there are none, not even streams."""
+    scheduler = new_scheduler(
+        num_pages=100, max_model_len=400, max_num_batched_tokens=32, long_prefill_token_threshold=8
+    )
+    scheduler.add(new_request("alone", range(1, 97), max_tokens=9))
+    replica = ModelFreeReplica(scheduler)
+    assert replica.step().batch.scheduled[0].num_tokens == 32
+    scheduler.add(new_request("second", range(200, 230), max_tokens=9))
+    assert [(part.request.id, part.num_tokens) for part in replica.step().batch.scheduled] == [
+        ("alone", 8),
+        ("second", 8),
+    ]
+    scheduler.abort("alone")
+    assert [part.num_tokens for part in replica.step().batch.scheduled] == [22]
+
+
+def test_threshold_holds_beside_a_stream_and_beside_a_prompt_that_arrives() -> None:
+    for leg in (Leg.LOCAL, Leg.RECEIVE):
+        scheduler = new_scheduler(
+            num_pages=100, max_model_len=400, max_num_batched_tokens=32, long_prefill_token_threshold=8
+        )
+        other = new_request("other", [1, 2, 3], max_tokens=9)
+        other.leg = leg
+        scheduler.add(other)
+        replica = ModelFreeReplica(scheduler)
+        if leg is Leg.LOCAL:
+            replica.step()
+        scheduler.add(new_request("long", range(1, 97), max_tokens=9))
+        chunks = [part.num_tokens for part in replica.step().batch.scheduled if part.request.id == "long"]
+        assert chunks == [8], leg
 
 
 def test_prompt_without_chunking_is_computed_in_one_step() -> None:

@@ -30,6 +30,7 @@ WALL_SECONDS = 4.0  # on a busy machine
 MEMORY_BYTES = 512 << 20
 STACK_BYTES = 1 << 20  # an eighth of a thread's stack, so that the replica's own threads never overflow theirs
 
+_NICE = 5  # the engine's steps come first where cores are few; a start of this process alone takes half a second
 _STEPS = 8  # of a random text: some grammars fail after their first token
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _REASONS = {
@@ -153,6 +154,7 @@ def _pages() -> tuple[int, int]:
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # limits end children by signals that would dump them
+    os.nice(_NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches the whole terminal; the replica decides
     verdicts = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints is no verdict

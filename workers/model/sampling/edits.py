@@ -46,14 +46,16 @@ def _penalize(scores: Tensor, row: SampleRow) -> None:
 def _mask(row: SampleRow, vocab_size: int) -> Tensor | None:
     """Return the tokens that a row may use, [V] bool on the CPU; None for all.
 
-    The grammar comes first, then allowed_token_ids, then min_tokens. A mask that would leave no token of those before
-    it is dropped, so that there is always a token, and never one that breaks the grammar.
+    The grammar comes first, then allowed_token_ids, then min_tokens, then bad_words. A mask that would leave no token
+    of those before it is dropped, so that there is always a token, and never one that breaks the grammar.
     """
     masks = [] if row.allowed is None else [row.allowed]
     if row.params.allowed_token_ids:
         masks.append(row.choosable(vocab_size))
     if row.must_continue:
         masks.append(row.continuing(vocab_size))
+    if row.params.bad_words:
+        masks.append(row.without_bad_words(vocab_size))
     combined = None
     for mask in masks:
         narrowed = mask if combined is None else combined & mask

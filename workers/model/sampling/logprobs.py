@@ -11,9 +11,12 @@ from crossdock.workers.schedule.request import TokenLogprobs
 LOGITS_AT_ONCE = 1 << 22  # logits held as float32 at once while a prompt is scored: 16 MiB
 
 
-def logprobs_of(logits: Tensor, token_ids: Sequence[int] | Tensor, top_n: int) -> list[TokenLogprobs]:
+def logprobs_of(
+    logits: Tensor, token_ids: Sequence[int] | Tensor, top_n: int, listed_ids: Sequence[int] = ()
+) -> list[TokenLogprobs]:
     """Return for each row of `logits` [N, V] its token's log-probability and rank, and the `top_n` likeliest tokens.
 
+    With `listed_ids`, those of these tokens instead of the likeliest, in their order.
     Works through a few rows at a time: a long prompt's logits as float32 would not fit beside the model.
     """
     num_rows, vocab_size = logits.shape
@@ -25,7 +28,11 @@ def logprobs_of(logits: Tensor, token_ids: Sequence[int] | Tensor, top_n: int) -
         ids = chosen_ids[start : start + step]
         chosen = logprobs.gather(-1, ids)
         ranks = (logprobs > chosen).sum(-1) + 1
-        top_ids, tops = _likeliest(logprobs, min(top_n, vocab_size))
+        if listed_ids:
+            top_ids = torch.tensor(listed_ids, device=logits.device).expand(len(logprobs), -1)
+            tops = logprobs.gather(-1, top_ids)
+        else:
+            top_ids, tops = _likeliest(logprobs, min(top_n, vocab_size))
         answer += [
             TokenLogprobs(token_id, logprob, rank, tuple(zip(row_ids, row_tops, strict=True)))
             for token_id, logprob, rank, row_ids, row_tops in zip(
@@ -43,17 +50,17 @@ def logprobs_of(logits: Tensor, token_ids: Sequence[int] | Tensor, top_n: int) -
 def sampled_logprobs(logits: Tensor, token_ids: Sequence[int], rows: Sequence[SampleRow]) -> dict[int, TokenLogprobs]:
     """Return the log-probabilities of the rows that asked for them, by row index.
 
-    Rows that want the same number of alternatives are computed together, so that no other row decides which of several
-    equally likely alternatives a row lists.
+    Rows that want the same alternatives are computed together, so that no other row decides which of several equally
+    likely alternatives a row lists.
     """
-    by_top_n: dict[int, list[int]] = {}
+    by_wish: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for i, row in enumerate(rows):
         if row.params.logprobs is not None:
-            by_top_n.setdefault(row.params.logprobs, []).append(i)
+            by_wish.setdefault((row.params.logprobs, row.params.logprob_token_ids), []).append(i)
     answer: dict[int, TokenLogprobs] = {}
-    for top_n, group in by_top_n.items():
+    for (top_n, listed_ids), group in by_wish.items():
         chosen = [token_ids[i] for i in group]
-        answer.update(zip(group, logprobs_of(logits[group], chosen, top_n), strict=True))
+        answer.update(zip(group, logprobs_of(logits[group], chosen, top_n, listed_ids), strict=True))
     return answer
 
 

@@ -55,6 +55,8 @@ class SampleRow:
     _bias: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     _choosable: Tensor | None = field(default=None, repr=False)
     _continuing: Tensor | None = field(default=None, repr=False)
+    _not_bad: Tensor | None = field(default=None, repr=False)
+    _bad_by_last: dict[int, list[tuple[int, ...]]] | None = field(default=None, repr=False)
 
     @property
     def num_output_tokens(self) -> int:
@@ -74,7 +76,8 @@ class SampleRow:
         """Whether the row needs no previous token on the host, and only the token is wanted."""
         params = self.params
         reports = params.logprobs is not None or params.prompt_logprobs is not None
-        return not (self.is_penalized or reports or params.grammar is not None)
+        looks_back = self.is_penalized or params.grammar is not None or any(len(word) > 1 for word in params.bad_words)
+        return not (looks_back or reports)
 
     @property
     def must_continue(self) -> bool:
@@ -89,6 +92,7 @@ class SampleRow:
             or self.must_continue
             or self.params.logit_bias
             or self.params.allowed_token_ids
+            or self.params.bad_words
             or self.allowed is not None
         )
 
@@ -112,6 +116,30 @@ class SampleRow:
             self._continuing = torch.ones(vocab_size, dtype=torch.bool)
             self._continuing[[*self.eos_token_ids, *self.params.stop_token_ids]] = False
         return self._continuing
+
+    def without_bad_words(self, vocab_size: int) -> Tensor:
+        """Return the tokens that complete no bad word, [V] bool on the CPU.
+
+        As in vLLM, a word is completed by tokens of the output alone.
+        """
+        if self._not_bad is None or self._bad_by_last is None:
+            self._not_bad = torch.ones(vocab_size, dtype=torch.bool)
+            self._not_bad[[word[0] for word in self.params.bad_words if len(word) == 1]] = False
+            self._bad_by_last = {}
+            for word in self.params.bad_words:
+                if len(word) > 1:
+                    self._bad_by_last.setdefault(word[-2], []).append(word)
+        output = self.num_output_tokens
+        completing = [
+            word[-1]
+            for word in (self._bad_by_last.get(self.token_ids[-1], ()) if output else ())
+            if len(word) <= output + 1 and tuple(self.token_ids[1 - len(word) :]) == word[:-1]
+        ]
+        if not completing:
+            return self._not_bad
+        mask = self._not_bad.clone()
+        mask[completing] = False
+        return mask
 
     @property
     def is_filtered(self) -> bool:

@@ -105,6 +105,51 @@ def test_conflicting_masks_leave_a_token() -> None:
     assert draw(logits, [make_row(allowed=pair, allowed_token_ids=(30, 31), min_tokens=100)]) == [30]
 
 
+def test_bad_word_of_one_token_is_never_drawn() -> None:
+    logits = random_logits(200, 100)
+    logits[:, [4, 9]] += 20
+    params: dict[str, Any] = {"bad_words": ((4,), (9,))}
+    assert not {4, 9} & set(draw(logits, [make_row(seed=i, **params) for i in range(200)]))
+    assert make_row(**params).is_plain, "no token before it matters"
+
+
+def test_bad_word_of_several_tokens_loses_its_last_one_after_the_others() -> None:
+    """Only the output counts: the prompt may end in the beginning of a word."""
+    logits = torch.zeros(1, 50)
+    logits[0, [30, 20]] = torch.tensor([9.0, 8.0])
+    params = SamplingParams(temperature=0.0, bad_words=((5, 6, 30), (6, 31)))
+    assert not SampleRow(params, [], 0).is_plain
+    for prompt, output, drawn in (
+        ([1], [5, 6], 20),
+        ([1], [6], 30),
+        ([1, 5], [6], 30),
+        ([5, 6], [], 30),
+        ([1], [5, 6, 5], 30),
+        ([1], [7, 5, 6], 20),
+    ):
+        assert draw(logits, [SampleRow(params, [*prompt, *output], len(prompt))]) == [drawn], (prompt, output)
+
+
+def test_bad_words_of_a_row_kept_between_steps_are_those_of_one_made_again() -> None:
+    logits, rng = random_logits(1, 12)[0], random.Random(0)
+    params = SamplingParams(bad_words=((3,), (1, 2), (2, 2, 1), (4, 5, 6)))
+    token_ids = [1, 2]
+    kept = SampleRow(params, token_ids, 2)
+    for _ in range(100):
+        assert torch.equal(edited(logits, kept), edited(logits, SampleRow(params, list(token_ids), 2)))
+        token_ids.append(rng.randrange(7))
+
+
+def test_bad_words_give_way_to_all_other_masks() -> None:
+    logits = random_logits(1, 50)
+    only = torch.zeros(50, dtype=torch.bool)
+    only[30] = True
+    assert draw(logits, [make_row(allowed=only, bad_words=((30,),))]) == [30]
+    assert draw(logits, [make_row(allowed_token_ids=(30,), bad_words=((30,),))]) == [30]
+    assert draw(logits, [make_row(allowed_token_ids=(30, 31), bad_words=((30,),))]) == [31]
+    assert draw(logits, [make_row(allowed_token_ids=(30, EOS[0]), bad_words=((30,),), min_tokens=100)]) == [30]
+
+
 def test_sampling_leaves_logits_unchanged() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         logits = random_logits(3, 1000).to(dtype)

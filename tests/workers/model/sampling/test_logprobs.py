@@ -46,3 +46,17 @@ def test_rank_of_equal_logits_is_that_of_the_first() -> None:
     answers = logprobs_of(torch.tensor([[1.0, 2.0, 2.0, 0.0]] * 4), [0, 1, 2, 3], 2)
     assert [answer.rank for answer in answers] == [3, 1, 1, 4]
     assert answers[0].top == ((1, answers[1].logprob), (2, answers[2].logprob))
+
+
+def test_listed_tokens_replace_the_likeliest() -> None:
+    logits = random_logits(3, 100)
+    expected = logits.double().log_softmax(-1)
+    rows = [make_row(logprobs=0, logprob_token_ids=(7, 99, 7)), make_row(logprobs=2), make_row(logprobs=0)]
+    listed, likeliest, none = (token.logprobs for token in sample(logits, rows))
+    assert listed is not None
+    assert [token_id for token_id, _ in listed.top] == [7, 99, 7]
+    assert [logprob for _, logprob in listed.top] == pytest.approx(expected[0, [7, 99, 7]].tolist(), abs=1e-5)
+    assert likeliest is not None
+    assert [token_id for token_id, _ in likeliest.top] == logits[1].topk(2).indices.tolist()
+    assert none is not None
+    assert none.top == ()

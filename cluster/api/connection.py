@@ -1,0 +1,299 @@
+"""One connection of an ingress's own listener: uvicorn's protocol, with bounds on time, bytes and number."""
+
+import asyncio
+import sys
+from collections import deque
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from crossdock.cluster.api.errors import ApiError
+
+MAX_HEAD_BYTES = 64 << 10  # of request line and headers together, or of trailers; the parser has no limit
+HEAD_TIMEOUT_S = 30.0  # in which they must have arrived
+LINGER_S = 10.0  # an ended connection is read on for so long: a client that is still sending reads no answer
+LINGER_BYTES = 64 << 20  # … and for at most so many bytes
+_UNSENT_BYTES = 8 << 10  # that may wait for the client before the answer does; events of one step are sent together
+_PIECE = 16 << 10  # bytes parsed at a time; a head may be larger than its bound by one piece
+
+
+class Connections:
+    """The connections of one listener. Those that wait for a request make way for new ones, the oldest first."""
+
+    def __init__(self, most: int, write_timeout_s: float) -> None:
+        """`most`: how many there may be. `write_timeout_s`: how long a client may read nothing of its answer."""
+        self.write_timeout_s = write_timeout_s
+        self._most = most
+        self._open: set[BoundedConnection] = set()
+        self._waiting: dict[BoundedConnection, None] = {}  # for a request; the oldest first
+
+    def protocol(self, **options: Any) -> "BoundedConnection":
+        """Return the protocol of a new connection. `options`: uvicorn's."""
+        return BoundedConnection(self, **options)
+
+    def opened(self, connection: "BoundedConnection") -> bool:
+        """Add a connection. Returns False if there are too many, and each has a request."""
+        if len(self._open) >= self._most:
+            oldest = next(iter(self._waiting), None)
+            if oldest is None:
+                return False
+            oldest.drop()
+        self._open.add(connection)
+        return True
+
+    def closed(self, connection: "BoundedConnection") -> None:
+        self._open.discard(connection)
+        self._waiting.pop(connection, None)
+
+    def waits(self, connection: "BoundedConnection", is_waiting: bool) -> None:
+        """Say whether a connection waits for a request."""
+        self._waiting.pop(connection, None)
+        if is_waiting:
+            self._waiting[connection] = None
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """Ends a connection whose head is too large or no HTTP, whose next request does not come, or that reads nothing.
+
+    Every refusal is an answer in OpenAI's shape.
+    """
+
+    def __init__(self, connections: Connections, **options: Any) -> None:
+        super().__init__(**options)
+        self._connections = connections
+        self._is_in_head = False
+        self._is_in_body = False
+        self._is_over = False  # what still arrives is discarded
+        self._is_ended = False  # the last answer has been sent
+        self._head_bytes = 0
+        self._has_body_come = False  # since a piece was parsed before
+        self._bytes_beside_body = 0  # in pieces without any part of a body: trailers
+        self._discarded = 0
+        self._unsent = 0  # bytes that waited for the client when that was last looked at
+        self._unanswered: deque[RequestResponseCycle] = deque()  # the requests in progress, in order
+        self._refusal: ApiError | None = None  # sent after their answers
+        self._late: asyncio.TimerHandle | None = None  # the request does not come
+        self._stuck: asyncio.TimerHandle | None = None  # the client does not read
+
+    # -- asyncio.Protocol --------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(_UNSENT_BYTES, 0)
+        if self._connections.opened(self):
+            self._wait_for_head()
+        else:
+            reason = "The server has too many connections. Try again later."
+            self._refuse(ApiError(reason, status=503, kind="server_error", code="too_many_connections"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.closed(self)
+        self._end_head()
+        self._end_stuck()
+        for cycle in self._unanswered:  # uvicorn knows the newest alone
+            _disconnect(cycle)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), _PIECE):
+            if self._is_over:
+                self._discard(len(data) - start)
+                return
+            self._parse(data[start : start + _PIECE])
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        self._end_stuck()
+        super().resume_writing()
+
+    # -- the parser's callbacks --------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._wait_for_head()
+        self._head_bytes, self._is_in_head = 0, True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if self.parser.get_http_version() not in ("1.0", "1.1"):
+            raise _wrong_version()
+        self._end_head()
+        self._is_in_body, self._bytes_beside_body = True, 0
+        super().on_headers_complete()
+        self._unanswered.append(self.cycle)
+        self.cycle.transport = _AnswerTransport(self.transport, self._linger)  # type: ignore[assignment]
+        if self.parser.should_upgrade():  # to nothing: what follows is no HTTP/1.1
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        self._has_body_come = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_in_body = False
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._unanswered.popleft()
+        if self._is_ended:  # with this answer: requests behind it get none
+            self._unanswered.clear()
+            self.pipeline.clear()
+            return
+        super().on_response_complete()
+        if not self._unanswered:
+            self._connections.waits(self, True)
+            if self._refusal is not None and not self.transport.is_closing():
+                self._refuse_now(self._refusal)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what the parser refuses. Called while its error is handled."""
+        self._refuse(_refusal(sys.exception()))
+
+    # -- incoming ----------------------------------------------------------------------------------------------------
+
+    def _parse(self, piece: bytes) -> None:
+        super().data_received(piece)
+        if self._is_over:
+            return
+        if self._is_in_head:
+            self._head_bytes += len(piece)
+        elif self._is_in_body:
+            self._bytes_beside_body = 0 if self._has_body_come else self._bytes_beside_body + len(piece)
+            self._has_body_come = False
+        if max(self._head_bytes, self._bytes_beside_body) > MAX_HEAD_BYTES:
+            reason = f"The request line and headers, or the trailers, have more than {MAX_HEAD_BYTES} bytes."
+            self._refuse(ApiError(reason, status=431, code="headers_too_large"))
+        elif self._late is None and (self.cycle is None or self.cycle.response_complete):
+            self._wait_for_head()  # an empty line, or the rest of an answered body, has ended uvicorn's own wait
+
+    def _discard(self, num_bytes: int) -> None:
+        self._discarded += num_bytes
+        if self._discarded > LINGER_BYTES:
+            self.transport.abort()
+
+    def _wait_for_head(self) -> None:
+        self._end_head()
+        self._connections.waits(self, True)
+        self._late = self.loop.call_later(HEAD_TIMEOUT_S, self._close)
+
+    def _end_head(self) -> None:
+        self._is_in_head = False
+        self._head_bytes = 0
+        self._connections.waits(self, False)
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what is no request, after the answers to the requests before, and end the connection."""
+        self._is_over = True
+        newest = self._unanswered[-1] if self._unanswered else None
+        if newest is not None and newest.more_body:  # its body is broken
+            newest.keep_alive = False
+            if not newest.response_started:
+                self._unanswered.pop()
+                _disconnect(newest)
+                if self._unanswered:
+                    self.pipeline.popleft()
+        if self._unanswered:
+            self._refusal = error
+        else:
+            self._refuse_now(error)
+
+    def _refuse_now(self, error: ApiError) -> None:
+        self.transport.write(_written(error))
+        self._linger()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """Close the connection once the client has read what was written, or does not read it in time."""
+        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self.loop.call_later(self._connections.write_timeout_s, self.transport.abort)
+
+    def _linger(self) -> None:
+        """End the sending side after the last answer, and discard for a while what the client still sends.
+
+        To close at once would reset the connection if it sends more, and its kernel might drop the answer.
+        """
+        self._is_over = self._is_ended = True
+        self._end_head()
+        self._connections.waits(self, True)
+        self.flow.resume_reading()
+        self.transport.write_eof()
+        self._late = self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def drop(self) -> None:
+        """End the connection without an answer: it waits for a request, and another client needs its place."""
+        self._connections.closed(self)
+        self.transport.abort()
+
+    def _wait_for_reader(self) -> None:
+        self._unsent = self.transport.get_write_buffer_size()
+        self._stuck = self.loop.call_later(self._connections.write_timeout_s, self._look_at_reader)
+
+    def _look_at_reader(self) -> None:
+        """End the connection of a client that has read nothing since the last look; its request is aborted."""
+        if self.transport.get_write_buffer_size() < self._unsent:
+            self._wait_for_reader()
+        else:
+            self.transport.abort()
+
+    def _end_stuck(self) -> None:
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
+
+
+class _AnswerTransport:
+    """The transport as uvicorn's cycle of one answer uses it. `end` is called instead of closing it."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = end
+
+
+def _disconnect(cycle: RequestResponseCycle) -> None:
+    """Have the application see that the client has left."""
+    cycle.disconnected = True
+    cycle.message_event.set()
+
+
+def _refusal(error: BaseException | None) -> ApiError:
+    """Return the client's error for one of the parser's."""
+    if isinstance(error, httptools.HttpParserCallbackError) and isinstance(error.__context__, ApiError):
+        return error.__context__
+    if str(error) in ("Invalid HTTP version", "Pause on PRI/Upgrade"):
+        return _wrong_version()
+    match error:
+        case httptools.HttpParserInvalidMethodError():
+            detail = "the request line begins with no known method"
+        case httptools.HttpParserInvalidURLError() | httptools.HttpParserCallbackError():
+            detail = "the request line has no valid target"
+        case _:
+            detail = str(error)[:1].lower() + str(error)[1:]
+    return ApiError(f"This is no valid HTTP/1.1 request: {detail}.", code="invalid_http")
+
+
+def _wrong_version() -> ApiError:
+    return ApiError("Only HTTP/1.1 and 1.0 are spoken here.", status=505, code="http_version_not_supported")
+
+
+def _written(error: ApiError) -> bytes:
+    """Return an error as an HTTP answer that ends the connection."""
+    body = error.body()
+    status = HTTPStatus(error.status)
+    head = f"HTTP/1.1 {status.value} {status.phrase}\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body

@@ -1,0 +1,167 @@
+"""One run of `crossdock serve`: Ray, Serve and the application start, and all of them end on SIGINT or SIGTERM."""
+
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray
+from ray import serve
+from ray._private import ray_constants
+from ray._private import utils as ray_utils
+from ray.exceptions import RayError
+from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.schema import ApplicationStatus, LoggingConfig
+
+from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.serve.app import APP_NAME, build
+from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
+from crossdock.cluster.serve.stop_signals import StopRequest, StopSignal, ignore_signals
+
+STARTING = ("Ray", "Serve", "replicas: model and warm-up")  # the phases of the start, in order
+_DESCRIBE_S = 10.0  # the replicas have so long to describe themselves
+_LOOPBACK = "127.0.0.1"
+
+
+class StartFailed(RuntimeError):
+    """The application did not start; the message is Serve's."""
+
+
+def serve_forever(
+    config: ClusterConfig,
+    starting: Callable[[str], None],
+    started: Callable[[list[dict[str, Any]]], None],
+    stopping: Callable[[], None],
+) -> None:
+    """Start everything; end everything on SIGINT or SIGTERM.
+
+    Calls `starting` with each of `STARTING` as that phase begins, `started` with what the replicas report of
+    themselves, and `stopping` when a signal has come.
+
+    Raises:
+        StartFailed: replicas cannot start; the message gives the reason.
+    """
+    stop = StopRequest()
+    try:
+        starting(STARTING[0])
+        with _keeping_signals(stop):
+            start_ray(config)
+        stop.check()
+        if not os.environ.get("RAY_ADDRESS"):
+            config = _on_one_node(config)
+        location = ProxyLocation.Disabled if config.http.direct else ProxyLocation.EveryNode
+        starting(STARTING[1])
+        http = config.http
+        options = HTTPOptions(host=http.host, port=http.port, keep_alive_timeout_s=http.keep_alive_s)
+        serve.start(proxy_location=location, http_options=options)
+        stop.check()
+        starting(STARTING[2])
+        log = LoggingConfig(enable_access_log=False)
+        app = serve.RunTarget(
+            build(config), name=APP_NAME, external_scaler_enabled=config.is_elastic, logging_config=log
+        )
+        serve.run_many([app], wait_for_applications_running=False)
+        while not _is_running():
+            stop.wait()
+        started(_replicas())
+        while True:
+            stop.wait()
+    except StopSignal:
+        stopping()
+    finally:
+        ignore_signals()  # an impatient second Ctrl-C must not leave processes behind
+        if ray.is_initialized():
+            with _no_output():  # Ray reports that it ends what it was told to end
+                serve.shutdown()
+                ray.shutdown()
+
+
+def start_ray(config: ClusterConfig) -> None:
+    """Start a Ray on this machine, whose ports no other machine reaches, unless RAY_ADDRESS names a cluster to join."""
+    joins = bool(os.environ.get("RAY_ADDRESS"))
+    for name, value in (ENVIRONMENT if joins else ENVIRONMENT | ON_ONE_MACHINE).items():
+        os.environ.setdefault(name, value)
+    if ray.is_initialized():
+        return
+    if joins:
+        ray.init()
+        return
+    ray_constants.ENABLE_RAY_CLUSTER = False  # Ray's processes read the variable; this one did so before it was set
+    cpus = max(os.cpu_count() or 1, 1 + sum(pool.num_cpus * pool.num_ranks * pool.most for pool in config.pools))
+    ray.init(
+        address="local",
+        _node_ip_address=_LOOPBACK,
+        num_cpus=int(cpus),
+        include_dashboard=False,
+        object_store_memory=80 << 20,  # tokens travel in messages, not in the object store
+        log_to_driver=False,
+        configure_logging=False,
+    )
+
+
+def quieten() -> None:
+    """Silence what Ray, Serve and libraries report about themselves in this process. Errors are still seen."""
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger("ray.serve").addFilter(lambda record: record.levelno >= logging.WARNING)  # Serve sets its level
+
+
+def _on_one_node(config: ClusterConfig) -> ClusterConfig:
+    """Return the configuration for one node: no Serve proxies; transfers on the loopback interface by default."""
+    transfer = config.transfer.model_copy(update={"host": config.transfer.host or _LOOPBACK})
+    http = config.http.model_copy(update={"direct": True})
+    return config.model_copy(update={"http": http, "transfer": transfer})
+
+
+def _is_running() -> bool:
+    """Return whether every deployment is up. Raises StartFailed if Serve has given up."""
+    app = serve.status().applications[APP_NAME]
+    if app.status == ApplicationStatus.DEPLOY_FAILED:
+        reasons = [app.message, *(deployment.message for deployment in app.deployments.values())]
+        raise StartFailed("\n".join(reason.strip() for reason in reasons if reason))
+    return bool(app.status == ApplicationStatus.RUNNING)
+
+
+def _replicas() -> list[dict[str, Any]]:
+    """Return what the replicas report of themselves; nothing if they do not answer in time."""
+    try:
+        described: list[dict[str, Any]] = serve.get_app_handle(APP_NAME).replicas.remote().result(timeout_s=_DESCRIBE_S)
+    except (TimeoutError, RayError):
+        return []
+    return described
+
+
+@contextlib.contextmanager
+def _keeping_signals(stop: StopRequest) -> Iterator[None]:
+    """Keep SIGTERM in the hands of `stop` while Ray starts, which takes it twice.
+
+    Ray's Python handler would raise SystemExit anywhere, so it is not installed. Ray's C++ handler prints a stack and
+    calls ours: what is written to stderr meanwhile is held, and shown afterwards unless a signal has come.
+    """
+    install, ray_utils.set_sigterm_handler = ray_utils.set_sigterm_handler, lambda handler: None
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            stop.listen()
+            ray_utils.set_sigterm_handler = install
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            held.seek(0)
+            if not stop.has_come:
+                os.write(2, held.read())
+
+
+@contextlib.contextmanager
+def _no_output() -> Iterator[None]:
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield

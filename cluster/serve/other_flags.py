@@ -1,0 +1,46 @@
+"""The flags and the environment variables of vLLM and SGLang: for each that is missing here, a line that says why."""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+_STATES = {"use": "use", "needless": "not needed:", "unsupported": "not supported:"}
+
+
+@cache
+def table() -> dict[str, Any]:
+    """Return the table of other servers' flags as `other_flags.yaml` has it."""
+    text = files("crossdock.cluster.serve").joinpath("other_flags.yaml").read_text()
+    return dict(yaml.safe_load(text))
+
+
+def answer(flag: str) -> str | None:
+    """Return what to do instead of a flag that is missing here; None: neither vLLM nor SGLang has it."""
+    names = {flag, flag.replace("--no-", "--", 1)}
+    for is_match in (_is_listed, _has_pattern):
+        for group in table()["groups"]:
+            if any(is_match(name, group["flags"]) for name in names):
+                state = next(state for state in _STATES if state in group)
+                return f"{flag}: {_STATES[state]} {group[state]}"
+    return None
+
+
+def unread_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return a line for each variable of vLLM or SGLang that is set, and that a setting here replaces."""
+    return [
+        f"{name} is not read here; use {instead}"
+        for name, instead in table()["environment"].items()
+        if environment.get(name)
+    ]
+
+
+def _is_listed(flag: str, flags: list[str]) -> bool:
+    return flag in flags
+
+
+def _has_pattern(flag: str, flags: list[str]) -> bool:
+    return any("*" in pattern and fnmatchcase(flag, pattern) for pattern in flags)

@@ -1,0 +1,46 @@
+"""The tokenizer of the served model, with the chat template that the configuration names."""
+
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.config import ModelConfig
+from crossdock.workers.model.checkpoint import resolve_tokenizer
+
+
+def load_tokenizer(path: Path, config: ModelConfig) -> ModelTokenizer:
+    """Return the tokenizer of the model in the directory `path`.
+
+    Raises:
+        ValueError: the tokenizer is not there or has ids that the model has not, or the template is none.
+    """
+    if config.tokenizer is None:
+        tokenizer = ModelTokenizer.load(path)
+    else:
+        folder = resolve_tokenizer(config.tokenizer, config.path)
+        tokenizer = ModelTokenizer.load(folder)
+        size = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config().vocab_size
+        if tokenizer.last_token_id >= size:
+            raise ValueError(
+                f"tokenizer: {folder} has token ids up to {tokenizer.last_token_id}; the model has {size} tokens: "
+                "it is the tokenizer of another model"
+            )
+    if config.chat_template is not None:
+        try:
+            tokenizer.set_chat_template(_template(config.chat_template))
+        except ValueError as error:
+            raise ValueError(f"chat_template: {error}") from None
+    tokenizer.takes_parts = config.chat_template_content_format == "openai"
+    return tokenizer
+
+
+def _template(text: str) -> str:
+    r"""Return the content of a file, or a template in one line, told apart as in vLLM. In one line, \n is a newline."""
+    file = Path(text).expanduser()
+    if any(character in text for character in "{}\n"):
+        return text if "\n" in text else text.replace("\\n", "\n").replace("\\t", "\t")
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}; a template in one line has braces") from None

@@ -1,0 +1,94 @@
+"""Sizes of pools and roles of replicas in simulated time: does there what `cluster/serve/scaler.py` and Serve do."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from crossdock.cluster.simulate.clock import Clock
+from crossdock.cluster.simulate.fleet import SimulatedFleet, SimulatedPool
+from crossdock.cluster.simulate.replica import SimulatedReplica
+from crossdock.router.scaling import Bounds, Flip, Resize, Scaling
+
+
+class Cluster(Protocol):
+    """The replicas that a scaler changes, and the clock."""
+
+    clock: Clock
+    replicas: dict[str, SimulatedReplica]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is in flight or still to come."""
+
+    def start(self, pool: SimulatedPool, now: float) -> None:
+        """Add a replica."""
+
+    def retire(self, name: str, now: float) -> None:
+        """Send a replica no new requests, and end it when its running ones have ended."""
+
+    def published(self, replica: SimulatedReplica, now: float) -> None:
+        """Report a replica's live profile to the routers and the scaler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A change that was made `at` so many seconds."""
+
+    at: float
+    action: Resize | Flip
+
+
+@dataclass(slots=True)
+class SimulatedScaler:
+    """Looks at the demand every `interval_s`, as long as there is work, and applies what `Scaling` decides."""
+
+    fleet: SimulatedFleet
+    cluster: Cluster
+    decisions: list[Decision] = field(default_factory=list)
+    scaling: Scaling = field(init=False)
+    _retired: set[str] = field(default_factory=set)  # replicas that take no new requests
+    _starting: dict[str, list[int]] = field(default_factory=dict)  # by pool: numbers of the starts that are wanted
+    _num_starts: int = 0
+
+    def __post_init__(self) -> None:
+        bounds = {pool.name: Bounds(pool.role, pool.replicas, pool.most) for pool in self.fleet.pools}
+        self.scaling = Scaling(self.fleet.scaling, bounds, {pool.name: pool.replicas for pool in self.fleet.pools})
+
+    def run(self) -> None:
+        """Look at the demand from now on."""
+        self.cluster.clock.at(self.cluster.clock.now + self.fleet.scaling.interval_s, self._decide)
+
+    def _decide(self, now: float) -> None:
+        for action in self.scaling.decide(now):
+            self.decisions.append(Decision(now, action))
+            if isinstance(action, Flip):
+                replica = self.cluster.replicas[action.replica]
+                replica.publisher.assign_role(action.role)
+                self.cluster.published(replica, now)
+            else:
+                self._resize(next(pool for pool in self.fleet.pools if pool.name == action.pool), action.replicas, now)
+        if self.cluster.has_work:
+            self.run()
+
+    def _resize(self, pool: SimulatedPool, target: int, now: float) -> None:
+        """Start replicas, or give up those that are starting first, then the newest."""
+        starting = self._starting.setdefault(pool.name, [])
+        up = [name for name, each in self.cluster.replicas.items() if each.pool is pool and name not in self._retired]
+        for _ in range(target - len(up) - len(starting)):
+            self._num_starts += 1
+            starting.append(self._num_starts)
+            self.cluster.clock.at(now + self.fleet.start_s, partial(self._started, pool, self._num_starts))
+        for _ in range(len(up) + len(starting) - target):
+            if starting:
+                starting.pop()
+                continue
+            name = up.pop()
+            self._retired.add(name)
+            self.scaling.leave(name)
+            self.cluster.retire(name, now)
+
+    def _started(self, pool: SimulatedPool, number: int, now: float) -> None:
+        starting = self._starting[pool.name]
+        if number in starting:
+            starting.remove(number)
+            self.cluster.start(pool, now)

@@ -1,0 +1,75 @@
+"""Choose between CPU kernels by measured seconds. Pure: a table of seconds comes in, a choice by rows goes out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+from crossdock.kernels.options import Kernel
+
+PREFERENCE: tuple[Kernel, ...] = ("own", "onednn", "torch")
+"""Which kernel is taken where several are as fast. Rows of `own` never depend on the batch, on any machine."""
+
+MARGIN = 1.1
+"""A kernel this many times slower than the fastest counts as equal.
+
+A second kernel needs a second copy of the weights, so it must be faster than the first by more than this for some
+number of rows.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """One kernel for few rows, one for many."""
+
+    few: Kernel
+    many: Kernel
+    many_from: int = 1  # rows from which `many` runs
+
+    def at(self, rows: int) -> Kernel:
+        """Return the kernel for a number of rows."""
+        return self.many if rows >= self.many_from else self.few
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Return the kernels in use: each needs the weights in its own format."""
+        return (self.few,) if self.few == self.many else (self.few, self.many)
+
+    def __str__(self) -> str:
+        if self.few == self.many:
+            return self.few
+        return f"{self.few} below {self.many_from} rows, {self.many} from there"
+
+
+def only(kernel: Kernel) -> KernelChoice:
+    """Return the choice of one kernel for all rows."""
+    return KernelChoice(kernel, kernel)
+
+
+def choose(seconds: Mapping[Kernel, Sequence[float]], rows: Sequence[int], max_kernels: int = 2) -> KernelChoice:
+    """Return the choice with the fewest kernels that is within `MARGIN` of the fastest everywhere.
+
+    If there is none, return the choice whose worst ratio to the fastest is the smallest. At most one kernel for few
+    rows and one for many: so one disturbed measurement cannot make a choice that alternates.
+
+    Args:
+        seconds: of each kernel, one number for each of `rows`.
+        rows: ascending.
+        max_kernels: 1 where there is no memory for two copies of the weights.
+    """
+    kernels = [kernel for kernel in PREFERENCE if kernel in seconds]
+    fastest = [min(column) for column in zip(*(seconds[kernel] for kernel in kernels), strict=True)]
+
+    def slowdowns(choice: KernelChoice) -> list[float]:
+        return [seconds[choice.at(count)][i] / fastest[i] for i, count in enumerate(rows)]
+
+    singles = [only(kernel) for kernel in kernels]
+    for choice in singles:
+        if max(slowdowns(choice)) <= MARGIN:
+            return choice
+    if max_kernels == 1:
+        return min(singles, key=lambda choice: max(slowdowns(choice)))
+    pairs = [KernelChoice(few, many, count) for few, many in permutations(kernels, 2) for count in rows[1:]]
+    close = [choice for choice in pairs if max(slowdowns(choice)) <= MARGIN]
+    if close:
+        return min(close, key=lambda choice: sum(slowdowns(choice)))
+    return min(singles + pairs, key=lambda choice: max(slowdowns(choice)))

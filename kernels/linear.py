@@ -1,0 +1,207 @@
+"""Linear layers on a CPU: one weight in the format of each kernel that a `KernelChoice` names."""
+
+import ctypes
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from crossdock.kernels.build import cpu_flags, cpu_library
+from crossdock.kernels.choice import PREFERENCE, KernelChoice, only
+from crossdock.kernels.measure import Cells, Timed, measured_choice
+from crossdock.kernels.options import CpuKernels, Kernel
+
+_PANEL = 16  # outputs that lie together in a packed weight
+_HUGE_PAGE = 2 << 20
+_ROW_MULTIPLE = 8
+ROWS = (1, 4, 8, 16, 32, 64, 256)  # numbers of rows that are measured; 1,024 chooses as 256 does
+_MAX_BYTES = 32 << 20  # of weights measured per shape: more than stays in a core's cache, as a model's layers are
+_SLICE_BYTES = 8 << 20  # of a weight that is larger, so many are measured at a time
+
+
+def padded(rows: int) -> int:
+    """Return how many rows to compute for `rows` of a step: the next multiple of 8.
+
+    oneDNN prepares a kernel for each number of rows that it meets, and keeps the last 1,024. Below 8 the number stays:
+    there a row costs time.
+    """
+    return -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE if rows > _ROW_MULTIPLE else rows
+
+
+def usable_kernels(dtype: torch.dtype, setting: CpuKernels = "auto") -> tuple[Kernel, ...]:
+    """Return the kernels that compute linears of `dtype` on this machine and that `cpu_kernels` allows.
+
+    Raises:
+        ValueError: `cpu_kernels` names a kernel that cannot run; the message gives the reason.
+    """
+    reasons: dict[Kernel, str] = {}
+    if dtype is not torch.bfloat16:
+        reasons["own"] = f"it computes bfloat16 and the model is {str(dtype).removeprefix('torch.')}"
+    elif "avx512_bf16" not in cpu_flags():
+        reasons["own"] = "this CPU has no AVX512-BF16"
+    elif setting in ("auto", "own"):
+        try:
+            cpu_library("decoder")
+        except OSError as error:
+            reasons["own"] = str(error)
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        reasons["onednn"] = "this torch was built without oneDNN"
+    elif dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        reasons["onednn"] = "oneDNN has no bfloat16 on this CPU"
+    if setting == "auto":
+        return tuple(kernel for kernel in PREFERENCE if kernel not in reasons)
+    if setting in reasons:
+        raise ValueError(f"cpu_kernels {setting}: {reasons[setting]}; auto chooses a kernel that runs")
+    return (setting,)
+
+
+class OwnLinear:
+    """x [T, K] to [T, N] by decoder.cpp. A row's result does not depend on the other rows.
+
+    Raises:
+        OSError: decoder.cpp cannot be compiled.
+    """
+
+    def __init__(self, weight: Tensor) -> None:  # [N, K] bfloat16
+        self._library = cpu_library("decoder")
+        self.out_features, self.in_features = weight.shape
+        self.packed = _pack(weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty(len(x), self.out_features, dtype=torch.bfloat16)
+        self._library.crossdock_linear(
+            ctypes.c_void_p(x.data_ptr()),
+            *(ctypes.c_int64(len(x)), ctypes.c_int64(self.in_features), ctypes.c_void_p(self.packed.data_ptr())),
+            *(ctypes.c_int64(self.out_features), ctypes.c_void_p(out.data_ptr()), torch.get_num_threads()),
+        )
+        return out
+
+
+class OneDnnLinear:
+    """x [T, K] to [T, N] by oneDNN, over a weight in the blocks that oneDNN chooses for this CPU."""
+
+    def __init__(self, weight: Tensor) -> None:  # [N, K]
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 64)  # 64 rows: all numbers have one format
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
+        return out
+
+
+class TorchLinear:
+    """x [T, K] to [T, N] by `F.linear`, over the weight as it is."""
+
+    def __init__(self, weight: Tensor) -> None:  # [N, K]
+        self._weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight)
+
+
+FORMATS: dict[Kernel, Callable[[Tensor], OwnLinear | OneDnnLinear | TorchLinear]] = {
+    "own": OwnLinear,
+    "onednn": OneDnnLinear,
+    "torch": TorchLinear,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The matrices of a model that have one shape."""
+
+    out_features: int
+    in_features: int
+    count: int
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        return self.out_features * self.in_features * self.count * dtype.itemsize
+
+
+def linear_choice(
+    name: str, weights: Sequence[Weights], dtype: torch.dtype, kernels: Sequence[Kernel], max_kernels: int = 2
+) -> KernelChoice:
+    """Return the choice for products that run one after the other over the same rows: all have the same kernel.
+
+    Takes about a second, at the first start on a machine. See `measured_choice`.
+    """
+    if len(kernels) == 1:
+        return only(kernels[0])
+    shapes = [(each.out_features, each.in_features, each.count) for each in weights]
+    key = {"weights": shapes, "dtype": str(dtype)}
+    return measured_choice(name, key, kernels, ROWS, lambda: linear_cells(weights, dtype, kernels), max_kernels)
+
+
+def linear_cells(weights: Sequence[Weights], dtype: torch.dtype, kernels: Sequence[Kernel]) -> Cells:
+    """Return calls whose scaled seconds are those of all `weights`, for each kernel and each number of `ROWS`.
+
+    A call is one matrix, or a slice of its outputs small enough for a short call. The slices of several matrices are
+    called in turn: a weight that stays in the cache would make all kernels too fast.
+    """
+    cells: Cells = {}
+    for each in weights:
+        heights = [_slice_height(each, rows, dtype) for rows in ROWS]
+        for height in set(heights):
+            scale = each.count * each.out_features / height
+            one = torch.full((height, each.in_features), 0.01, dtype=dtype)
+            copies = max(1, min(int(scale), _MAX_BYTES // (one.numel() * dtype.itemsize)))
+            for kernel in kernels:
+                linears = [FORMATS[kernel](one.clone()) for _ in range(copies)]
+                for rows in (rows for rows, own in zip(ROWS, heights, strict=True) if own == height):
+                    used = linears[: max(1, int(5 * _call_flops() / (2 * rows * one.numel())))]
+                    x = torch.full((rows, each.in_features), 0.01, dtype=dtype)
+                    cells.setdefault((kernel, rows), []).append(Timed([partial(linear, x) for linear in used], scale))
+    return cells
+
+
+def _slice_height(weights: Weights, rows: int, dtype: torch.dtype) -> int:
+    """Return how many outputs of a matrix one call computes, a multiple of 48 unless it is all of them."""
+    most = min(_SLICE_BYTES / dtype.itemsize, _call_flops() / (2 * rows)) / weights.in_features
+    return min(weights.out_features, max(int(most) // 48 * 48, 48))
+
+
+def _call_flops() -> float:
+    return 1e8 * torch.get_num_threads()
+
+
+class ChosenLinear:
+    """A linear layer without bias: x [T, K] to [T, N], by the kernel that `choice` has for T rows."""
+
+    def __init__(self, weight: Tensor, choice: KernelChoice) -> None:
+        self._choice = choice
+        self.formats = {kernel: FORMATS[kernel](weight) for kernel in choice.kernels}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.formats[self._choice.at(len(x))](x)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    """Pack [N, K] into panels [N/16, K/2, 16, 2], so that each load feeds 16 outputs with two inputs."""
+    N, K = weight.shape
+    panels = weight.view(N // _PANEL, _PANEL, K // 2, 2).transpose(1, 2)
+    return _on_huge_pages(panels.numel()).view(panels.shape).copy_(panels)
+
+
+def _on_huge_pages(num_elements: int) -> Tensor:
+    """Return uninitialised bfloat16 memory on 2 MiB pages, if Linux grants them.
+
+    A step streams through all weights. With 4 KiB pages it would also wait for the translation of addresses.
+    """
+    size = -(-2 * num_elements // _HUGE_PAGE) * _HUGE_PAGE
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.bfloat16, count=num_elements)
+
+
+def interleave(gate: Tensor, up: Tensor) -> Tensor:
+    """Return both weights [I, E] as one [2 I, E] in which 16 outputs of one alternate with 16 of the other.
+
+    So a thread that computes a gate also computes the number it multiplies.
+    """
+    both = torch.stack([gate.view(-1, _PANEL, gate.shape[1]), up.view(-1, _PANEL, up.shape[1])], dim=1)
+    return both.view(2 * len(gate), -1)

@@ -1,0 +1,60 @@
+"""The benchmark of scaling: a server and a simulated fleet have the same settings and get the same arrivals."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from typer.testing import CliRunner
+
+from crossdock.cluster import cli
+from crossdock.cluster.bench.run import BenchOptions
+from crossdock.cluster.bench.workloads import read_trace
+from crossdock.router.scaling import ScalingConfig
+from tests.cluster.simulate.small_fleets import profile
+
+
+@pytest.fixture
+def scaling(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, imported as `python benchmarks/scaling.py` imports its neighbours."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("scaling")
+
+
+def test_flags_of_every_setting_are_flags_of_serve(scaling: ModuleType) -> None:
+    for setting in scaling.SETTINGS.values():
+        result = CliRunner().invoke(cli.app, ["config", *scaling.server_flags(setting)])
+        assert result.exit_code == 0, result.output
+        assert ScalingConfig.model_validate(setting["scaling"]).up_delay_s == 3.0
+
+
+def test_trace_has_the_phases_one_after_the_other(scaling: ModuleType, tmp_path: Path) -> None:
+    load = [scaling.Phase("a", 10, 0.5, 100, 8), scaling.Phase("b", 4, 1.0, 32, 64)]
+    scaling.write_trace(tmp_path / "trace.jsonl", load)
+    jobs = read_trace(tmp_path / "trace.jsonl")
+    assert [job.due for job in jobs] == [0, 2, 4, 6, 8, 10, 11, 12, 13]
+    assert [(job.prompt_tokens, job.output_tokens) for job in jobs] == [(100, 8)] * 5 + [(32, 64)] * 4
+
+
+def test_simulated_settings_decide_and_break_no_stream(scaling: ModuleType, tmp_path: Path) -> None:
+    """Prompts that need more than one replica, then streams that need more places than one has."""
+    load = [scaling.Phase("prompts", 12, 5, 256, 2), scaling.Phase("streams", 20, 5, 16, 200)]
+    load += [scaling.Phase("quiet", 30, 0.5, 16, 2)]
+    trace = tmp_path / "trace.jsonl"
+    scaling.write_trace(trace, load)
+    options = BenchOptions("", "trace", trace=trace, service_tier=scaling.CLASS)
+    tables = {}
+    for name, setting in scaling.SETTINGS.items():
+        outcome = scaling.simulate(setting, profile(max_num_seqs=64), 0.0, 2.0, options)
+        assert all(sample.ok for sample in outcome.samples)
+        rows = [
+            scaling.decision_figures(each.at, scaling.asdict(each.action), outcome.samples)
+            for each in outcome.decisions
+        ]
+        assert rows
+        assert not any(row["broken"] for row in rows)
+        tables[name] = scaling.trace_table(rows)
+        phases = scaling.figures(outcome.samples, load, 0.0)
+        assert [row["requests"] for row in phases.values()] == [60, 100, 15]
+    assert "decode to prefill" in tables["roles"]
+    assert "mixed: 1 to 2 replicas" in tables["sizes"]

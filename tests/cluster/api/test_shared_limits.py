@@ -1,0 +1,96 @@
+"""Limits of a key over sockets at two ingresses that can ask each other."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http_config import HttpConfig
+from crossdock.cluster.api.limits import READS_PER_MINUTE, Loan
+from crossdock.cluster.api.tokenizer import ModelTokenizer
+from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, eventually, refused, serving
+
+KEYS = [
+    {"key": "requests", "requests_per_minute": 5},
+    {"key": "tokens", "tokens_per_minute": 100},
+    {"key": "running", "max_concurrent_requests": 2},
+]
+
+
+@pytest.fixture
+def ingresses(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterator[list[httpx.Client]]:
+    """A connection to each of two ingresses."""
+    apps: list[Any] = []
+
+    def build(number: int) -> Any:
+        async def ask_peers(tenant: str, requests: float, tokens: float) -> list[Loan]:
+            return [apps[1 - number].state.lend(tenant, requests, tokens)]
+
+        config = HttpConfig.model_validate({"api_keys": KEYS, "replicas": 2})
+        return build_api(engine, tokenizer, config, ask_peers=ask_peers)  # type: ignore[arg-type]
+
+    apps += [build(0), build(1)]
+    with ExitStack() as stack:
+        urls = [stack.enter_context(LiveServer(app)) for app in apps]
+        yield [stack.enter_context(httpx.Client(base_url=url, timeout=20)) for url in urls]
+
+
+def post(http: httpx.Client, key: str, **fields: Any) -> httpx.Response:
+    body = {"prompt": "Hi", "max_tokens": 1, **fields}
+    return http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+
+
+def test_one_connection_may_use_the_whole_limit_of_requests(ingresses: list[httpx.Client]) -> None:
+    answers = [post(ingresses[0], "requests") for _ in range(5)]
+    assert [answer.status_code for answer in answers] == [200] * 5
+    for http in ingresses:
+        refused(post(http, "requests"), 429, code="rate_limit_exceeded")
+
+
+def test_one_connection_may_use_the_whole_limit_of_tokens_and_no_more(ingresses: list[httpx.Client]) -> None:
+    spent = 0
+    while (answer := post(ingresses[0], "tokens", max_tokens=5, ignore_eos=True)).status_code == 200:
+        spent += answer.json()["usage"]["total_tokens"]
+    refused(answer, 429, code="rate_limit_exceeded")
+    assert 90 <= spent <= 100
+    refused(post(ingresses[1], "tokens", max_tokens=20), 429, code="rate_limit_exceeded")
+
+
+def test_running_requests_count_wherever_they_run(ingresses: list[httpx.Client], engine: ScriptedDispatcher) -> None:
+    gate = threading.Event()
+
+    def held(submission: Any) -> Iterator[Any]:
+        while not gate.is_set():
+            yield 0.01
+        yield from engine.story(submission)
+
+    engine.script = held  # type: ignore[assignment]
+    begun = [threading.Thread(target=post, args=(http, "running")) for http in ingresses]
+    for thread in begun:
+        thread.start()
+    eventually(lambda: engine.running == 2)
+    for http in ingresses:
+        with httpx.Client(base_url=http.base_url, timeout=20) as other:
+            assert "2 requests at once" in refused(post(other, "running"), 429)["message"]
+    gate.set()
+    for thread in begun:
+        thread.join()
+    assert post(ingresses[0], "running").status_code == 200
+
+
+def test_reads_of_a_key_are_limited(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    with serving(engine, tokenizer, HttpConfig(api_keys=("a", "b"))) as http:
+
+        def get(key: str) -> httpx.Response:
+            return http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+
+        codes = [get("a").status_code for _ in range(READS_PER_MINUTE)]
+        assert set(codes) == {200}
+        eventually(lambda: get("a").status_code == 429, 60)
+        assert "GET" in refused(get("a"), 429)["message"]
+        assert get("b").status_code == 200
+        assert http.get("/health").status_code == 200

@@ -1,0 +1,367 @@
+"""vLLM's fields of requests and answers over sockets, whole and streamed, as OpenAI's client reads them."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
+from typing import Any, cast
+
+import httpx
+import openai
+import pytest
+
+from crossdock.cluster.api import bounds
+from crossdock.cluster.api.http_config import HttpConfig
+from crossdock.cluster.api.keys import ApiKey
+from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.workers.schedule.request import Submission, TokenDelta
+from tests.cluster.api.engine_api import EngineApi
+from tests.cluster.api.scripted_api import (
+    HI,
+    STORY,
+    VOCAB_SIZE,
+    ScriptedDispatcher,
+    complete,
+    events,
+    refused,
+    serving,
+)
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+
+def chat(http: httpx.Client, **fields: Any) -> Any:
+    """Return the body of a chat's answer, which must succeed; the events of a stream."""
+    answer = http.post("/v1/chat/completions", json={"messages": HI, **fields})
+    assert answer.status_code == 200, answer.text
+    return events(answer) if fields.get("stream") else answer.json()
+
+
+@pytest.fixture(scope="module")
+def wide(shared_engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterator[httpx.Client]:
+    """A server that lists any number of log-probabilities."""
+    config = HttpConfig(max_logprobs=-1, trust_request_chat_template=True)
+    with serving(shared_engine, tokenizer, config) as http:
+        yield http
+
+
+# -- log-probabilities -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_are_written_as_ids_in_completions(
+    http: httpx.Client, tokenizer: ModelTokenizer, engine: ScriptedDispatcher, stream: bool
+) -> None:
+    body = {"prompt": "Hi", "logprobs": 2, "max_tokens": 100, "return_tokens_as_token_ids": True, "stream": stream}
+    answer = http.post("/v1/completions", json=body)
+    choices = [chunk["choices"][0] for chunk in (events(answer) if stream else [answer.json()])]
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+    ids = [*tokenizer.encode(STORY), engine.eos]
+    assert tokens == [f"token_id:{token}" for token in ids]
+    tops = [top for choice in choices for top in choice["logprobs"]["top_logprobs"]]
+    assert tops[0] == {f"token_id:{ids[0]}": -0.25, f"token_id:{ids[0] + 1}": -1.25}
+    assert "".join(choice["text"] for choice in choices) == STORY
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_are_written_as_ids_in_chats(http: httpx.Client, tokenizer: ModelTokenizer, stream: bool) -> None:
+    body = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True, "stream": stream}
+    answer = chat(http, **body)
+    shapes = [chunk["choices"][0]["logprobs"] for chunk in answer if chunk["choices"]] if stream else []
+    shapes = shapes or [answer["choices"][0]["logprobs"]]
+    content = [entry for shape in shapes if shape for entry in shape["content"]]
+    ids = tokenizer.encode(STORY)
+    assert [entry["token"] for entry in content[:-1]] == [f"token_id:{token}" for token in ids]
+    assert content[0]["top_logprobs"][0]["token"] == f"token_id:{ids[0]}"
+    assert b"".join(bytes(entry["bytes"]) for entry in content[:-1]).decode() == STORY
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_listed_tokens_replace_the_likeliest(
+    http: httpx.Client, engine: ScriptedDispatcher, tokenizer: ModelTokenizer, stream: bool
+) -> None:
+    listed = [300, 5, 301]
+    body = {"logprobs": 1, "logprob_token_ids": listed, "max_tokens": 2, "return_tokens_as_token_ids": True}
+    answer = http.post("/v1/completions", json={"prompt": "Hi", "stream": stream, **body})
+    choice = (events(answer)[0] if stream else answer.json())["choices"][0]
+    first = tokenizer.encode(STORY)[0]
+    assert choice["logprobs"]["top_logprobs"][0].keys() == {f"token_id:{token}" for token in (first, *listed)}
+    assert engine.submissions[0].sampling.logprob_token_ids == tuple(listed)
+    fields = {"logprobs": True, "logprob_token_ids": listed, "return_tokens_as_token_ids": True, "max_tokens": 2}
+    shape = chat(http, **fields)["choices"][0]["logprobs"]["content"][0]
+    assert {entry["token"] for entry in shape["top_logprobs"]} == {f"token_id:{t}" for t in (first, *listed)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprob_token_ids": [5]}, "logprob_token_ids"),
+        ({"logprob_token_ids": [VOCAB_SIZE], "logprobs": True}, "logprob_token_ids"),
+        ({"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ],
+)
+def test_logprobs_that_contradict_or_pass_the_maximum_are_refused(
+    http: httpx.Client, engine: ScriptedDispatcher, fields: dict[str, Any], param: str
+) -> None:
+    error = refused(http.post("/v1/chat/completions", json={"messages": HI, **fields}), 400, param=param)
+    if param.endswith("_logprobs"):
+        assert "maximum of 20 (--max-logprobs)" in error["message"]
+    assert engine.submissions == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_minus_one_lists_the_whole_vocabulary(wide: httpx.Client, engine: ScriptedDispatcher, stream: bool) -> None:
+    ids = {"return_tokens_as_token_ids": True, "max_tokens": 2}
+    answer = wide.post("/v1/completions", json={"prompt": "Hi", "logprobs": -1, "stream": stream, **ids})
+    choice = (events(answer)[0] if stream else answer.json())["choices"][0]
+    assert len(choice["logprobs"]["top_logprobs"][0]) == VOCAB_SIZE
+    answer = chat(wide, logprobs=True, top_logprobs=-1, stream=stream, **ids)
+    shapes = [part["choices"][0]["logprobs"] for part in answer if part["choices"]] if stream else []
+    shapes = [shape for shape in shapes if shape] or [answer["choices"][0]["logprobs"]]
+    assert len(shapes[0]["content"][0]["top_logprobs"]) == VOCAB_SIZE
+    assert engine.submissions[-1].sampling.logprobs == VOCAB_SIZE
+
+
+def test_minus_one_lists_the_whole_vocabulary_for_each_prompt_token(wide: httpx.Client) -> None:
+    answer = chat(wide, prompt_logprobs=-1, max_tokens=1)
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert len(answer["prompt_logprobs"][1]) == VOCAB_SIZE
+    [choice] = complete(wide, "Hi there", echo=True, logprobs=-1, max_tokens=0, return_tokens_as_token_ids=True)[
+        "choices"
+    ]
+    assert len(choice["logprobs"]["top_logprobs"][1]) == VOCAB_SIZE
+
+
+@pytest.mark.parametrize(("field", "num_tokens"), [("logprobs", 190), ("prompt_logprobs", 1)])
+def test_more_logprobs_than_an_answer_may_list_are_refused(
+    wide: httpx.Client, engine: ScriptedDispatcher, field: str, num_tokens: int
+) -> None:
+    body = {"prompt": [5, 6], field: 619, "max_tokens": num_tokens, "n": 128}
+    if field == "prompt_logprobs":
+        body["prompt"] = [5] * 100
+    error = refused(wide.post("/v1/completions", json=body), 400, param=field)
+    assert str(bounds.MANY_LOGPROBS) in error["message"]
+    assert "logprob_token_ids" in error["message"]
+    assert engine.submissions == []
+    body[field] = 20
+    assert wide.post("/v1/completions", json={**body, "n": 8}).status_code == 200
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_event_of_a_completion_has_the_usage_of_its_choice(http: httpx.Client, tokenizer: ModelTokenizer) -> None:
+    body = {"prompt": ["Hi", "The dog"], "n": 2, "max_tokens": 5, "stream": True, **USAGE}
+    *chunks, last = events(http.post("/v1/completions", json=body))
+    seen: dict[int, list[int]] = {}
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        numbers = chunk["usage"]
+        assert numbers["prompt_tokens"] == len(tokenizer.encode("Hi" if choice["index"] < 2 else "The dog"))
+        assert numbers["total_tokens"] == numbers["prompt_tokens"] + numbers["completion_tokens"]
+        seen.setdefault(choice["index"], []).append(numbers["completion_tokens"])
+    assert sorted(seen) == [0, 1, 2, 3]
+    for counts in seen.values():
+        assert counts == sorted(counts)
+        assert counts[-1] == 5
+    assert last["usage"]["completion_tokens"] == 20
+
+
+def test_every_event_of_a_chat_has_the_usage_of_its_choice(client: openai.OpenAI) -> None:
+    options: Any = USAGE["stream_options"]
+    chunks = list(client.chat.completions.create(model="tiny", messages=HI, stream=True, stream_options=options))  # type: ignore[arg-type]
+    counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage]
+    assert len(counts) == len(chunks)
+    assert counts[0] == 0
+    assert counts[1] == 1
+    assert counts == sorted(counts)
+    assert counts[-1] == counts[-2]
+
+
+def test_usage_in_every_event_needs_usage(http: httpx.Client) -> None:
+    body = {"prompt": "Hi", "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    refused(http.post("/v1/completions", json=body), 400, param="stream_options.continuous_usage_stats")
+
+
+def test_prompt_token_ids_are_streamed_once(http: httpx.Client, engine: ScriptedDispatcher) -> None:
+    """A chat has them in its first event, beside the choices, as vLLM does; a completion in each choice's first."""
+    first, *others = chat(http, stream=True, n=2, return_token_ids=True)
+    assert first["prompt_token_ids"] == engine.submissions[0].prompt_token_ids
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert not any("prompt_token_ids" in chunk or "prompt_token_ids" in chunk["choices"][0] for chunk in others)
+    for index in range(2):
+        deltas = [chunk["choices"][0] for chunk in others if chunk["choices"][0]["index"] == index]
+        assert [token for delta in deltas for token in delta.get("token_ids", ())][-1] == engine.eos
+    body = {"prompt": ["a", "The dog"], "return_token_ids": True, "stream": True}
+    having: dict[int, int] = {}
+    for chunk in events(http.post("/v1/completions", json=body)):
+        [choice] = chunk["choices"]
+        having[choice["index"]] = having.get(choice["index"], 0) + ("prompt_token_ids" in choice)
+    assert having == {0: 1, 1: 1}
+
+
+def test_prompt_token_ids_reach_openais_client(client: openai.OpenAI, engine: ScriptedDispatcher) -> None:
+    extra: Any = {"return_token_ids": True}
+    stream = client.chat.completions.create(model="tiny", messages=HI, stream=True, extra_body=extra)  # type: ignore[arg-type]
+    first, *others = list(stream)
+    assert first.model_extra is not None
+    assert first.model_extra["prompt_token_ids"] == engine.submissions[0].prompt_token_ids
+    assert not any((chunk.model_extra or {}).get("prompt_token_ids") for chunk in others)
+
+
+def test_stream_of_a_lost_replica_goes_on_with_right_usage_and_ids(tokenizer: ModelTokenizer) -> None:
+    async def main() -> None:
+        async with EngineApi(tokenizer, num_replicas=2) as api:
+            body: dict[str, Any] = {
+                "prompt": [5] * 20,
+                "max_tokens": 200,
+                "ignore_eos": True,
+                "seed": 3,
+                "stream": True,
+            }
+            body |= {"return_token_ids": True, "logprobs": 0, **USAGE}
+
+            async def ask() -> list[Any]:
+                return events(await api.http.post("/v1/completions", json=body))
+
+            wanted = await ask()
+            generate = api.dispatcher.generate
+
+            async def dying(submission: Submission) -> AsyncIterator[TokenDelta]:
+                """Kill the replica that made 50 tokens."""
+                num_tokens = 0
+                async with aclosing(cast(AsyncGenerator[TokenDelta, None], generate(submission))) as deltas:
+                    async for delta in deltas:
+                        num_tokens += len(delta.token_ids)
+                        if num_tokens == 50:
+                            api.replicas[int(api.dispatcher.fleet.num_booked("r1") > 0)].is_killed = True
+                        yield delta
+
+            api.dispatcher.generate = dying  # type: ignore[method-assign]
+            found = await ask()
+            assert 'crossdock_ingress_placed_again_total{ingress="0"} 1.0' in await api.dispatcher.metrics_text()
+            for chunks in (wanted, found):
+                choices = [chunk["choices"][0] for chunk in chunks[:-1]]
+                assert [choice for choice in choices if "prompt_token_ids" in choice] == [choices[0]]
+                num_tokens = 0
+                for chunk in chunks[:-1]:
+                    num_tokens += len(chunk["choices"][0]["token_ids"])
+                    assert len(chunk["choices"][0]["logprobs"]["tokens"]) == len(chunk["choices"][0]["token_ids"])
+                    assert chunk["usage"]["completion_tokens"] == num_tokens
+                assert chunks[-1]["usage"]["completion_tokens"] == num_tokens == 200
+            assert _token_ids(found) == _token_ids(wanted)
+
+    asyncio.run(main())
+
+
+def _token_ids(chunks: list[Any]) -> list[int]:
+    return [token for chunk in chunks[:-1] for token in chunk["choices"][0]["token_ids"]]
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_of_chat_begins_with_the_assistants_text(http: httpx.Client, stream: bool) -> None:
+    """A user's last message is not repeated: the answer is the assistant's."""
+
+    def texts(**fields: Any) -> list[str]:
+        answer = chat(http, stream=stream, n=2, **fields)
+        if not stream:
+            return [choice["message"]["content"] for choice in answer["choices"]]
+        parts = [chunk["choices"][0] for chunk in answer]
+        return ["".join(p["delta"].get("content", "") for p in parts if p["index"] == i) for i in range(2)]
+
+    half = [*HI, {"role": "assistant", "content": [{"type": "text", "text": "Well, "}]}]
+    assert texts(messages=half, echo=True, continue_final_message=True) == ["Well, " + STORY] * 2
+    assert texts(messages=half, continue_final_message=True) == [STORY] * 2
+    assert texts(echo=True) == [STORY] * 2
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", slice(-3, None)), ("right", slice(0, 3)), (None, slice(-3, None))])
+def test_prompt_is_cut_at_the_side_asked_for(
+    http: httpx.Client, engine: ScriptedDispatcher, tokenizer: ModelTokenizer, side: str | None, kept: slice
+) -> None:
+    text = "The quick brown fox jumps"
+    complete(http, text, truncate_prompt_tokens=3, truncation_side=side)
+    assert engine.submissions[-1].prompt_token_ids == tokenizer.encode(text)[kept]
+    complete(http, text, truncation_side=side)
+    assert engine.submissions[-1].prompt_token_ids == tokenizer.encode(text)
+    complete(http, [7] * 300, truncate_prompt_tokens=-1, truncation_side=side, max_tokens=20)
+    assert engine.submissions[-1].prompt_token_ids == [7] * 180
+
+
+def test_template_gets_documents_and_effort(
+    wide: httpx.Client, engine: ScriptedDispatcher, tokenizer: ModelTokenizer
+) -> None:
+    def prompt(template: str, **fields: Any) -> str:
+        chat(wide, chat_template=template, **fields)
+        return tokenizer.decode(engine.submissions[-1].prompt_token_ids)
+
+    assert prompt("{{ documents[0].text }}!", documents=[{"text": "fox"}]) == "fox!"
+    effort = "{{ reasoning_effort }} {{ enable_thinking }}"
+    assert prompt(effort, reasoning_effort="low") == "low True"
+    assert prompt(effort, reasoning_effort="none") == "none False"
+    assert prompt(effort, reasoning_effort="low", chat_template_kwargs={"enable_thinking": False}) == "low False"
+    assert prompt("{{ enable_thinking }}", reasoning_effort="max") == "True"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"documents": [{"text": "a"}]}, "documents"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
+        ({"documents": [{"text": 5}]}, "documents[0].text"),
+        ({"parallel_tool_calls": False, "tools": [TOOL]}, "parallel_tool_calls"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+    ],
+)
+def test_field_that_the_model_cannot_follow_is_refused(
+    http: httpx.Client, engine: ScriptedDispatcher, fields: dict[str, Any], param: str
+) -> None:
+    refused(http.post("/v1/chat/completions", json={"messages": HI, **fields}), 400, param=param)
+    assert engine.submissions == []
+    neutral = {"documents": [], "reasoning_effort": "none", "parallel_tool_calls": False, "functions": []}
+    assert chat(http, **neutral)["choices"][0]["message"]["content"] == STORY
+
+
+# -- the request -------------------------------------------------------------------------------------------------------
+
+
+def test_bad_words_reach_engine_in_both_spellings(
+    http: httpx.Client, engine: ScriptedDispatcher, tokenizer: ModelTokenizer
+) -> None:
+    complete(http, bad_words=["dog", " lazy fox", "dog"])
+    words = ("dog", " dog", "lazy fox", " lazy fox")
+    assert engine.submissions[0].sampling.bad_words == tuple(tuple(tokenizer.encode(word)) for word in words)
+    refused(http.post("/v1/completions", json={"prompt": "Hi", "bad_words": ["dog", "  "]}), 400, param="bad_words")
+
+
+def test_priority_reaches_engine(http: httpx.Client, engine: ScriptedDispatcher) -> None:
+    complete(http, priority=-7, n=2)
+    complete(http)
+    assert [submission.priority_in_class for submission in engine.submissions] == [-7, -7, 0]
+
+
+def test_key_cannot_pass_other_keys_by_priority(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    with serving(engine, tokenizer, HttpConfig(api_keys=(ApiKey(key="k"),))) as http:
+        http.headers["authorization"] = "Bearer k"
+        refused(http.post("/v1/completions", json={"prompt": "Hi", "priority": -1}), 400, param="priority")
+        complete(http, priority=1)
+    assert [submission.priority_in_class for submission in engine.submissions] == [1]
+
+
+def test_request_id_of_body_names_the_answer_unless_the_header_does(
+    http: httpx.Client, engine: ScriptedDispatcher
+) -> None:
+    body = {"messages": HI, "request_id": "mine"}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert (answer.json()["id"], answer.headers["x-request-id"]) == ("chatcmpl-mine", "mine")
+    assert http.get("/v1/requests/mine").status_code == 200
+    answer = http.post("/v1/chat/completions", json={**body, "stream": True}, headers={"x-request-id": "theirs"})
+    assert (events(answer)[0]["id"], answer.headers["x-request-id"]) == ("chatcmpl-theirs", "theirs")
+    assert [submission.request_id for submission in engine.submissions] == ["mine", "theirs"]

@@ -1,0 +1,168 @@
+"""`ray up` brings up the cluster that `crossdock deploy render` describes, on machines that it reaches by SSH alone."""
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from transformers import PreTrainedTokenizerFast
+
+from crossdock.cluster.deploy.command import Target, rendered
+from tests.cluster.deploy import streaming_clients
+from tests.cluster.deploy.machines import HOME, KEY, NETWORK, Machine, machines, why_not
+from tests.workers.architectures import build
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
+]
+HEAD, WORKERS = f"{NETWORK}.2", [f"{NETWORK}.3", f"{NETWORK}.4"]
+SECRET = "sk-ray-up-soak"
+CLUSTER = f"{HOME}/ray-cluster.yaml"
+
+
+def configuration(budget: int) -> dict[str, Any]:
+    """Return a configuration with two machines, two replicas and two ingresses. `budget`: max_num_batched_tokens."""
+    return {
+        "model": {"path": "/tmp/model", "served_name": "small", "dtype": "float32"},
+        "engine": {"kv_cache_memory": "40MiB", "max_num_batched_tokens": budget, "admission": "queue"},
+        "pools": [{"name": "mixed", "replicas": 2, "num_cpus": 1, "node_labels": {"shelf": "left"}}],
+        "http": {"host": "0.0.0.0", "replicas": 2, "api_keys_file": "/tmp/keys/api-keys.yaml"},
+        "deploy": {
+            "image": None,
+            "ssh_user": "root",
+            "ssh_private_key": KEY,
+            "provider": {"type": "local", "head_ip": HEAD},
+            "nodes": [{"pool": "mixed", "cpus": 2, "memory": "4Gi", "addresses": WORKERS}],
+        },
+    }
+
+
+def render(laptop: Machine, target: Target, name: str, budget: int) -> None:
+    """Write a manifest into the home directory of `laptop`, as `crossdock deploy render` prints it."""
+    source = laptop.home / "crossdock.yaml"
+    source.write_text(yaml.safe_dump(configuration(budget)))
+    (laptop.home / name).write_text(rendered(source, target))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, tokenizers: dict[str, PreTrainedTokenizerFast]) -> Iterator[dict[str, Machine]]:
+    """A laptop and three machines that have the model, and as yet no Ray."""
+    model = tmp_path / "model"
+    tokenizers["byte_level"].save_pretrained(model)
+    build("llama", {}).save_pretrained(model)
+    environment = {
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.1",
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # a worker waits so long for its head; by default a minute
+    }
+    with machines(tmp_path, ["laptop", "head", "one", "two"], environment) as made:
+        for machine in made.values():
+            shutil.copytree(model, machine.folder / "model")
+        keys = made["laptop"].home / ".crossdock"
+        keys.mkdir()
+        (keys / "api-keys.yaml").write_text(yaml.safe_dump([{"key": SECRET}]))
+        yield made
+
+
+def budgets(laptop: Machine) -> dict[str, int]:
+    """Return max_num_batched_tokens of each replica, as one of the ingresses knows it."""
+    answer = laptop.run(f"curl -sS -H 'Authorization: Bearer {SECRET}' http://{WORKERS[0]}:8000/v1/replicas || true")
+    try:
+        return {each["replica"]: each["profile"]["max_num_batched_tokens"] for each in json.loads(answer)["data"]}
+    except (ValueError, LookupError):  # Serve's proxy is not up, or has no ingress yet
+        return {}
+
+
+def wait_for_budget(laptop: Machine, budget: int, seconds: float = 240) -> dict[str, int]:
+    """Wait until there are two replicas and both have this budget."""
+    deadline = time.monotonic() + seconds
+    while len(found := budgets(laptop)) != 2 or set(found.values()) != {budget}:
+        assert time.monotonic() < deadline, (
+            f"{found}\n{laptop.run(f'ray exec {CLUSTER} {chr(34)}serve status{chr(34)}')}"
+        )
+        time.sleep(0.5)
+    return found
+
+
+def test_cluster_comes_up_over_ssh_serves_upgrades_without_losing_a_stream_and_goes_down(
+    cluster: dict[str, Machine], tmp_path: Path
+) -> None:
+    laptop, began = cluster["laptop"], time.monotonic()
+
+    def note(what: str) -> None:
+        print(f"{time.monotonic() - began:5.1f} s  {what}", flush=True)  # noqa: T201  # shown by pytest -s
+
+    bystander = tmp_path / "raylet"  # `ray stop` ends every process of this name that it finds
+    bystander.symlink_to("/bin/sleep")
+    ours = psutil.Popen([bystander, "900"])
+    theirs = psutil.Popen(cluster["head"].command("cp /bin/sleep /tmp/raylet; exec /tmp/raylet 900"))
+    try:
+        render(laptop, Target.RAY_UP, "ray-cluster.yaml", 128)
+        laptop.run("ray get-auth-token --generate")
+        while not cluster["head"].processes("/tmp/raylet"):
+            time.sleep(0.1)
+        laptop.run(f"ray up --yes --no-config-cache {CLUSTER}")
+        note("ray up: the head is up")
+        assert not cluster["head"].processes("/tmp/raylet"), "this is how ray stop ends what is not its own"
+        theirs.wait(10)
+        assert ours.is_running()
+
+        with subprocess.Popen(laptop.command(f"exec ray dashboard {CLUSTER}"), stdin=subprocess.PIPE) as forward:
+            try:
+                deploy(laptop, 128)
+                before = wait_for_budget(laptop, 128)
+                note("serve deploy: two replicas answer")
+                replicas = [cluster[name].processes("ray::ServeReplica:crossdock:mixed") for name in ("one", "two")]
+                assert sum(map(len, replicas)) == 2
+                assert not cluster["head"].processes("ray::ServeReplica")
+                outcome = upgraded(laptop, before, note)
+            finally:
+                forward.kill()
+        assert outcome["problems"] == []
+        assert outcome["ended"] >= 4
+        laptop.run(f"ray down --yes {CLUSTER}")
+        note("ray down")
+        assert not cluster["head"].processes("gcs_server")
+        deadline = time.monotonic() + 120
+        while any(cluster[name].processes("ray::") for name in ("one", "two")):
+            assert time.monotonic() < deadline, "the workers go on without a head"
+            time.sleep(1)
+        note("the workers have ended")
+        assert ours.is_running()
+    finally:
+        ours.kill()
+        ours.wait()
+        theirs.kill()
+        theirs.wait()
+
+
+def deploy(laptop: Machine, budget: int) -> None:
+    """Deploy the application through the forwarded port of the dashboard."""
+    render(laptop, Target.SERVE, "serve.yaml", budget)
+    laptop.run("until curl -s http://127.0.0.1:8265 > /dev/null; do sleep 0.2; done", 60)
+    laptop.run("RAY_AUTH_MODE=token serve deploy -a http://127.0.0.1:8265 serve.yaml")
+
+
+def upgraded(laptop: Machine, before: dict[str, int], note: Any) -> dict[str, Any]:
+    """Replace both replicas while clients stream through both proxies. Return what the clients saw."""
+    (laptop.home / "clients.py").write_text(Path(streaming_clients.__file__).read_text())
+    urls = " ".join(f"http://{address}:8000" for address in WORKERS)
+    command = laptop.command(f"python clients.py {SECRET} {urls}")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as clients:
+        time.sleep(5)
+        deploy(laptop, 160)
+        after = wait_for_budget(laptop, 160)
+        note("serve deploy: two other replicas answer")
+        assert not after.keys() & before.keys()
+        time.sleep(5)
+        printed, _ = clients.communicate(timeout=120)
+    outcome: dict[str, Any] = json.loads(printed)
+    note(f"{outcome['ended']} streams ended in full, problems: {outcome['problems']}")
+    return outcome

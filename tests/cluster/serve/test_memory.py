@@ -1,0 +1,32 @@
+"""Memory of a family of processes."""
+
+import os
+import subprocess
+import sys
+
+from crossdock.cluster.serve.memory import left, used_by_family
+
+_HOLD = "import os, sys; held = b'x' * (200 << 20); print(flush=True); sys.stdin.read()"
+_FORK = "import os, sys; held = b'x' * (200 << 20); os.fork(); print(flush=True); sys.stdin.read()"
+
+
+def started(code: str, lines: int) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    for _ in range(lines):
+        assert process.stdout.readline()
+    return process
+
+
+def test_memory_of_a_child_counts_and_what_a_fork_shares_counts_once() -> None:
+    before = used_by_family(os.getpid())
+    with started(_HOLD, 1) as one:
+        assert used_by_family(one.pid) >= 200 << 20
+        assert used_by_family(os.getpid()) >= before + (190 << 20)
+        one.kill()
+    with started(_FORK, 2) as two:
+        assert 200 << 20 <= used_by_family(two.pid) < 300 << 20
+        assert two.stdin is not None
+        two.stdin.close()
+    assert used_by_family(two.pid) == 0, "it has ended"
+    assert 0 < left() < 1 << 50

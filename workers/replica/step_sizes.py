@@ -1,0 +1,25 @@
+"""How much a step computes, and for how many requests, where the configuration leaves it to the device."""
+
+import logging
+
+import torch
+
+from crossdock.workers.model.model import PagedModel
+from crossdock.workers.replica.config import EngineConfig, StepSizes
+
+logger = logging.getLogger("ray.serve")
+
+
+def sized(config: EngineConfig, model: PagedModel) -> EngineConfig:
+    """Return the configuration with the numbers that it leaves to the device of `model`, which are logged."""
+    if config.max_num_batched_tokens and config.max_num_seqs:
+        return config
+    name, memory = "CPU", 0
+    if model.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(model.device)
+        name, memory = properties.name, properties.total_memory
+    result = config.sized(StepSizes.of_device(name, memory), model.max_model_len)
+    logger.info(
+        "for %s: max_num_batched_tokens %d, max_num_seqs %d", name, result.max_num_batched_tokens, result.max_num_seqs
+    )
+    return result

@@ -1,0 +1,197 @@
+"""vLLM's names for Crossdock's metrics, so that dashboards and autoscalers made for vLLM can read them.
+
+One table says which of our families each name is made from. Nothing is counted twice: a name's samples are sums over
+ours at the moment of the scrape, with our buckets. Names, types and labels are those of vLLM 0.32 (November 2026),
+vllm/v1/metrics/loggers.py.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+ENGINE = "0"  # label `engine`: a replica is one engine. The label `replica` tells replicas apart
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The samples of one of our families that a name sums."""
+
+    family: str
+    only: tuple[str, tuple[str, ...]] | None = None  # a label, and its values that count; None: every sample
+    labels: Mapping[str, str] = field(default_factory=dict)  # our label: vLLM's; the sum is over all other labels
+    fixed: Mapping[str, str] = field(default_factory=dict)  # further labels of the result
+
+    def takes(self, labels: Mapping[str, str]) -> bool:
+        return self.only is None or labels.get(self.only[0]) in self.only[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """One of vLLM's metrics. A counter's samples end in `_total`, which `name` lacks."""
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram"]
+    text: str
+    sources: tuple[Source, ...]
+    share_of: str | None = None  # a family: the result is a share of the sum of all its samples
+
+
+def _gauge(name: str, text: str, *sources: Source, share_of: str | None = None) -> Name:
+    return Name(name, "gauge", text, sources, share_of)
+
+
+def _counter(name: str, text: str, *sources: Source) -> Name:
+    return Name(name, "counter", text, sources)
+
+
+def _histogram(name: str, text: str, family: str, phase: str | None = None) -> Name:
+    return Name(name, "histogram", text, (Source(family, None if phase is None else ("phase", (phase,))),))
+
+
+_ACTIVE, _PAGES, _INFO = "crossdock_requests_active", "crossdock_pages", "crossdock_kv_cache_info"
+_COMPUTED, _CACHED = "crossdock_prompt_tokens", "crossdock_cached_tokens"
+_PHASES = "crossdock_request_phase_seconds"
+_PAGE_LABELS = {
+    "page_size": "block_size",
+    "num_pages": "num_gpu_blocks",
+    "kv_cache_dtype": "cache_dtype",
+    "enable_prefix_caching": "enable_prefix_caching",
+}
+
+OF_REPLICAS = (
+    _gauge("num_requests_running", "Requests that are computed.", Source(_ACTIVE, ("status", ("running",)))),
+    _gauge("num_requests_waiting", "Requests that wait.", Source(_ACTIVE, ("status", ("waiting", "held")))),
+    _gauge(
+        "num_requests_waiting_by_reason",
+        "Waiting requests: capacity: for pages or a place in a step; deferred: for a transfer of KV pages.",
+        Source(_ACTIVE, ("status", ("waiting",)), fixed={"reason": "capacity"}),
+        Source(_ACTIVE, ("status", ("held",)), fixed={"reason": "deferred"}),
+    ),
+    _gauge(
+        "engine_sleep_state",
+        "1 for awake: Crossdock's engines never sleep.",
+        Source(_INFO, fixed={"sleep_state": "awake"}),
+    ),
+    _gauge(
+        "kv_cache_usage_perc",
+        "Share of the KV pages that requests hold, from 0 to 1.",
+        Source(_PAGES, ("state", ("owned", "quarantined"))),
+        share_of=_PAGES,
+    ),
+    _gauge("cache_config_info", "The KV pages of the replica.", Source(_INFO, labels=_PAGE_LABELS)),
+    _counter("num_preemptions", "Requests preempted.", Source("crossdock_preemptions")),
+    _counter("prompt_tokens", "Prompt tokens, computed or cached.", Source(_COMPUTED), Source(_CACHED)),
+    _counter(
+        "prompt_tokens_by_source",
+        "Prompt tokens by source.",
+        Source(_COMPUTED, fixed={"source": "local_compute"}),
+        Source(_CACHED, fixed={"source": "local_cache_hit"}),
+    ),
+    _counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", Source(_CACHED)),
+    _counter(
+        "prompt_tokens_cached_by_source",
+        "Cached prompt tokens by where they were.",
+        Source(_CACHED, fixed={"source": "device"}),
+    ),
+    _counter("prefix_cache_queries", "Prompt tokens looked up.", Source(_COMPUTED), Source(_CACHED)),
+    _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", Source(_CACHED)),
+    _counter("generation_tokens", "Tokens generated.", Source("crossdock_output_tokens")),
+    _histogram("iteration_tokens_total", "Tokens per step.", "crossdock_step_tokens"),
+    _histogram("inter_token_latency_seconds", "Between two tokens of a stream.", "crossdock_inter_token_seconds"),
+    _histogram("request_queue_time_seconds", "From arrival to the first chunk.", _PHASES, "queue"),
+    _histogram("request_prefill_time_seconds", "From the first chunk to the first token.", _PHASES, "prefill"),
+    _histogram("request_decode_time_seconds", "From the first token to the last.", _PHASES, "decode"),
+    _histogram("request_inference_time_seconds", "From the first chunk to the last token.", _PHASES, "inference"),
+    _histogram(
+        "request_prefill_kv_computed_tokens",
+        "Prompt tokens computed for a request, without cached ones.",
+        "crossdock_prefill_tokens",
+    ),
+)
+OF_INGRESSES = (
+    _counter(
+        "request_success",
+        "Requests ended.",
+        Source("crossdock_ingress_requests_ended", labels={"finish_reason": "finished_reason"}),
+    ),
+    _histogram(
+        "time_to_first_token_seconds",
+        "From submission to the first token.",
+        "crossdock_ingress_time_to_first_token_seconds",
+    ),
+    _histogram("e2e_request_latency_seconds", "From submission to the end.", "crossdock_ingress_request_seconds"),
+    _histogram(
+        "request_time_per_output_token_seconds",
+        "Mean gap between a request's tokens.",
+        "crossdock_ingress_time_per_output_token_seconds",
+    ),
+    _histogram("request_prompt_tokens", "Prompt tokens of a request.", "crossdock_ingress_prompt_tokens"),
+    _histogram("request_generation_tokens", "Tokens of an output.", "crossdock_ingress_output_tokens"),
+    _histogram(
+        "request_max_num_generation_tokens",
+        "Tokens of an output: every choice is a request of its own.",
+        "crossdock_ingress_output_tokens",
+    ),
+    _histogram("request_params_max_tokens", "Most tokens that a request may get.", "crossdock_ingress_max_tokens"),
+)
+
+
+def exposition(registry: Collector, names: Iterable[Name], model_name: str | None) -> str:
+    """Return the text of a registry; with a `model_name` also under vLLM's names. Each collector is asked once."""
+    families = list(registry.collect())
+    if model_name is not None:
+        families += vllm_families(names, families, model_name)
+    return generate_latest(_Collected(families)).decode()
+
+
+class _Collected(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def vllm_families(names: Iterable[Name], families: Iterable[Metric], model_name: str) -> Iterator[Metric]:
+    """Yield the families that vLLM has under these names, made from ours.
+
+    Args:
+        names: `OF_REPLICAS` or `OF_INGRESSES`.
+        families: all families of one registry, as it collects them; each source must be among them.
+        model_name: value of the label `model_name`.
+    """
+    ours = {family.name: family for family in families}
+    for each in names:
+        found = Metric(f"vllm:{each.name}", each.text, each.kind)
+        total = _total(ours[each.share_of]) if each.share_of is not None else 1.0
+        for (suffix, labels), value in _sums(each, ours).items():
+            found.add_sample(
+                found.name + suffix, {"model_name": model_name, "engine": ENGINE, **dict(labels)}, value / (total or 1)
+            )
+        yield found
+
+
+_Key = tuple[str, tuple[tuple[str, str], ...]]  # a sample's suffix, and its labels
+
+
+def _sums(name: Name, ours: Mapping[str, Metric]) -> dict[_Key, float]:
+    sums: dict[_Key, float] = defaultdict(float)
+    for source in name.sources:
+        family = ours[source.family]
+        kept = {**source.labels, "le": "le"}
+        for sample in family.samples:
+            suffix = sample.name.removeprefix(family.name)
+            if suffix == "_created" or not source.takes(sample.labels):
+                continue
+            labels = {kept[label]: value for label, value in sample.labels.items() if label in kept}
+            sums[suffix, tuple((labels | dict(source.fixed)).items())] += sample.value
+    return sums
+
+
+def _total(family: Metric) -> float:
+    return float(sum(sample.value for sample in family.samples))
