@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from crossdock.workers.schedule.chunking import LEAST_SHARE, share_of_prompts
 from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.order import is_starving
 from crossdock.workers.schedule.request import Leg, Request
 from crossdock.workers.schedule.table import RequestTable
 
@@ -61,7 +62,7 @@ class Forecast:
         return ttft + drain, own + drain
 
     def _backlog(self) -> list[tuple[tuple[int, int], float]]:
-        """Return (urgency, seconds) of every unfinished prompt.
+        """Return (urgency, seconds) of every unfinished prompt. One that starves goes before all that do not.
 
         Between two steps prompts only arrive, at times by the thousand: seconds of those before are computed once.
         """
@@ -74,13 +75,16 @@ class Forecast:
         queued = zip(waiting, self._seconds, strict=True)
         running = (other for other in self.table.running if not other.is_decoding)
         return [
-            *((other.urgency, seconds) for other, seconds in queued if other.leg is not Leg.RECEIVE),
-            *((other.urgency, self.prefill_seconds(other)) for other in running),
+            *((self._turn(other), seconds) for other, seconds in queued if other.leg is not Leg.RECEIVE),
+            *((self._turn(other), self.prefill_seconds(other)) for other in running),
         ]
 
     def factor(self, request: Request) -> float:
         """Return how many times as long as others of its length a chunk of the prompt takes."""
         return self.scored_factor if request.sampling.prompt_logprobs is not None else 1.0
+
+    def _turn(self, request: Request) -> tuple[int, int]:
+        return (-1, 0) if is_starving(request, self.table.now, self.table.config.starvation_s) else request.urgency
 
     def prefill_seconds(self, request: Request) -> float:
         """Return the seconds of this replica's time that the rest of a request's prompt takes; 0 without a cost.

@@ -42,6 +42,23 @@ def test_request_without_promise_waits_however_late() -> None:
     assert late.status is Status.FINISHED
 
 
+def test_urgent_request_is_refused_where_starving_ones_go_before_it() -> None:
+    """Without the refusal its promise would be broken: prompts that starve go before every class."""
+    replica = new_timed_replica(admission="reject", starvation_s=1.0)
+    waiting = [replica.add(f"waiting {number}", 3000, "standard", is_promised=False) for number in range(30)]
+    promised = replica.add("urgent", 30, "interactive", max_tokens=1)
+    assert promised.predicted_ttft is not None
+    assert promised.predicted_ttft < promised.ttft_deadline
+    while replica.now < waiting[0].ttft_deadline + 1.0:
+        replica.step()
+    with pytest.raises(Overloaded):
+        replica.add("late", 30, "interactive")
+    while any(request.status is not Status.FINISHED for request in waiting[1:]):
+        replica.step()
+    replica.add("in time", 30, "interactive")
+    replica.run()
+
+
 def test_unknown_class_is_refused_by_field() -> None:
     with pytest.raises(ValueError, match="slo_class 'gold' is not served here; there are interactive, standard, batch"):
         new_timed_replica().add("a", 3, "gold")
