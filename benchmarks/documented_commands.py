@@ -4,9 +4,9 @@
     python benchmarks/documented_commands.py --only 'simulate'   # commands that match an expression
 
 Prints a row per command: seconds, seconds of CPU and exit code. For a server the seconds are those until it has
-answered a request. Commands run in a folder of their own, with their documented settings and three changes: the port, so
-that another server may run; the default model in place of one that a reader would have; a trace of twenty requests. A
-command that needs what this machine lacks is listed with the reason. Exits with 1 if a command failed.
+answered a request. Commands run in a folder of their own, with their documented settings and three changes: the port,
+so that another server may run; the default model in place of one that a reader would have; a trace of twenty requests.
+A command that needs what this machine lacks is listed with the reason. Exits with 1 if a command failed.
 """
 
 import argparse

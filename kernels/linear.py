@@ -50,6 +50,8 @@ def usable_kernels(dtype: torch.dtype, setting: CpuKernels = "auto") -> tuple[Ke
             reasons["own"] = str(error)
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         reasons["onednn"] = "this torch was built without oneDNN"
+    elif dtype not in (torch.bfloat16, torch.float32):
+        reasons["onednn"] = "it is used for bfloat16 and float32"
     elif dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         reasons["onednn"] = "oneDNN has no bfloat16 on this CPU"
     if setting == "auto":

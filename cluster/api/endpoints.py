@@ -43,6 +43,7 @@ def build_api(
     tokenizer: ModelTokenizer,
     http: HttpConfig,
     tiers: Tiers | None = None,
+    *,
     defaults: GenerationDefaults | None = None,
     decisions: Decisions | None = None,
     ask_peers: AskPeers | None = None,

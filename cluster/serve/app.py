@@ -67,7 +67,15 @@ class Ingress:
         model = config.model
         defaults = GenerationDefaults.read(path, model.generation_config, model.override_generation_config)
         decisions = None if scaler is None else partial(_decisions, scaler)
-        self._api = build_api(self.dispatcher, tokenizer, config.http, tiers, defaults, decisions, self._ask_peers)
+        self._api = build_api(
+            self.dispatcher,
+            tokenizer,
+            config.http,
+            tiers,
+            defaults=defaults,
+            decisions=decisions,
+            ask_peers=self._ask_peers,
+        )
         follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
         with suppress(TimeoutError):  # without this wait an upgrade would route requests to an ingress without replicas
             async with asyncio.timeout(_FIRST_REPLICA_S):

@@ -22,7 +22,7 @@ const LARGE_GPU = { base: 0.004, per_prefill_token: 2e-5, per_attended: 2e-9, pe
 
 const form = document.getElementById("scenario");
 const state = document.getElementById("state");
-const costs = new Map([["a large GPU (an 8B model, for example)", LARGE_GPU]]);
+const costs = new Map([["a large GPU, 8B model", LARGE_GPU]]);
 const lanes = LANES.map(([policy, title, text]) => {
   const canvas = element("canvas"), caption = element("p", { className: "caption" });
   const root = element("section", { className: "card" },

@@ -74,6 +74,7 @@ export class Timeline {
     pen.fillRect(0, 0, width, height);
     const x = (seconds) => ((seconds - this.from) / (this.to - this.from)) * width;
     const ground = height - 16, middle = ground * (1 - LOWER);
+    const room = middle - (this.marks.length ? 18 : 0); // pixels for chunks, below the labels of marks
     this.#axis(pen, x, width, height, colour);
     for (const step of this.steps) {
       const left = x(step.started), across = Math.max(x(step.started + step.seconds) - left, 1);
@@ -83,7 +84,7 @@ export class Timeline {
       pen.fillRect(left, ground - tall, thick, tall);
       let foot = middle;
       for (const chunk of step.chunks) {
-        const rise = Math.max((chunk.num_tokens / this.mostTokens) * middle * 0.94, 2);
+        const rise = Math.max((chunk.num_tokens / this.mostTokens) * room * 0.94, 2);
         pen.fillStyle = COLOURS[chunk.prompt % COLOURS.length];
         pen.fillRect(left, foot - rise, thick, rise);
         if (thick > 26 && rise > 14) {
@@ -125,7 +126,7 @@ export class Timeline {
     pen.font = "11px system-ui, sans-serif";
     pen.fillStyle = colour("text");
     for (const [seconds, label] of this.marks) {
-      const at = x(seconds), isRoomBefore = at > 90; // before the first prompt nothing is drawn above the line
+      const at = x(seconds), isRoomBefore = at > pen.measureText(label).width + 10;
       pen.fillRect(at, 0, 1.5, height - 16);
       pen.textAlign = isRoomBefore ? "right" : "left";
       pen.fillText(label, at + (isRoomBefore ? -5 : 5), 12);

@@ -115,7 +115,7 @@ def test_tree_is_frozen() -> None:
             "pools: 'mixed' must have the classes of all, engine.slo_classes and engine.default_slo_class",
         ),
         ({"pools.mixed.engine.default_slo_class": "batch"}, "pools: 'mixed' must have the classes of all"),
-        ({"engine.max_num_batched_tokens": 10}, "max_num_batched_tokens (10) must be at least max_num_seqs (1)"),
+        ({"engine.max_num_batched_tokens": 10}, "engine: max_num_batched_tokens (10) must be at least max_num_seqs (1"),
         (
             {"engine.max_num_batched_tokens": 10, "engine.max_num_seqs": 8},
             "engine: max_num_batched_tokens (10) must be at least max_num_seqs (8) + page_size (16)",

@@ -81,6 +81,8 @@ def test_kernels_without_their_instructions_are_not_usable(monkeypatch: pytest.M
     with pytest.raises(ValueError, match="cpu_kernels onednn: oneDNN has no bfloat16 on this CPU; auto"):
         usable_kernels(torch.bfloat16, "onednn")
     assert usable_kernels(torch.bfloat16, "torch") == ("torch",)
+    with pytest.raises(ValueError, match="cpu_kernels onednn: it is used for bfloat16 and float32; auto"):
+        usable_kernels(torch.float16, "onednn")
 
 
 @needs_own

@@ -12,7 +12,7 @@ from crossdock.workers.schedule.request import Request, SamplingParams, Submissi
 
 _SWEPT_CHUNKS = (16, 64, 256, 1024, 4096)
 _LONG_STEP = 0.1  # seconds
-_MOST_SCORED_FACTOR = 4.0  # SmolLM2-135M: about 1.5; more than this is the noise of a busy machine
+_MOST_SCORED_FACTOR = 4.0  # more than this is the noise of a busy machine
 _SWEPT_CONTEXT = 16_384  # tokens of all streams together
 
 

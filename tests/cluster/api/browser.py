@@ -17,7 +17,7 @@ MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) i
 REASON = "needs a browser: apt-get install chromium chromium-driver"
 ARGUMENTS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1280,1100"
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --window-size=1280,1100"
 )
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for a reference to an element
 

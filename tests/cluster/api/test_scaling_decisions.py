@@ -25,7 +25,7 @@ async def hangs() -> list[dict[str, Any]]:
 
 def asked(tokenizer: ModelTokenizer, decisions: Any, key: str = "operator") -> httpx.Response:
     http = HttpConfig.model_validate({"api_keys": KEYS})
-    app = build_api(ScriptedDispatcher(tokenizer), tokenizer, http, None, decisions)  # type: ignore[arg-type]
+    app = build_api(ScriptedDispatcher(tokenizer), tokenizer, http, decisions=decisions)  # type: ignore[arg-type]
 
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:

@@ -110,6 +110,12 @@ def test_flags_of_older_vllm_have_a_line() -> None:
     assert not [flag for flag in OLD.split() if answer(flag) is None]
 
 
+def test_no_flag_that_exists_here_has_a_line() -> None:
+    """A flag has one state. The line of a flag that exists would never be shown, but stand in the documentation."""
+    here = ours()
+    assert not [flag for group in table()["groups"] for flag in group["flags"] if flag in here]
+
+
 def test_no_flag_of_the_table_is_unknown_to_all() -> None:
     known = {*flags_of("vLLM"), *flags_of("SGLang"), *OLD.split()}
     for group in table()["groups"]:
