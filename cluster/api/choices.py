@@ -13,8 +13,8 @@ from crossdock.cluster.dispatch.dispatcher import ReplicaLost
 from crossdock.workers.schedule.request import FinishReason, Submission, TokenDelta, TokenLogprobs
 
 _Item = TypeVar("_Item")
-_BEGUN_AT_ONCE = 2  # streams of one request: each is placed and submitted when it begins, 1 to 3 ms
-_BEGIN_PAUSE_S = 0.003  # the replica takes as long for each, beside its engine
+_BEGUN_AT_ONCE = 4  # streams of one request: each is placed when it begins, 1 ms, and all are submitted in one call
+_BEGIN_PAUSE_S = 0.004  # for other requests here, and for the engine beside the replica's event loop
 _ENDED_AT_ONCE = 8  # streams that are aborted together; about 0.2 ms each
 
 

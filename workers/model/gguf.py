@@ -5,7 +5,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # from the model card; a GGUF has no such field
+# The model card says 0.2 and 0.9; a GGUF has no such field. These weights were quantised once: at 0.2 they begin the
+# answer to "What is the capital of France?" with nonsense in one case of five, at 0.1 in none.
+_SAMPLING = {"do_sample": True, "temperature": 0.1, "top_p": 0.9}
 
 
 def convert_gguf(gguf: Path, target: Path) -> None:

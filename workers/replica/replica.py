@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -82,12 +82,15 @@ class Replica:
 
     # -- remote calls that add to the engine thread's own ------------------------------------------------------------
 
-    async def submit(self, ingress: str, submission: Submission) -> int | ValueError | RuntimeError:
-        """Call `EngineThread.submit`, and return the reason where the request is refused.
+    async def submit(self, ingress: str, submissions: Sequence[Submission]) -> list[int | ValueError | RuntimeError]:
+        """Call `EngineThread.submit` for each, and return the reason where a request is refused.
 
         Serve would log each raised refusal with its traceback, and most refusals come when there is the least time for
         that.
         """
+        return await asyncio.gather(*(self._submit(ingress, submission) for submission in submissions))
+
+    async def _submit(self, ingress: str, submission: Submission) -> int | ValueError | RuntimeError:
         end_if_marked(submission.prompt_token_ids, self._fault_token_ids)
         try:
             return await self.engine_thread.submit(ingress, submission)
