@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 Table: TypeAlias = dict[Kernel, list[float]]
 """Seconds of each kernel, one number for each number of rows."""
 
-_SECONDS = 0.6  # per table after its first pass, of the clock and of this process: others may have the cores
+_SECONDS = 0.4  # per table after its first pass, of the clock and of this process: others may have the cores
 _MAX_SECONDS = 2.0
 _MAX_PASSES = 7
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from pydantic import ByteSize
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from crossdock.workers.model.load import wrap_module
+from crossdock.kernels.options import CpuKernels
+from crossdock.workers.model.load import load_model, wrap_module
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.metrics import EngineMetrics
@@ -110,11 +113,24 @@ def test_greedy_tokens_on_real_weights_equal_generate(model_dir: Path, smollm2: 
 
     One forward pass of transformers over a prompt and its tokens shows what `generate` would have chosen at each place.
     """
+    _assert_real_tokens(model_dir, smollm2, 20, CONFIGS[3:5])
+
+
+@pytest.mark.parametrize("kernel", ["onednn", "torch"])
+def test_greedy_tokens_on_real_weights_equal_generate_by_every_kernel(model_dir: Path, kernel: CpuKernels) -> None:
+    model = load_model(ModelSpec(str(model_dir), "float32", cpu_kernels=kernel))
+    assert model.kernels == kernel
+    _assert_real_tokens(model_dir, model, 6, CONFIGS[3:4])
+
+
+def _assert_real_tokens(
+    model_dir: Path, model: PagedModel, num_prompts: int, configs: Sequence[dict[str, Any]]
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    prompts = prompts_from([tokenizer(text).input_ids for text in TOPICS], 20)
+    prompts = prompts_from([tokenizer(text).input_ids for text in TOPICS], num_prompts)
     module = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    for config in CONFIGS[3:5]:
-        engine = engine_on(smollm2, **config)
+    for config in configs:
+        engine = engine_on(model, **config)
         for number, prompt in enumerate(prompts):
             engine.add(Submission(f"{number}", prompt, greedy(NUM_TOKENS)))
         deltas = run(engine)
@@ -122,7 +138,7 @@ def test_greedy_tokens_on_real_weights_equal_generate(model_dir: Path, smollm2: 
             tokens = tokens_of(deltas[f"{number}"])
             with torch.inference_mode():
                 logits = module(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
-                logits[:, list(smollm2.eos_token_ids)] = -torch.inf  # min_tokens
+                logits[:, list(model.eos_token_ids)] = -torch.inf  # min_tokens
             assert logits.argmax(-1).tolist() == tokens
 
 
