@@ -77,7 +77,7 @@ class ReplicaClient:
         except BaseException as error:
             results = [error] * len(batch)
         for (_, answer), result in zip(batch, results, strict=True):
-            if answer.done():  # nobody waits any more
+            if answer.done():  # its reader has left
                 continue
             if isinstance(result, int):
                 answer.set_result(result)
