@@ -30,6 +30,7 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from tests.cluster.ports import free_port
+from tests.cluster.scraping import scrape
 from tests.cluster.serve.pools import Stream
 
 APP = "router"
@@ -76,7 +77,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> None:
 def replicas(url: str) -> set[str]:
     """Return the replicas that an ingress, whichever answers, serves requests on."""
     try:
-        text = httpx.get(f"{url}/metrics", timeout=30).text
+        text = scrape(url)
     except httpx.TransportError:
         return set()
     return {line.split('replica="')[1].split('"')[0] for line in text.splitlines() if 'replica="' in line}
@@ -84,7 +85,7 @@ def replicas(url: str) -> set[str]:
 
 def metric(url: str, name: str) -> float:
     """Return the sum of a metric over all ingresses."""
-    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+    lines = scrape(url).splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 

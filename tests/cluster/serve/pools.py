@@ -32,6 +32,7 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from tests.cluster.ports import free_port
+from tests.cluster.scraping import scrape
 
 APP = "pools"
 DECODES = 2
@@ -173,7 +174,7 @@ def arriving(url: str, request_id: str) -> tuple[str, int] | None:
 def samples(url: str, name: str) -> dict[str, float]:
     """Return a metric's value at each replica."""
     found = {}
-    for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
+    for line in scrape(url).splitlines():
         if line.startswith(name) and 'replica="' in line:
             found[line.split('replica="')[1].split('"')[0]] = float(line.rsplit(" ", 1)[1])
     return found
@@ -194,7 +195,7 @@ def prompt_tokens(url: str, replicas: list[str]) -> dict[str, float]:
 
 def ingress_sample(url: str, name: str) -> float:
     """Return a metric's value at the one ingress."""
-    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+    lines = scrape(url).splitlines()
     (line,) = (line for line in lines if line.startswith(name + "{"))
     return float(line.rsplit(" ", 1)[1])
 

@@ -202,7 +202,7 @@ def test_scrape_has_vllm_metrics_that_its_dashboards_query(url: str) -> None:
     _, _, absent_part = guide.partition("| absent | reason |\n")
     rows = absent_part.partition("\n\n")[0].splitlines()
     absent = {name for row in rows for name in re.findall(r"`(vllm:\w+)`", row.split("|")[1])}
-    text = httpx.get(f"{url}/metrics").text
+    text = scrape(url)
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert {*theirs["metrics"]} - {*families} - absent == set()
     assert absent & {*families} == set()
@@ -221,7 +221,7 @@ def test_scrape_has_all_metrics_of_dashboard_and_alerts(url: str) -> None:
     """Every metric and label in Grafana's dashboard and Prometheus' rules, after a few requests over both pools."""
     for number in range(3):
         assert Stream(url, prompt(number, 600)).result()
-    families = list(text_string_to_metric_families(httpx.get(f"{url}/metrics").text))
+    families = list(text_string_to_metric_families(scrape(url)))
     labels = {sample.name: set(sample.labels) for family in families for sample in family.samples}
     # A family without a sample yet (nothing was refused) still has its name; counters' samples end in _total.
     known = {*labels, *(family.name for family in families), *(f"{family.name}_total" for family in families)}

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import APP_NAME, build
 from tests.cluster.ports import free_port
+from tests.cluster.scraping import scrape
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 def metric(url: str, name: str) -> float:
     """Return the sum of a metric's samples over labels. `name` may end in a label that must match."""
     name, _, label = name.partition("{")
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    lines = scrape(url).splitlines()
     found = [line for line in lines if line.startswith((f"{name} ", f"{name}{{")) and label in line]
     assert found, f"no sample of {name}"
     return sum(float(line.rsplit(" ", 1)[1]) for line in found)
@@ -264,7 +265,7 @@ def test_clients_that_disconnect_at_any_moment_leave_no_owned_page(url: str) -> 
 
 def test_scrape_covers_all_replicas_and_ingresses(url: str, client: openai.OpenAI) -> None:
     client.completions.create(model="smol", prompt="hello", max_tokens=3)
-    text = httpx.get(f"{url}/metrics").text
+    text = scrape(url)
     assert 'replica="' in text
     for name in (
         "crossdock_steps_total",
@@ -282,6 +283,6 @@ def test_scrape_covers_all_replicas_and_ingresses(url: str, client: openai.OpenA
     deadline = time.monotonic() + 20
     while len(set(re.findall(r'ingress="(\w+)"', text))) < 2:  # both ingresses, whichever one answers
         assert time.monotonic() < deadline, "one ingress is missing from the scrape"
-        text = httpx.get(f"{url}/metrics").text
+        text = scrape(url)
     families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(families) == len(set(families))
