@@ -15,6 +15,7 @@ from ray import serve
 
 from crossdock.workers.replica.engine import Engine
 from tests.cluster.deploy.test_manifests import expressions
+from tests.cluster.scraping import scrape
 from tests.cluster.serve import pools
 from tests.cluster.serve.pools import CHUNK, Stream, expected, processes, prompt
 
