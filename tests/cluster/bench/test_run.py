@@ -243,6 +243,6 @@ def test_closed_loop_whose_server_goes_pauses_and_ends(
     monkeypatch.setattr(Endpoint, "exchange", exchange)
     result = measure(url, duration=600.0, concurrency=2, warmup=0)
     assert result.ended_early
-    assert result.summary["requests_ok"] == 4
+    assert 4 <= result.summary["requests_ok"] <= 5  # the other loop may have sent one when the fourth arrived
     assert 2 <= result.summary["requests_failed"] <= 12
     assert "the run ended early: no server" in str(report.as_json(result)["notes"])
