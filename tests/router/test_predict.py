@@ -119,7 +119,7 @@ def test_ttft_without_a_free_place_waits_for_a_stream_to_end() -> None:
     full = live(2, streams=(0, 4, 0), context_tokens=400, remaining_tokens=400)
     fleet.hear("a", full, 0.0)
     beside = predicted_ttft(fleet, query("new"))
-    step = COST.base + COST.decode_seconds(4, 400)
+    step = COST.decode_step_seconds(4, 400)
     fleet.hear("a", replace(full, sequence=4, places=(0, 0, 0)), 0.0)
     waits = predicted_ttft(fleet, query("new")) - beside
     assert beside > alone
