@@ -5,6 +5,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -198,5 +199,5 @@ def _most_tokens(seconds: float, per_token: float, per_attended: float) -> float
         return 0.0
     if per_token <= 0 and per_attended <= 0:
         return _NO_LIMIT
-    root = (per_token * per_token + 2 * per_attended * seconds) ** 0.5
+    root = sqrt(per_token * per_token + 2 * per_attended * seconds)
     return min(2 * seconds / (per_token + root), _NO_LIMIT)  # the form of the positive root without cancellation
