@@ -120,17 +120,18 @@ class StepCost(BaseModel):
 
     def device_seconds(self, work: StepWork) -> float:
         """Return the predicted seconds of a step if launching its kernels took no time."""
-        return (
-            self.per_prefill_token * work.prefill_tokens
+        seconds = (
+            self.base
+            + self.per_prefill_token * work.prefill_tokens
             + self.per_attended * work.attended
-            + self.decode_step_seconds(work.decodes, work.context)
-            + self._early_seconds(work.decodes, work.prefill_tokens)
+            + (self.per_decode * work.decodes + self.per_context * work.context)
         )
+        return seconds + self._early_seconds(work.rows)
 
     def decode_step_seconds(self, decodes: float, context: float) -> float:
         """Return the predicted seconds of a step of `decodes` streams alone, with `context` tokens in total."""
-        seconds = self.base + self.per_decode * decodes + self.per_context * context
-        return seconds + self._early_seconds(0, decodes)
+        seconds = self.base + (self.per_decode * decodes + self.per_context * context)
+        return seconds + self._early_seconds(decodes)
 
     def chunk_seconds(self, start: int, num_tokens: float) -> float:
         """Return the seconds that a chunk of `num_tokens` after `start` tokens adds to a step of many rows.
@@ -170,7 +171,7 @@ class StepCost(BaseModel):
         num_full = (end - start - 1) // chunk  # steps before the last one, which may be shorter
         seconds = self.last_step_seconds(start, end, chunk)
         if num_full:
-            full = num_full * (self.base + self._early_seconds(0, chunk)) + self.chunk_seconds(start, num_full * chunk)
+            full = num_full * (self.base + self._early_seconds(chunk)) + self.chunk_seconds(start, num_full * chunk)
             full += self.per_context * (num_full - 1) * (start + chunk * num_full / 2)
             seconds += max(full, num_full * self.least_with_chunk)
         return seconds
@@ -182,11 +183,9 @@ class StepCost(BaseModel):
         tokens = (end - start - 1) % chunk + 1
         return self.seconds(NO_WORK.plus_chunk(end - tokens, tokens))
 
-    def _early_seconds(self, before: float, rows: float) -> float:
-        """Return what `rows` rows after `before` others cost in addition to their price beyond the bend."""
-        if not self.per_early_row:
-            return 0.0
-        return self.per_early_row * (min(before + rows, self.bend_rows) - min(before, self.bend_rows))
+    def _early_seconds(self, rows: float) -> float:
+        """Return what `rows` rows cost in addition to their price beyond the bend."""
+        return self.per_early_row * min(rows, self.bend_rows) if self.per_early_row else 0.0
 
 
 _NO_LIMIT = 1e12  # tokens

@@ -5,7 +5,14 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossdock.workers.schedule.chunking import SLACK_SHARE, ChunkBudget, Prompt, adaptive_chunk_budget, chunk_tokens
+from crossdock.workers.schedule.chunking import (
+    FREE_SHARE,
+    SLACK_SHARE,
+    ChunkBudget,
+    Prompt,
+    adaptive_chunk_budget,
+    chunk_tokens,
+)
 from crossdock.workers.schedule.cost import StepCost, StepWork
 
 COST = StepCost(base=6e-3, per_prefill_token=5e-4, per_attended=5e-8, per_decode=8e-4, per_context=1.5e-7)
@@ -66,6 +73,41 @@ def test_chunk_shrinks_with_the_depth_of_its_context() -> None:
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 2 * sizes[3]
     assert sizes[-1] == 32
+
+
+LAUNCHED = StepCost(
+    base=6e-3, per_prefill_token=3e-5, per_attended=6e-10, per_decode=4e-5, per_context=5e-8, least_with_chunk=20e-3
+)
+FLAT = StepCost(base=21e-3, per_prefill_token=1e-4, per_decode=2e-4, bend_rows=64, per_early_row=-1e-4)
+
+
+@given(st.sampled_from([LAUNCHED, FLAT]), st.lists(st.integers(1, 2000), min_size=1, max_size=20), st.floats(-1, 0.015))
+def test_smallest_chunk_is_as_large_as_costs_nothing(cost: StepCost, contexts: list[int], slack: float) -> None:
+    """Streams are late, and the step has a chunk all the same: one of 16 tokens would take as long."""
+    budget = adaptive_chunk_budget(2048, 16, contexts, slack, 0.5, cost)
+    tokens = budget.chunk(Prompt(0, 10_000), 0, 16)
+    least = cost.seconds(StepWork.of([(0, 16)], contexts))
+    assert tokens >= 32
+    assert cost.seconds(StepWork.of([(0, tokens)], contexts)) <= (1 + FREE_SHARE) * least
+    assert cost.seconds(StepWork.of([(0, tokens + 16)], contexts)) > least
+    assert budget.chunk(Prompt(0, 10), 0, 16) == 10
+
+
+def test_chunk_beside_others_counts_the_rows_they_fill() -> None:
+    """The first chunk takes the rows before the bend; the second pays for all of its own."""
+    budget = ChunkBudget(2048, 23e-3, cost=FLAT)
+    assert budget.chunk(Prompt(0, 10_000), 0, 1) in (83, 84)
+    budget.take(Prompt(0, 64), 64)
+    assert budget.chunk(Prompt(0, 10_000), 0, 1) in (19, 20)
+    budget.take(Prompt(0, 10_000), 19)
+    assert budget.chunk(Prompt(0, 10_000), 0, 16) == 0
+
+
+def test_chunk_that_cannot_be_launched_in_time_waits() -> None:
+    """Without a floor: on a GPU a step of 10 tokens takes as long as one of 400."""
+    budget = ChunkBudget(2048, 19e-3, cost=LAUNCHED)
+    assert budget.chunk(Prompt(0, 10_000), 0, 16) == 0
+    assert ChunkBudget(2048, 21e-3, cost=LAUNCHED).chunk(Prompt(0, 10_000), 0, 16) > 400
 
 
 def test_budget_names_what_bounds_it() -> None:
