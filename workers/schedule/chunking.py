@@ -84,7 +84,7 @@ class ChunkBudget:
         """Let long prompts use what short ones have left of the lane."""
         self.lane_tokens, self.lane_seconds = 0, 0.0
 
-    def chunk(self, prompt: "Prompt", threshold: int, page_size: int) -> int:
+    def chunk(self, prompt: "Candidate", threshold: int, page_size: int) -> int:
         """Return how many tokens of a prompt to compute now."""
         tokens, seconds, floor = self.tokens, self.seconds, self.floor if prompt.priority <= self.floor_priority else 0
         if prompt.is_long and self.lane_tokens:  # deep in its context, a floor chunk would take the time of the lane
@@ -99,7 +99,7 @@ class ChunkBudget:
             tokens = min(tokens, within)
         return chunk_tokens(prompt.start, prompt.end, tokens, threshold, page_size)
 
-    def take(self, prompt: "Prompt", num_tokens: int) -> None:
+    def take(self, prompt: "Candidate", num_tokens: int) -> None:
         """Add a chunk of `num_tokens` of a prompt to the step."""
         self.tokens -= num_tokens
         self.floor = max(self.floor - num_tokens, 0)
@@ -113,7 +113,7 @@ class ChunkBudget:
             self.lane_seconds = max(self.lane_seconds - seconds, 0.0)
 
 
-class Prompt(NamedTuple):
+class Candidate(NamedTuple):
     """The rest of a prompt, `[start, end)`, as `ChunkBudget` sees it."""
 
     start: int

@@ -9,8 +9,8 @@ from crossdock.workers.schedule.admission import is_long, may_be_partial, num_pl
 from crossdock.workers.schedule.batch import Scheduled
 from crossdock.workers.schedule.chunking import (
     LEAST_SHARE,
+    Candidate,
     ChunkBudget,
-    Prompt,
     adaptive_chunk_budget,
     fixed_chunk_budget,
     longest_step,
@@ -160,10 +160,10 @@ class PrefillScheduler:
         threshold = 0 if self._is_one_request_alone() else config.long_prefill_token_threshold
         return budget.chunk(self._prompt(request, start), threshold, table.pages.page_size)
 
-    def _prompt(self, request: Request, start: int) -> Prompt:
+    def _prompt(self, request: Request, start: int) -> Candidate:
         priority = -1 if self.table.is_starving(request) else request.priority
         factor, is_outside_lane = self.forecast.factor(request), self._is_outside_lane(request)
-        return Prompt(start, request.num_tokens, priority, is_outside_lane, factor, request.id)
+        return Candidate(start, request.num_tokens, priority, is_outside_lane, factor, request.id)
 
     def _is_one_request_alone(self) -> bool:
         """Return whether only one request is computed here, or soon will be: as in vLLM, its chunks need no bound."""

@@ -13,7 +13,7 @@ from tests.workers.schedule.model_free_replica import CLASSES, COST, ModelFreeRe
 
 
 def replica_with_streams(slo_class: str, num_streams: int = 20) -> ModelFreeReplica:
-    """Return a replica whose streams leave prompts less than half of the time, and are ahead of their mean by 100 tokens of 16 ms."""
+    """Return a replica whose streams leave prompts less than half of the time, and are ahead of their mean."""
     replica = new_timed_replica(max_num_seqs=32)
     for number in range(num_streams):
         replica.add(f"s{number}", 20, slo_class, max_tokens=2000)
