@@ -153,6 +153,24 @@ def test_serve_answers_chat_and_stops_on_sigterm(model_dir: Path, tmp_path: Path
     assert (tmp_path / "log").read_text().removeprefix(log) == "Stopping …\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_running_stream_ends_whole_after_sigterm_and_at_once_after_sigint(
+    small_model_dir: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    flags = ["--max-num-batched-tokens", "128", "--kv-cache-memory", "64MiB"]
+    body = {"model": "small", "prompt": "Hi", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with serving(tmp_path / "log", str(small_model_dir), *flags, "--served-model-name", "small") as (server, url):
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+            next(lines)
+            server.send_signal(number)
+            rest = [*lines]
+        assert server.wait(timeout=60) == 0
+    is_whole = rest[-1] == "data: [DONE]" and len(rest) > 390
+    assert is_whole == (number == signal.SIGTERM), rest[-2:]
+    assert is_whole or '"error"' in rest[-1] + rest[-2], rest[-2:]
+
+
 def has_process(name: str) -> Callable[[psutil.Process], bool]:
     """Return a condition: the server has a process with `name` on its command line."""
 
