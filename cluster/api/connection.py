@@ -66,6 +66,7 @@ class BoundedConnection(HttpToolsProtocol):
     def __init__(self, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
         self._connections = connections
+        self._has_request = False  # one has come
         self._is_in_head = False
         self._is_in_body = False
         self._is_over = False  # what still arrives is discarded
@@ -125,7 +126,8 @@ class BoundedConnection(HttpToolsProtocol):
         if self.parser.get_http_version() not in ("1.0", "1.1"):
             raise _wrong_version()
         self._end_head()
-        self._is_in_body, self._bytes_beside_body = True, 0
+        self._has_request = self._is_in_body = True
+        self._bytes_beside_body = 0
         super().on_headers_complete()
         if self._connections.is_closing:
             self.cycle.keep_alive = False
@@ -220,7 +222,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """End the connection after its running request: the listener closes. A new connection may send one request."""
-        if self.cycle is None and not self._is_over:
+        if not (self._has_request or self._is_over):
             self._end_late()
             self._late = self.loop.call_later(CLOSING_S, self._close)
         else:
