@@ -6,6 +6,7 @@
 import asyncio
 import logging
 import uuid
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -97,13 +98,14 @@ class Ingress:
             )
 
     def __serve_build_asgi_app__(self) -> Any:
-        return self._api
+        return _DrainedFirst(self._api, self._drain)
 
-    async def __del__(self) -> None:  # Serve awaits it when the replica stops
-        is_drained = await self.drain(self._drain_s)
+    async def __del__(self) -> None:  # Serve awaits it when the replica stops, after the end of the API's lifespan
         await self.dispatcher.close()
-        if not is_drained:
-            await self.drain(_LAST_WORDS_S)
+        await self.drain(_LAST_WORDS_S)
+
+    async def _drain(self) -> None:
+        await self.drain(self._drain_s)
 
     async def drain(self, seconds: float) -> bool:
         """Take no further request, and wait until those that run are answered, but at most `seconds`, then and when
@@ -146,6 +148,23 @@ class Ingress:
         answering = (asyncio.wait_for(answer.get_async(), seconds) for answer in asked)
         answers = await asyncio.gather(*answering, return_exceptions=True)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+class _DrainedFirst:
+    """The API as Serve holds it: its lifespan, and so tracing, ends when the ingress is drained."""
+
+    def __init__(self, api: Any, drain: Callable[[], Awaitable[None]]) -> None:
+        self._api = api
+        self._drain = drain
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def receive_when_drained() -> Any:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                await self._drain()
+            return message
+
+        await self._api(scope, receive_when_drained if scope["type"] == "lifespan" else receive, send)
 
 
 async def _decisions(scaler: DeploymentHandle) -> list[dict[str, Any]]:
