@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from crossdock.workers.schedule.chunking import (
     FREE_SHARE,
     SLACK_SHARE,
+    Candidate,
     ChunkBudget,
     adaptive_chunk_budget,
     chunk_tokens,
