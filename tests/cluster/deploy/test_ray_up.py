@@ -151,7 +151,7 @@ def completion_tokens(laptop: Machine) -> int:
     return int(answer["usage"]["completion_tokens"])
 
 
-def wait_until_ended(cluster: dict[str, Machine], name: str, seconds: float = 120) -> None:
+def wait_until_ended(cluster: dict[str, Machine], name: str, seconds: float = 180) -> None:
     """Wait until no worker has a process of this name."""
     deadline = time.monotonic() + seconds
     while any(cluster[worker].processes(name) for worker in ("one", "two")):
