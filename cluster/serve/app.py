@@ -6,11 +6,11 @@
 import asyncio
 import logging
 import uuid
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import uvicorn
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
@@ -19,7 +19,7 @@ from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.api.limits import Loan
-from crossdock.cluster.api.listener import listen
+from crossdock.cluster.api.listener import Listener, listen
 from crossdock.cluster.api.tiers import Tiers
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.dispatch.client import follow_members
@@ -36,6 +36,8 @@ logger = logging.getLogger("ray.serve")
 APP_NAME = "crossdock"
 _FIRST_REPLICA_S = 10.0  # an ingress waits so long for a replica; while models load it answers 503 after that
 _SCRAPE_S = 5.0  # a scrape waits so long for the other ingresses: Prometheus gives up after 10 s
+_LAST_WORDS_S = 1.0  # a client is told in this time that its request ends with the ingress
+_ENDING_S = 5.0  # after the drain of an ingress, until Serve ends its process
 _LOAN_S = 0.5  # a request waits so long for what the other ingresses lend
 _NEVER_QUEUE = 1_000_000  # requests; the engine decides about admission, and Serve's own limit must not interfere
 _TINY_BUNDLE = 0.001  # CPUs; Ray accepts no bundle without resources
@@ -58,7 +60,8 @@ class Ingress:
             vllm_metrics=config.http.vllm_metrics,
         )
         self._name = uuid.uuid4().hex
-        self._server: uvicorn.Server | None = None
+        self._drain_s = config.http.drain_timeout_s
+        self._listener: Listener | None = None
         context = serve.get_replica_context()
         self._every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
         self._every_ingress._init()
@@ -86,7 +89,7 @@ class Ingress:
             logger.warning(OPEN_TO_OTHERS, config.http.host, config.http.port)
         if config.http.direct:
             http = config.http
-            self._server = await listen(
+            self._listener = await listen(
                 self._api,
                 http.host,
                 http.port,
@@ -95,12 +98,24 @@ class Ingress:
             )
 
     def __serve_build_asgi_app__(self) -> Any:
-        return self._api
+        return _DrainedFirst(self._api, self._drain)
 
-    async def __del__(self) -> None:  # Serve awaits it when the replica stops
-        if self._server is not None:
-            self._server.should_exit = True
+    async def __del__(self) -> None:  # Serve awaits it when the replica stops, after the end of the API's lifespan
         await self.dispatcher.close()
+        await self.drain(_LAST_WORDS_S)
+
+    async def _drain(self) -> None:
+        await self.drain(self._drain_s)
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no further request, and wait until those that run are answered, but at most `seconds`, then and when
+        this ingress ends.
+
+        Serve does this for requests that come through its proxies; it does not know of others. Returns whether all
+        were answered.
+        """
+        self._drain_s = seconds
+        return self._listener is None or await self._listener.close(seconds)
 
     async def ingress_metrics(self) -> tuple[str, str]:
         """Return this ingress's name and metrics: its part of a scrape that another ingress answers."""
@@ -135,6 +150,23 @@ class Ingress:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
+class _DrainedFirst:
+    """The API as Serve holds it: its lifespan, and so tracing, ends when the ingress is drained."""
+
+    def __init__(self, api: Any, drain: Callable[[], Awaitable[None]]) -> None:
+        self._api = api
+        self._drain = drain
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def receive_when_drained() -> Any:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                await self._drain()
+            return message
+
+        await self._api(scope, receive_when_drained if scope["type"] == "lifespan" else receive, send)
+
+
 async def _decisions(scaler: DeploymentHandle) -> list[dict[str, Any]]:
     """Return the scaler's newest decisions. Raises TimeoutError where it does not answer."""
     async with asyncio.timeout(_SCRAPE_S):
@@ -151,7 +183,7 @@ def build(args: ClusterConfig) -> serve.Application:
         num_replicas=args.http.replicas,
         max_ongoing_requests=_NEVER_QUEUE,
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=args.http.drain_timeout_s,
+        graceful_shutdown_timeout_s=args.http.drain_timeout_s + _ENDING_S,
         graceful_shutdown_wait_loop_s=0.1,
     )
     if not args.is_elastic:
