@@ -30,7 +30,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class StartFailed(RuntimeError):
-    """The application did not start; the message is Serve's."""
+    """Ray or the application did not start; the message is Ray's or Serve's."""
 
 
 def serve_forever(
@@ -46,13 +46,13 @@ def serve_forever(
     themselves, and `stopping` when a signal has come.
 
     Raises:
-        StartFailed: replicas cannot start; the message gives the reason.
+        StartFailed: Ray or the replicas cannot start; the message gives the reason.
     """
     stop, is_up = StopRequest(), False
     try:
         starting(STARTING[0])
         with _keeping_signals(stop):
-            start_ray(config)
+            _try_to_start_ray(config)
         stop.check()
         if not os.environ.get("RAY_ADDRESS"):
             config = _on_one_node(config)
@@ -84,6 +84,14 @@ def serve_forever(
             with _no_output():  # Ray reports that it ends what it was told to end
                 serve.shutdown()
                 ray.shutdown()
+
+
+def _try_to_start_ray(config: ClusterConfig) -> None:
+    """Start Ray. Raises StartFailed with Ray's reason, e.g. that this machine was too busy to start it in 30 s."""
+    try:
+        start_ray(config)
+    except Exception as error:  # of any kind: for a start that takes too long Ray raises a plain Exception
+        raise StartFailed(f"Ray does not start: {error}") from error
 
 
 def start_ray(config: ClusterConfig) -> None:

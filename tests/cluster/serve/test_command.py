@@ -1,6 +1,7 @@
 """`crossdock serve`: what it checks before Ray starts, and a real one that answers and stops on a signal."""
 
 import contextlib
+import os
 import secrets
 import signal
 import socket
@@ -100,6 +101,19 @@ def test_serve_with_taken_port_fails_before_ray_starts(served: Served) -> None:
     assert result.exit_code == 2
     assert "Address already in use; see --host and --port" in result.stderr
     assert served.config is None
+
+
+def test_serve_whose_ray_does_not_start_prints_rays_reason(small_model_dir: Path, tmp_path: Path) -> None:
+    """Ray's sockets are in its folder, and the path of a socket has at most 107 bytes."""
+    folder = tmp_path / ("x" * 107)
+    folder.mkdir()
+    command = [COMMAND, "serve", str(small_model_dir), "--port", str(free_port())]
+    environment = {**os.environ, "RAY_TMPDIR": str(folder)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "Ray does not start: " in ended.stderr
+    assert "107 bytes" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @contextmanager
