@@ -87,7 +87,7 @@ def serving(
             time.sleep(0.5)
         yield RunningServer(address, processes_of(process.pid, mark), time.monotonic() - started)
     finally:
-        _end(process, mark)
+        end(process, mark)
 
 
 def _answers(address: str, model: str | None) -> bool:
@@ -102,7 +102,7 @@ def _answers(address: str, model: str | None) -> bool:
         return False
 
 
-def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
+def end(process: "subprocess.Popen[bytes]", mark: str) -> None:
     """Interrupt a server, wait for its processes, and kill those that stay."""
     left = processes_of(process.pid, mark)
     process.send_signal(signal.SIGINT)

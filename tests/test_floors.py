@@ -36,7 +36,7 @@ BELOW = {  # room: the rooms it may import besides itself
 PURE = ("router", "workers/report", "workers/schedule")  # data and time come in, data goes out
 IMPURE = {"torch", "transformers", "ray", "time", "asyncio", "threading", "socket"}  # what pure rooms never import
 THIRD_PARTIES = {  # third party: the rooms or files that may import it
-    "ray": ["cluster/dispatch", "cluster/serve", "workers/replica/replica.py"],
+    "ray": ["cluster/dispatch", "cluster/serve", "workers/replica/own_node.py", "workers/replica/replica.py"],
     "nixl": ["kvtransfer/nixl.py"],
     "fastapi": ["cluster/api"],
     "triton": ["kernels/triton_attention.py", "kernels/backend.py"],

@@ -144,5 +144,5 @@ def build(args: ClusterConfig) -> serve.Application:
     """Return the application, with faulty replicas where the environment asks for faults."""
     if not Disturbance.from_environment().is_any:
         return app.build(args)
-    with patch.object(app, "Replica", FaultyReplica):
+    with patch.object(app, "REPLICA", FaultyReplica):
         return app.build(args)

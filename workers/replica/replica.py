@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve._private import replica as serve_replica
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from crossdock.workers.model.checkpoint import resolve_model, resolve_tokenizer
@@ -30,6 +29,7 @@ from crossdock.workers.replica.gang import Gang
 from crossdock.workers.replica.handover import connect
 from crossdock.workers.replica.interpreter import prepare_interpreter
 from crossdock.workers.replica.machine import describe_machine
+from crossdock.workers.replica.own_node import bind_serve_to_own_node
 from crossdock.workers.replica.rank_loader import RankFailed, driver_of, position_of
 from crossdock.workers.replica.rank_network import LOOPBACK
 from crossdock.workers.replica.rank_socket import GangAddress
@@ -197,19 +197,6 @@ class Replica:
     def _end_followers(self) -> None:
         for actor in self._ranks:
             ray.kill(actor)
-
-
-def bind_serve_to_own_node() -> None:
-    """Have Serve's gRPC server of this process, which reads pickled objects, listen on the node's own address alone.
-
-    Serve starts that server when the constructor of a deployment has returned, and has no setting for its address.
-    """
-    bind, host = serve_replica.add_port_to_grpc_server, ray.util.get_node_ip_address()
-
-    def bound(server: Any, address: str) -> int:
-        return int(bind(server, address.replace("[::]", f"[{host}]" if ":" in host else host)))
-
-    serve_replica.add_port_to_grpc_server = bound
 
 
 def _gang_host() -> str:
