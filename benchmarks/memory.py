@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from servers import MARK, add_server_options, crossdock_command, end, log_of, processes_of
+from servers import MARK, add_server_options, cpu_seconds, crossdock_command, end, log_of, processes_of
 from tables import Row, hardware, medians, table, today, write
 
 LOOK_S = 0.05  # between two looks for new processes
@@ -83,16 +83,23 @@ class Watch:
     def __init__(self) -> None:
         self._started = time.monotonic()
         self.moments: dict[str, float] = {}
+        self.cpu: dict[str, float] = {}  # seconds of CPU time until ready, by role
 
     def note(self, moment: str) -> None:
         """Note a moment, once."""
         self.moments.setdefault(moment, round(time.monotonic() - self._started, 2))
+
+    def note_cpu(self, processes: set[int]) -> None:
+        """Note the CPU time of each role so far, with that of children that have ended."""
+        for pid in processes:
+            self.cpu[role_of(pid)] = self.cpu.get(role_of(pid), 0.0) + cpu_seconds([pid])
 
 
 @contextmanager
 def started(args: argparse.Namespace, log: Path, watch: Watch) -> Iterator[Callable[[], set[int]]]:
     """Start a server, and yield a function that returns the ids of its processes, once `/ready` answers 200."""
     mark, command = uuid.uuid4().hex, [part for part in crossdock_command(args) if part]
+    begin = log.stat().st_size if log.exists() else 0
     with log.open("ab") as output:
         process = subprocess.Popen(
             command,
@@ -102,7 +109,6 @@ def started(args: argparse.Namespace, log: Path, watch: Watch) -> Iterator[Calla
             env={**os.environ, MARK: mark},
             start_new_session=True,
         )
-    begin = log.stat().st_size
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{args.port}", timeout=5) as http:
             while not _is_ready(http):
@@ -114,6 +120,7 @@ def started(args: argparse.Namespace, log: Path, watch: Watch) -> Iterator[Calla
                     watch.note(role_of(pid))
                 time.sleep(LOOK_S)
         watch.note("ready")
+        watch.note_cpu(processes_of(process.pid, mark))
         yield lambda: processes_of(process.pid, mark)
     finally:
         end(process, mark)
@@ -168,6 +175,9 @@ def measure(args: argparse.Namespace) -> tuple[Row, dict[str, Row]]:
     }
     roles["weights, once"], roles["KV pages, all"] = {"PSS": weights}, {"PSS": pool}
     roles["all but weights and KV pages"] = {"PSS": total - weights - pool}
+    for role, seconds in watch.cpu.items():
+        roles.setdefault(role, {})["CPU s until ready"] = seconds
+    roles["all"]["CPU s until ready"] = sum(watch.cpu.values())
     return phases(watch.moments, replica), roles
 
 
@@ -185,7 +195,7 @@ def main() -> None:
         [
             f"{today()}, {hardware()}; load {os.getloadavg()[0]:.1f}; {' '.join(sys.argv[1:])}\n",
             table({name: {"s": seconds} for name, seconds in start.items()}, "start"),
-            table(roles, "memory, MiB"),
+            table(roles, "PSS, anonymous, private: MiB"),
         ]
     )
     write(args.output, text, {"start": start, "memory": roles, "all": measured})

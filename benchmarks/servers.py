@@ -180,10 +180,10 @@ class OtherLoad:
         return max(0.0, (self._seconds() - self._before) / (time.monotonic() - self._started))
 
     def _seconds(self) -> float:
-        return _machine_cpu_seconds() - _cpu_seconds(self._own)
+        return _machine_cpu_seconds() - cpu_seconds(self._own)
 
 
-def _cpu_seconds(processes: Iterable[int]) -> float:
+def cpu_seconds(processes: Iterable[int]) -> float:
     """Return the CPU time of processes and of those of their children that have ended."""
     ticks = 0
     for pid in processes:
