@@ -119,8 +119,8 @@ class _Products:
         )
 
 
-def _copy(weight: Tensor) -> Tensor:
-    return weight.clone(memory_format=torch.contiguous_format)
+def _copy(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.clone()
 
 
 class DecoderStack:
@@ -143,13 +143,9 @@ class DecoderStack:
         steps_library()
         memory = HugePages()
         self._products = [_Products.of(layer, choice, memory) for layer in layers]
-        self._norms = [(_copy(layer.input_norm), _copy(layer.post_norm)) for layer in layers]
+        self._norms = [(layer.input_norm.clone(), layer.post_norm.clone()) for layer in layers]
         self._heads = [
-            (
-                *(None if each is None else _copy(each) for each in (layer.qkv_bias, layer.q_norm, layer.k_norm)),
-                layer.window,
-            )
-            for layer in layers
+            (_copy(layer.qkv_bias), _copy(layer.q_norm), _copy(layer.k_norm), layer.window) for layer in layers
         ]
         self._own = _OwnStack(shape, self._products, self._norms, self._heads) if "own" in choice.kernels else None
         self._steps: list[HeadSteps] = []

@@ -180,8 +180,10 @@ class ChosenLinear:
 
     def __init__(self, weight: Tensor, choice: KernelChoice, memory: "HugePages | None" = None) -> None:
         self._choice = choice
-        formats = {**FORMATS, "own": partial(OwnLinear, memory=memory)}
-        self.formats = {kernel: formats[kernel](weight) for kernel in choice.kernels}
+        self.formats = {
+            kernel: OwnLinear(weight, memory) if kernel == "own" else FORMATS[kernel](weight)
+            for kernel in choice.kernels
+        }
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.formats[self._choice.at(len(x))](x)

@@ -151,3 +151,12 @@ def test_pure_rooms_import_without_torch_ray_and_transformers() -> None:
     assert {room_of(path) for path in pure} == set(PURE)
     blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'ray', 'transformers'))); "
     subprocess.run([sys.executable, "-c", blocked + "import " + ", ".join(names)], check=True, cwd="/")
+
+
+@pytest.mark.parametrize(
+    "module", ["crossdock.cluster.serve.command", "crossdock.cluster.serve.lifetime", "crossdock.cluster.serve.ingress"]
+)
+def test_driver_and_ingress_import_without_torch_and_transformers(module: str) -> None:
+    """Of a server's processes only replicas pay for torch: 280 MiB and several seconds of the start."""
+    blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers'))); "
+    subprocess.run([sys.executable, "-c", f"{blocked}import {module}"], check=True, cwd="/")

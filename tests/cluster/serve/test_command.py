@@ -129,6 +129,17 @@ def chat(url: str, **fields: Any) -> str:
     return text
 
 
+def users_of(library: str, server: subprocess.Popen[str]) -> list[str]:
+    """Return the command lines of a server's processes that have loaded a library."""
+    found = []
+    parent = psutil.Process(server.pid)
+    for process in (parent, *parent.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(library in mapped.path for mapped in process.memory_maps()):
+                found.append(" ".join(process.cmdline()))
+    return found
+
+
 def test_serve_answers_chat_and_stops_on_sigterm(model_dir: Path, tmp_path: Path) -> None:
     with serving(tmp_path / "log") as (server, url):
         log = (tmp_path / "log").read_text()
@@ -146,6 +157,11 @@ def test_serve_answers_chat_and_stops_on_sigterm(model_dir: Path, tmp_path: Path
             check=True,
         )
         assert "Paris" in answer.stdout
+        assert [title.startswith("ray::ServeReplica:crossdock:mixed") for title in users_of("libtorch", server)] == [
+            True
+        ]
+        unused = ("dashboard.py", "log_monitor.py", "autoscaler/_private/monitor.py")
+        assert not [name for name in unused if has_process(name)(psutil.Process(server.pid))]
         stopped = time.monotonic()
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=60) == 0
@@ -167,7 +183,7 @@ def has_process(name: str) -> Callable[[psutil.Process], bool]:
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
-        pytest.param(lambda server: "libtorch" in str(server.memory_maps()), signal.SIGINT, id="imports"),
+        pytest.param(lambda server: "_raylet" in str(server.memory_maps()), signal.SIGINT, id="imports"),
         pytest.param(has_process("gcs_server"), signal.SIGTERM, id="Ray starts"),
         pytest.param(has_process("raylet"), signal.SIGINT, id="Ray connects", marks=pytest.mark.soak),
         pytest.param(has_process("ServeController"), signal.SIGTERM, id="Serve starts", marks=pytest.mark.soak),
