@@ -38,6 +38,7 @@ from typing import Any
 import yaml
 
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT
+from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 os.environ.update(
     ENVIRONMENT,
@@ -87,6 +88,11 @@ def settings(given: argparse.Namespace) -> dict[str, Any]:
     chosen: dict[str, Any] = {
         "engine.kv_cache_memory": "32MiB",
         "engine.admission": "queue",
+        # By default a batch request may wait for ten minutes: nobody could tell it from one that hangs.
+        "engine.slo_classes": [
+            each.model_dump() | ({"ttft_s": 20.0} if each.name == "batch" else {}) for each in DEFAULT_CLASSES
+        ],
+        "engine.starvation_s": 20.0,
         "router.shipping": "always",  # by default the router ships only where that is predicted to be faster
         "transfer.transport": "tcp",
     }

@@ -346,14 +346,18 @@ class Clients:
         return exchange.own_port in self.cut_ports or is_late
 
     async def _hostile(self, body: dict[str, Any]) -> None:
+        exchange = Exchange(self.port, Reader())
         try:
-            await Exchange(self.port, Reader()).run(body)
+            await exchange.run(body)
         except Told as told:
             if 400 <= told.status < 500:
                 self.outcomes[f"hostile, answered {told.status}"] += 1
                 return
             self._problem(f"hostile: {told}")
         except (Cut, TimeoutError) as error:
+            if isinstance(error, Cut) and self._is_cut_by_kill(exchange):
+                self.outcomes["cut with its killed ingress"] += 1
+                return
             self._problem(f"hostile: {error}")
         else:
             self._problem(f"hostile: served {str(body)[:200]}")

@@ -14,6 +14,7 @@ from crossdock.cluster.api.errors import ApiError
 
 MAX_HEAD_BYTES = 64 << 10  # of request line and headers together, or of trailers; the parser has no limit
 HEAD_TIMEOUT_S = 30.0  # in which they must have arrived
+CLOSING_S = 2.0  # once the listener closes, a connection waits so long for its first request, and for its client's end
 LINGER_S = 10.0  # an ended connection is read on for so long: a client that is still sending reads no answer
 LINGER_BYTES = 64 << 20  # … and for at most so many bytes
 _UNSENT_BYTES = 8 << 10  # that may wait for the client before the answer does; events of one step are sent together
@@ -26,6 +27,7 @@ class Connections:
     def __init__(self, most: int, write_timeout_s: float) -> None:
         """`most`: how many there may be. `write_timeout_s`: how long a client may read nothing of its answer."""
         self.write_timeout_s = write_timeout_s
+        self.is_closing = False  # the listener accepts no further connection
         self._most = most
         self._open: set[BoundedConnection] = set()
         self._waiting: dict[BoundedConnection, None] = {}  # for a request; the oldest first
@@ -64,6 +66,7 @@ class BoundedConnection(HttpToolsProtocol):
     def __init__(self, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
         self._connections = connections
+        self._has_request = False  # one has come
         self._is_in_head = False
         self._is_in_body = False
         self._is_over = False  # what still arrives is discarded
@@ -123,8 +126,11 @@ class BoundedConnection(HttpToolsProtocol):
         if self.parser.get_http_version() not in ("1.0", "1.1"):
             raise _wrong_version()
         self._end_head()
-        self._is_in_body, self._bytes_beside_body = True, 0
+        self._has_request = self._is_in_body = True
+        self._bytes_beside_body = 0
         super().on_headers_complete()
+        if self._connections.is_closing:
+            self.cycle.keep_alive = False
         self._unanswered.append(self.cycle)
         self.cycle.transport = _AnswerTransport(self.transport, self._linger)  # type: ignore[assignment]
         if self.parser.should_upgrade():  # to nothing: what follows is no HTTP/1.1
@@ -185,6 +191,9 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_in_head = False
         self._head_bytes = 0
         self._connections.waits(self, False)
+        self._end_late()
+
+    def _end_late(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
@@ -211,6 +220,14 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.write(_written(error))
         self._linger()
 
+    def shutdown(self) -> None:
+        """End the connection after its running request: the listener closes. A new connection may send one request."""
+        if not (self._has_request or self._is_over):
+            self._end_late()
+            self._late = self.loop.call_later(CLOSING_S, self._close)
+        else:
+            super().shutdown()
+
     def timeout_keep_alive_handler(self) -> None:
         self._close()
 
@@ -230,7 +247,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._connections.waits(self, True)
         self.flow.resume_reading()
         self.transport.write_eof()
-        self._late = self.loop.call_later(LINGER_S, self.transport.abort)
+        seconds = CLOSING_S if self._connections.is_closing else LINGER_S
+        self._late = self.loop.call_later(seconds, self.transport.abort)
 
     def drop(self) -> None:
         """End the connection without an answer: it waits for a request, and another client needs its place."""

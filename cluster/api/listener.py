@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import socket
+from contextlib import suppress
 from typing import Any
 
 import uvicorn
@@ -12,9 +13,57 @@ from crossdock.cluster.api.connection import Connections
 MOST_CONNECTIONS = 16384  # and at most half of the files that this process may open
 
 
+class Listener:
+    """A port that is listened on, until `close`. Belongs to one event loop."""
+
+    def __init__(
+        self, server: uvicorn.Server, listening: socket.socket, connections: Connections, serving: "asyncio.Task[None]"
+    ) -> None:
+        """`listening`: the socket of `server`, which runs in the task `serving`."""
+        self._server = server
+        self._listening = listening
+        self._connections = connections
+        self._serving = serving
+        self._is_closing = False
+
+    async def close(self, seconds: float) -> bool:
+        """Accept no further connection, and wait until every request has its answer, but at most `seconds`.
+
+        Idle connections end at once. May be called again, to wait longer. Returns whether every request was answered.
+        """
+        if not self._is_closing:
+            self._is_closing = True
+            await self._stop_accepting()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._serving), seconds)
+        return self._serving.done()
+
+    async def _stop_accepting(self) -> None:
+        """Stop to listen, and serve the connections that the kernel has accepted for this socket: it would reset them.
+
+        A client that connected just now has a request on the way, though another ingress listens on the port as well.
+        """
+        waiting = []
+        with suppress(BlockingIOError):
+            while True:
+                waiting.append(self._listening.accept()[0])
+        for server in self._server.servers:
+            server.close()
+        self._connections.is_closing = True
+        loop = asyncio.get_running_loop()
+        for accepted in waiting:
+            with suppress(OSError):  # its client has left
+                await loop.connect_accepted_socket(self._make_protocol, accepted)
+        self._server.should_exit = True
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        config, state = self._server.config, self._server.server_state
+        return self._connections.protocol(config=config, server_state=state, app_state=self._server.lifespan.state)
+
+
 async def listen(
     api: Any, host: str, port: int, *, keep_alive_s: int = 75, write_timeout_s: float = 60.0
-) -> uvicorn.Server:
+) -> "Listener":
     """Serve `api` on a port that several ingresses of this node may share.
 
     A token costs a quarter of the CPU time that it costs through Serve's proxy; on few cores the engine needs that
@@ -42,4 +91,4 @@ async def listen(
         if task.done():
             task.result()
         await asyncio.sleep(0.01)
-    return server
+    return Listener(server, listener, connections, task)

@@ -18,6 +18,7 @@ INGRESS = "crossdock.cluster.serve.ingress.ServedIngress"
 SCALER = "crossdock.cluster.serve.scaler.Scaler"
 REPLICA: Any = "crossdock.workers.replica.replica.Replica"
 _NEVER_QUEUE = 1_000_000  # requests; the engine decides about admission, and Serve's own limit must not interfere
+_ENDING_S = 5.0  # after the drain of an ingress, until Serve ends its process
 _TINY_BUNDLE = 0.001  # CPUs; Ray accepts no bundle without resources
 
 
@@ -29,7 +30,7 @@ def build(args: ClusterConfig) -> serve.Application:
         num_replicas=args.http.replicas,
         max_ongoing_requests=_NEVER_QUEUE,
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=args.http.drain_timeout_s,
+        graceful_shutdown_timeout_s=args.http.drain_timeout_s + _ENDING_S,
         graceful_shutdown_wait_loop_s=0.1,
     )(INGRESS)
     if not args.is_elastic:

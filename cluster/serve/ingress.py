@@ -5,11 +5,11 @@ import logging
 import os
 import sys
 import uuid
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import uvicorn
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -17,7 +17,7 @@ from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.api.limits import Loan
-from crossdock.cluster.api.listener import listen
+from crossdock.cluster.api.listener import Listener, listen
 from crossdock.cluster.api.tiers import Tiers
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.dispatch.client import follow_members
@@ -31,6 +31,7 @@ logger = logging.getLogger("ray.serve")
 
 _FIRST_REPLICA_S = 10.0  # an ingress waits so long for a replica; while models load it answers 503 after that
 _SCRAPE_S = 5.0  # a scrape waits so long for the other ingresses: Prometheus gives up after 10 s
+_LAST_WORDS_S = 1.0  # a client is told in this time that its request ends with the ingress
 _LOAN_S = 0.5  # a request waits so long for what the other ingresses lend
 
 
@@ -52,7 +53,8 @@ class Ingress:
             vllm_metrics=config.http.vllm_metrics,
         )
         self._name = uuid.uuid4().hex
-        self._server: uvicorn.Server | None = None
+        self._drain_s = config.http.drain_timeout_s
+        self._listener: Listener | None = None
         context = serve.get_replica_context()
         self._every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
         self._every_ingress._init()
@@ -80,7 +82,7 @@ class Ingress:
             logger.warning(OPEN_TO_OTHERS, config.http.host, config.http.port)
         if config.http.direct:
             http = config.http
-            self._server = await listen(
+            self._listener = await listen(
                 self._api,
                 http.host,
                 http.port,
@@ -89,12 +91,24 @@ class Ingress:
             )
 
     def __serve_build_asgi_app__(self) -> Any:
-        return self._api
+        return _DrainedFirst(self._api, self._drain)
 
-    async def __del__(self) -> None:  # Serve awaits it when the replica stops
-        if self._server is not None:
-            self._server.should_exit = True
+    async def __del__(self) -> None:  # Serve awaits it when the replica stops, after the end of the API's lifespan
         await self.dispatcher.close()
+        await self.drain(_LAST_WORDS_S)
+
+    async def _drain(self) -> None:
+        await self.drain(self._drain_s)
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no further request, and wait until those that run are answered, but at most `seconds`, then and when
+        this ingress ends.
+
+        Serve does this for requests that come through its proxies; it does not know of others. Returns whether all
+        were answered.
+        """
+        self._drain_s = seconds
+        return self._listener is None or await self._listener.close(seconds)
 
     async def ingress_metrics(self) -> tuple[str, str]:
         """Return this ingress's name and metrics: its part of a scrape that another ingress answers."""
@@ -127,6 +141,23 @@ class Ingress:
         answering = (asyncio.wait_for(answer.get_async(), seconds) for answer in asked)
         answers = await asyncio.gather(*answering, return_exceptions=True)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+class _DrainedFirst:
+    """The API as Serve holds it: its lifespan, and so tracing, ends when the ingress is drained."""
+
+    def __init__(self, api: Any, drain: Callable[[], Awaitable[None]]) -> None:
+        self._api = api
+        self._drain = drain
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def receive_when_drained() -> Any:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                await self._drain()
+            return message
+
+        await self._api(scope, receive_when_drained if scope["type"] == "lifespan" else receive, send)
 
 
 async def _decisions(scaler: DeploymentHandle) -> list[dict[str, Any]]:

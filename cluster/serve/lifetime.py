@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from crossdock.cluster.serve.stop_signals import StopRequest, StopSignal, ignore
 
 STARTING = ("Ray", "Serve", "replicas: model and warm-up")  # the phases of the start, in order
 _DESCRIBE_S = 10.0  # the replicas have so long to describe themselves
+_DRAIN_TURN_S = 0.5  # between two looks for a signal while requests end
 _LOOPBACK = "127.0.0.1"
 
 
@@ -40,13 +42,14 @@ def serve_forever(
 ) -> None:
     """Start everything; end everything on SIGINT or SIGTERM.
 
+    After SIGTERM, requests that run may end within `http.drain_timeout_s`; SIGINT, or a second signal, ends them.
     Calls `starting` with each of `STARTING` as that phase begins, `started` with what the replicas report of
     themselves, and `stopping` when a signal has come.
 
     Raises:
         StartFailed: replicas cannot start; the message gives the reason.
     """
-    stop = StopRequest()
+    stop, is_up = StopRequest(), False
     try:
         starting(STARTING[0])
         with _keeping_signals(stop):
@@ -68,11 +71,14 @@ def serve_forever(
         serve.run_many([app], wait_for_applications_running=False)
         while not _is_running():
             stop.wait()
+        is_up = True
         started(_replicas())
         while True:
             stop.wait()
     except StopSignal:
         stopping()
+        if is_up:
+            _drain(config.http.drain_timeout_s, stop)
     finally:
         ignore_signals()  # an impatient second Ctrl-C must not leave processes behind
         if ray.is_initialized():
@@ -136,6 +142,17 @@ def _replicas() -> list[dict[str, Any]]:
     except (TimeoutError, RayError):
         return []
     return described
+
+
+def _drain(seconds: float, stop: StopRequest) -> None:
+    """Have the ingresses take no further request, and finish those that run in `seconds`, or until that is urgent."""
+    ingresses, deadline = serve.get_app_handle(APP_NAME), time.monotonic() + seconds
+    with contextlib.suppress(RayError, TimeoutError):  # an ingress was lost: its requests are gone
+        is_drained = False
+        while not is_drained:
+            left = 0.0 if stop.is_urgent else max(0.0, deadline - time.monotonic())
+            drained = ingresses.broadcast("drain", min(left, _DRAIN_TURN_S)).results(timeout_s=_DESCRIBE_S)
+            is_drained = all(drained) or not left
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.has_come = False
+        self.is_urgent = False  # SIGINT, which comes from a person, or a second signal
         self.listen()
 
     def listen(self) -> None:
@@ -31,6 +32,7 @@ class StopRequest:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: Any) -> None:
+        self.is_urgent = self.has_come or number == signal.SIGINT
         self.has_come = True
 
     def check(self) -> None:

@@ -110,9 +110,9 @@ class LiveApi:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     def stop(self) -> None:
-        self._server.should_exit = True
+        self.call(self._server.close(0))
         self.call(self.api.__aexit__())
-        self.call(asyncio.sleep(0.2))
+        self.call(self._server.close(1))
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(10)
         self.loop.close()

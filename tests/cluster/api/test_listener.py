@@ -41,8 +41,7 @@ def with_listener(
         try:
             await asyncio.wait_for(client(port), 60)
         finally:
-            server.should_exit = True
-            await asyncio.sleep(0.2)
+            await server.close(1)
 
     for loop in LOOPS:
         with asyncio.Runner(loop_factory=loop) as runner:

@@ -118,13 +118,11 @@ def test_connections_are_kept_as_long_as_the_setting_says() -> None:
             reader, writer = wires[75]
             writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
             assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
-            assert {seconds: server.config.timeout_keep_alive for seconds, server in servers.items()} == {1: 1, 75: 75}
             for _, writer in wires.values():
                 writer.close()
         finally:
             for server in servers.values():
-                server.should_exit = True
-            await asyncio.sleep(0.2)
+                await server.close(1)
 
     ports = {1: free_port(), 75: free_port()}
     asyncio.run(main())

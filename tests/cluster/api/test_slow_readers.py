@@ -45,8 +45,7 @@ def test_stream_that_is_not_read_is_aborted(engine: ScriptedDispatcher, tokenize
                 await asyncio.sleep(0.01)
         assert engine.running == 0
         assert 0 < taken < 20_000
-        server.should_exit = True
-        await asyncio.sleep(0.2)
+        await server.close(1)
 
     asyncio.run(main())
 

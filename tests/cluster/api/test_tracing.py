@@ -165,8 +165,7 @@ def test_request_to_own_listener_is_traced(tokenizer: ModelTokenizer, spans: Spa
             server = await listen(api.app, "127.0.0.1", port, write_timeout_s=60)
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as api.http:
                 assert (await api.ask(SAMPLED)).status_code == 200
-            server.should_exit = True
-            await asyncio.sleep(0.2)
+            await server.close(1)
 
     asyncio.run(main())
     assert [span.name for span in children(spans(), named(spans(), "POST /v1/completions"))] == ["serve"]

@@ -140,7 +140,7 @@ def users_of(library: str, server: subprocess.Popen[str]) -> list[str]:
     return found
 
 
-def test_serve_answers_chat_and_stops_on_sigterm(model_dir: Path, tmp_path: Path) -> None:
+def test_serve_answers_chat_and_lets_a_stream_end_after_sigterm(model_dir: Path, tmp_path: Path) -> None:
     with serving(tmp_path / "log") as (server, url):
         log = (tmp_path / "log").read_text()
         for line in ("Machine: ", "Memory: ", "KV pages: ", "Speed: a prompt of 1,000 tokens takes", "Ask: curl "):
@@ -157,16 +157,27 @@ def test_serve_answers_chat_and_stops_on_sigterm(model_dir: Path, tmp_path: Path
             check=True,
         )
         assert "Paris" in answer.stdout
-        assert [title.startswith("ray::ServeReplica:crossdock:mixed") for title in users_of("libtorch", server)] == [
-            True
-        ]
+        (replica,) = users_of("libtorch", server)
+        assert replica.startswith("ray::ServeReplica:crossdock:mixed")
         unused = ("dashboard.py", "log_monitor.py", "autoscaler/_private/monitor.py")
         assert not [name for name in unused if has_process(name)(psutil.Process(server.pid))]
+        last, done = stream_and_stop(server, url, signal.SIGTERM)
         stopped = time.monotonic()
-        server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=60) == 0
         assert time.monotonic() - stopped < 30  # 5 s on two quiet cores
+    assert '"finish_reason":"length"' in last, "the running stream ended whole"
+    assert done == "data: [DONE]"
     assert (tmp_path / "log").read_text().removeprefix(log) == "Stopping …\n"
+
+
+def stream_and_stop(server: subprocess.Popen[str], url: str, number: signal.Signals) -> list[str]:
+    """Send the signal after the first event of a stream. Return the last two lines of the stream."""
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+        next(lines)
+        server.send_signal(number)
+        return [*lines][-2:]
 
 
 def has_process(name: str) -> Callable[[psutil.Process], bool]:
@@ -252,9 +263,10 @@ def test_no_process_of_serve_listens_beyond_loopback_and_ray_asks_for_a_token(
         assert server.wait(timeout=60) == 0
 
 
-def test_serve_as_background_job_stops_on_sigint(small_model_dir: Path, tmp_path: Path) -> None:
-    """A script's background job starts with SIGINT ignored, and so does this one."""
+def test_serve_as_background_job_stops_at_once_on_sigint(small_model_dir: Path, tmp_path: Path) -> None:
+    """A script's background job starts with SIGINT ignored, and so does this one. It does not wait for a stream."""
     flags = ["--max-num-batched-tokens", "128", "--kv-cache-memory", "64MiB"]
-    with serving(tmp_path / "log", str(small_model_dir), *flags) as (server, _):
-        server.send_signal(signal.SIGINT)
+    with serving(tmp_path / "log", str(small_model_dir), *flags) as (server, url):
+        *_, last = stream_and_stop(server, url, signal.SIGINT)
         assert server.wait(timeout=60) == 0
+    assert '"code":"service_unavailable"' in last

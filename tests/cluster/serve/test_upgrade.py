@@ -4,7 +4,7 @@ stream loses or changes a token."""
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,29 @@ APP = "upgrade"
 PROMPTS = [[3 + (number * 7 + place * place) % 100 for place in range(20 + 12 * number)] for number in range(8)]
 
 
-def config(folder: Path, port: int, budget: int, traces: str) -> ClusterConfig:
-    """Return a configuration with two ingresses and two replicas: one of each is up while the other is replaced."""
-    settings = {
+def config(
+    folder: Path, port: int, budget: int, traces: str, pools: Mapping[str, int], is_direct: bool
+) -> ClusterConfig:
+    """Return a configuration with two ingresses, and two replicas or more: one is up while another is replaced.
+
+    `pools`: replicas by pool. `is_direct`: ingresses listen; else requests come through Serve's proxies.
+    """
+    settings: dict[str, Any] = {
         "model.path": str(folder),
         "model.served_name": "tiny",
         "model.dtype": "float32",
         "http.port": port,
         "http.replicas": 2,
+        "http.direct": is_direct,
         "http.otlp_endpoint": traces,
         "http.trace_sample_ratio": 1.0,
         "engine.kv_cache_memory": "4MiB",
         "engine.max_num_batched_tokens": budget,
         "engine.admission": "queue",
-        "pools.mixed.replicas": 2,
+        "pools": [{"name": name, "replicas": replicas} for name, replicas in pools.items()],
     }
+    if len(pools) > 1:
+        settings |= {"router.shipping": "always", "transfer.host": "127.0.0.1"}
     return load(None, settings)
 
 
@@ -108,20 +116,37 @@ def port() -> Iterator[int]:
     serve.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("pools", "is_direct"),
+    [
+        pytest.param({"mixed": 2}, False, id="proxied"),
+        pytest.param({"mixed": 2}, True, id="direct"),
+        pytest.param({"prefill": 2, "decode": 2}, True, id="direct, two pools", marks=pytest.mark.soak),
+    ],
+)
 def test_upgrade_under_load_replaces_every_process_and_drops_no_stream(
-    ray_cluster: None, port: int, tmp_path: Path, tokenizers: dict[str, PreTrainedTokenizerFast]
+    ray_cluster: None,
+    port: int,
+    tmp_path: Path,
+    tokenizers: dict[str, PreTrainedTokenizerFast],
+    pools: dict[str, int],
+    is_direct: bool,
 ) -> None:
+    size = sum(pools.values())
+    port = free_port() if is_direct else port
     url = f"http://127.0.0.1:{port}"
     tokenizers["byte_level"].save_pretrained(tmp_path)
     build_model("llama", {}).save_pretrained(tmp_path)
     with collector() as (traces, received):
-        serve.run(build(config(tmp_path, port, 128, traces)), name=APP)
-        while len(before := budgets(url)) < 2:
+        serve.run(build(config(tmp_path, port, 128, traces, pools, is_direct)), name=APP)
+        while len(before := budgets(url)) < size:
             time.sleep(0.1)
         with Clients(url) as clients:
-            serve.run(build(config(tmp_path, port, 96, traces)), name=APP)  # returns once all is of this configuration
+            serve.run(
+                build(config(tmp_path, port, 96, traces, pools, is_direct)), name=APP
+            )  # returns once all is of this configuration
             deadline = time.monotonic() + 60
-            while len(after := budgets(url)) < 2 or before.keys() & after.keys():
+            while len(after := budgets(url)) < size or before.keys() & after.keys():
                 assert time.monotonic() < deadline, f"{before} became {after}"
                 time.sleep(0.1)
             done = clients.done
@@ -147,6 +172,6 @@ def test_upgrade_under_load_replaces_every_process_and_drops_no_stream(
     roots = {span.span_id for span in spans if span.name == "POST /v1/completions"}
     # Those of replaced ingresses included: they send their spans before they end.
     assert len(roots) == clients.done + len(PROMPTS)
-    served = {span.parent_span_id for span in spans if span.name == "serve"}
+    served = {span.parent_span_id for span in spans if span.name in ("serve", "prefill", "decode")}
     assert served
     assert served <= roots  # not all: the timelines of a replica that has left are lost
