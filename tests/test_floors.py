@@ -157,6 +157,6 @@ def test_pure_rooms_import_without_torch_ray_and_transformers() -> None:
     "module", ["crossdock.cluster.serve.command", "crossdock.cluster.serve.lifetime", "crossdock.cluster.serve.ingress"]
 )
 def test_driver_and_ingress_import_without_torch_and_transformers(module: str) -> None:
-    """Of a server's processes only replicas pay for torch: 280 MiB and several seconds of the start."""
+    """Torch would cost each of them 280 MiB and seconds of the start; only replicas need torch."""
     blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers'))); "
     subprocess.run([sys.executable, "-c", f"{blocked}import {module}"], check=True, cwd="/")
