@@ -21,6 +21,7 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.serve.app import APP_NAME, build
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
+from crossdock.cluster.serve.ray_processes import without_unused_processes
 from crossdock.cluster.serve.stop_signals import StopRequest, StopSignal, ignore_signals
 
 STARTING = ("Ray", "Serve", "replicas: model and warm-up")  # the phases of the start, in order
@@ -106,15 +107,16 @@ def start_ray(config: ClusterConfig) -> None:
         return
     ray_constants.ENABLE_RAY_CLUSTER = False  # Ray's processes read the variable; this one did so before it was set
     cpus = max(os.cpu_count() or 1, 1 + sum(pool.num_cpus * pool.num_ranks * pool.most for pool in config.pools))
-    ray.init(
-        address="local",
-        _node_ip_address=_LOOPBACK,
-        num_cpus=int(cpus),
-        include_dashboard=False,
-        object_store_memory=80 << 20,  # tokens travel in messages, not in the object store
-        log_to_driver=False,
-        configure_logging=False,
-    )
+    with without_unused_processes():
+        ray.init(
+            address="local",
+            _node_ip_address=_LOOPBACK,
+            num_cpus=int(cpus),
+            include_dashboard=False,
+            object_store_memory=80 << 20,  # tokens travel in messages, not in the object store
+            log_to_driver=False,
+            configure_logging=False,
+        )
 
 
 def quieten() -> None:

@@ -143,6 +143,17 @@ def chat(url: str, **fields: Any) -> str:
     return text
 
 
+def users_of(library: str, server: subprocess.Popen[str]) -> list[str]:
+    """Return the command lines of a server's processes that have loaded a library."""
+    found = []
+    parent = psutil.Process(server.pid)
+    for process in (parent, *parent.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(library in mapped.path for mapped in process.memory_maps()):
+                found.append(" ".join(process.cmdline()))
+    return found
+
+
 def test_serve_answers_chat_and_lets_a_stream_end_after_sigterm(model_dir: Path, tmp_path: Path) -> None:
     with serving(tmp_path / "log") as (server, url):
         log = (tmp_path / "log").read_text()
@@ -160,6 +171,10 @@ def test_serve_answers_chat_and_lets_a_stream_end_after_sigterm(model_dir: Path,
             check=True,
         )
         assert "Paris" in answer.stdout
+        (replica,) = users_of("libtorch", server)
+        assert replica.startswith("ray::ServeReplica:crossdock:mixed")
+        unused = ("dashboard.py", "log_monitor.py", "autoscaler/_private/monitor.py")
+        assert not [name for name in unused if has_process(name)(psutil.Process(server.pid))]
         last, done = stream_and_stop(server, url, signal.SIGTERM, 200)
         assert server.wait(timeout=60) == 0  # 5 s on two quiet cores
     assert '"finish_reason":"length"' in last, "the running stream ended whole"
@@ -192,7 +207,7 @@ def has_process(name: str) -> Callable[[psutil.Process], bool]:
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
-        pytest.param(lambda server: "libtorch" in str(server.memory_maps()), signal.SIGINT, id="imports"),
+        pytest.param(lambda server: "_raylet" in str(server.memory_maps()), signal.SIGINT, id="imports"),
         pytest.param(has_process("gcs_server"), signal.SIGTERM, id="Ray starts"),
         pytest.param(has_process("raylet"), signal.SIGINT, id="Ray connects", marks=pytest.mark.soak),
         pytest.param(has_process("ServeController"), signal.SIGTERM, id="Serve starts", marks=pytest.mark.soak),
