@@ -29,11 +29,12 @@ from crossdock.cluster.bench.run import BenchOptions, BenchResult, bench_jobs, r
 from crossdock.cluster.simulate.fleet import describe, read_profile
 from crossdock.cluster.simulate.report import decision_figures, describe_decision
 from crossdock.cluster.simulate.simulation import Outcome, Simulation
-from crossdock.cluster.watch.scrape import QUANTILE, STEP_ERROR, Scrape
+from crossdock.cluster.watch.scrape import QUANTILE, REPLICA, STEP_ERROR, Scrape
 from crossdock.workers.model.checkpoint import default_model_dir
 from crossdock.workers.report.profile import SchedulingProfile
 
 CLASS = "interactive"
+PAUSE_S = 5.0  # between the warm-up and the first arrival: more than `up_delay_s`, so that the load alone decides
 SCALING = {"interval_s": 1.0, "up_delay_s": 3.0, "down_delay_s": 15.0, "utilisation": 0.7}
 ENGINE = {"admission": "queue", "max_num_seqs": 16}
 SETTINGS: dict[str, dict[str, Any]] = {  # in the fields of a simulated fleet and of a server
@@ -119,15 +120,22 @@ async def measure(options: BenchOptions) -> tuple[BenchResult, Watch]:
 
 
 def live_decisions(address: str, result: BenchResult) -> list[dict[str, Any]]:
-    """Return the scaler's decisions during a run, at seconds after its first arrival."""
+    """Return all decisions of the scaler, at seconds after the first arrival: those of the warm-up are negative."""
     clock = time.time() - time.perf_counter()
     found = httpx.get(f"{address}/v1/scaling", timeout=30).json()["data"]
-    since = [{**each, "at": each["at"] - clock} for each in found]
     return [
-        {**decision_figures(each["at"], each, result.samples), "at": each["at"] - result.origin}
-        for each in since
-        if each["at"] >= result.origin
+        {**decision_figures(each["at"] - clock, each, result.samples), "at": each["at"] - clock - result.origin}
+        for each in found
     ]
+
+
+def spread_of_steps(scrape: Scrape) -> float:
+    """Return the standard deviation of step times relative to their prediction, the mean over replicas.
+
+    The error at p90 gives the deviation: 90 % of a normal distribution are within 1.645 of them.
+    """
+    errors = scrape.by(STEP_ERROR, REPLICA, **{QUANTILE: "0.9"}).values()
+    return round(sum(errors) / len(errors) / 1.645, 3) if errors else 0.0
 
 
 def simulate(
@@ -174,7 +182,8 @@ def run(name: str, args: argparse.Namespace, trace: Path, load: Sequence[Phase])
         asyncio.run(run_bench(warm))
         listed = httpx.get(f"{server.address}/v1/replicas", timeout=30).json()["data"]
         scrape = Scrape.parse(httpx.get(f"{server.address}/metrics", timeout=30).text, 0.0)
-        noise = round((scrape.total(STEP_ERROR, **{QUANTILE: "0.9"}) or 0.0) / 1.645, 3)
+        noise = spread_of_steps(scrape)
+        time.sleep(PAUSE_S)
         options = BenchOptions(url=server.address, workload="trace", trace=trace, service_tier=CLASS, seed=args.seed)
         result, watch = asyncio.run(measure(options))
         decisions = live_decisions(server.address, result)

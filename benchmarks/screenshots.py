@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests
 
+from PIL import Image
 from servers import ROOT, add_server_options, crossdock_command, log_of, serving
 
 from crossdock.cluster.bench.run import BenchOptions, run_bench
@@ -49,6 +50,7 @@ def take(browser: Browser, url: str, ready: str, path: Path, size: tuple[int, in
     browser.eventually(lambda: browser.text("#state").startswith(ready), 60)
     time.sleep(2)  # until the timeline has been drawn twice
     browser.screenshot(path)
+    Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)  # a third of the bytes, which git keeps
     print(path, f"{path.stat().st_size / 1024:.0f} KiB", flush=True)
 
 

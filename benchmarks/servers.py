@@ -87,7 +87,7 @@ def serving(
             time.sleep(0.5)
         yield RunningServer(address, processes_of(process.pid, mark), time.monotonic() - started)
     finally:
-        _end(process, mark)
+        end(process, mark)
 
 
 def _answers(address: str, model: str | None) -> bool:
@@ -102,7 +102,7 @@ def _answers(address: str, model: str | None) -> bool:
         return False
 
 
-def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
+def end(process: "subprocess.Popen[bytes]", mark: str) -> None:
     """Interrupt a server, wait for its processes, and kill those that stay."""
     left = processes_of(process.pid, mark)
     process.send_signal(signal.SIGINT)
@@ -180,10 +180,10 @@ class OtherLoad:
         return max(0.0, (self._seconds() - self._before) / (time.monotonic() - self._started))
 
     def _seconds(self) -> float:
-        return _machine_cpu_seconds() - _cpu_seconds(self._own)
+        return _machine_cpu_seconds() - cpu_seconds(self._own)
 
 
-def _cpu_seconds(processes: Iterable[int]) -> float:
+def cpu_seconds(processes: Iterable[int]) -> float:
     """Return the CPU time of processes and of those of their children that have ended."""
     ticks = 0
     for pid in processes:

@@ -15,7 +15,7 @@ from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.build import cpu_library
 from crossdock.kernels.choice import KernelChoice
 from crossdock.kernels.layer_steps import HeadSteps, add_and_norm, finish_heads, silu_and_multiply, steps_library
-from crossdock.kernels.linear import ChosenLinear, OwnLinear, Weights, interleave, padded
+from crossdock.kernels.linear import ChosenLinear, HugePages, OwnLinear, Weights, interleave, padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +110,23 @@ class _Products:
     down: ChosenLinear
 
     @classmethod
-    def of(cls, layer: DecoderLayer, choice: KernelChoice) -> "_Products":
+    def of(cls, layer: DecoderLayer, choice: KernelChoice, memory: HugePages) -> "_Products":
         return cls(
-            ChosenLinear(torch.cat([layer.q, layer.k, layer.v]), choice),
-            ChosenLinear(layer.out, choice),
-            ChosenLinear(interleave(layer.gate, layer.up), choice),
-            ChosenLinear(layer.down, choice),
+            ChosenLinear(torch.cat([layer.q, layer.k, layer.v]), choice, memory),
+            ChosenLinear(layer.out, choice, memory),
+            ChosenLinear(interleave(layer.gate, layer.up), choice, memory),
+            ChosenLinear(layer.down, choice, memory),
         )
+
+
+def _copy(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.clone()
 
 
 class DecoderStack:
     """Layers over the views of one KV pool. `attention` is `paged_attention` of some backend, for library products.
+
+    Weights are copied: nothing here refers to the tensors of `layers`.
 
     Raises:
         OSError: a kernel cannot be compiled.
@@ -135,9 +141,12 @@ class DecoderStack:
     ) -> None:
         self._shape, self._choice, self._attention = shape, choice, attention
         steps_library()
-        self._products = [_Products.of(layer, choice) for layer in layers]
-        self._norms = [(layer.input_norm.contiguous(), layer.post_norm.contiguous()) for layer in layers]
-        self._heads = [(layer.qkv_bias, layer.q_norm, layer.k_norm, layer.window) for layer in layers]
+        memory = HugePages()
+        self._products = [_Products.of(layer, choice, memory) for layer in layers]
+        self._norms = [(layer.input_norm.clone(), layer.post_norm.clone()) for layer in layers]
+        self._heads = [
+            (_copy(layer.qkv_bias), _copy(layer.q_norm), _copy(layer.k_norm), layer.window) for layer in layers
+        ]
         self._own = _OwnStack(shape, self._products, self._norms, self._heads) if "own" in choice.kernels else None
         self._steps: list[HeadSteps] = []
         self._pages: Sequence[tuple[Tensor, Tensor]] = ()

@@ -107,7 +107,7 @@ def measure(kernels: Sequence[Kernel], rows: Sequence[int], cells: Cells) -> Tab
 
 def _remembered(key: Mapping[str, object], measure_now: Callable[[], Table]) -> Table:
     """Return the table under `key` for this machine; measure if no process of this machine has."""
-    whole = {**key, "cpu": _cpu(), "threads": torch.get_num_threads(), "torch": torch.__version__, "code": _code()}
+    whole = {**key, **kernels_and_cpu(), "threads": torch.get_num_threads()}
     text = json.dumps(whole, sort_keys=True)
     path = cache_dir() / "kernels" / f"seconds-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     if (table := _read(path, text)) is not None:
@@ -123,6 +123,11 @@ def _remembered(key: Mapping[str, object], measure_now: Callable[[], Table]) -> 
     except OSError as error:
         logger.info("the kernels are measured again at every start: %s", error)
         return measure_now()
+
+
+def kernels_and_cpu() -> dict[str, str]:
+    """Return what names this CPU and the kernels as they are now: seconds measured with others say nothing."""
+    return {"cpu": _cpu(), "torch": torch.__version__, "code": _code()}
 
 
 def _cpu() -> str:

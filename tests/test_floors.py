@@ -36,7 +36,7 @@ BELOW = {  # room: the rooms it may import besides itself
 PURE = ("router", "workers/report", "workers/schedule")  # data and time come in, data goes out
 IMPURE = {"torch", "transformers", "ray", "time", "asyncio", "threading", "socket"}  # what pure rooms never import
 THIRD_PARTIES = {  # third party: the rooms or files that may import it
-    "ray": ["cluster/dispatch", "cluster/serve", "workers/replica/replica.py"],
+    "ray": ["cluster/dispatch", "cluster/serve", "workers/replica/own_node.py", "workers/replica/replica.py"],
     "nixl": ["kvtransfer/nixl.py"],
     "fastapi": ["cluster/api"],
     "triton": ["kernels/triton_attention.py", "kernels/backend.py"],
@@ -151,3 +151,12 @@ def test_pure_rooms_import_without_torch_ray_and_transformers() -> None:
     assert {room_of(path) for path in pure} == set(PURE)
     blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'ray', 'transformers'))); "
     subprocess.run([sys.executable, "-c", blocked + "import " + ", ".join(names)], check=True, cwd="/")
+
+
+@pytest.mark.parametrize(
+    "module", ["crossdock.cluster.serve.command", "crossdock.cluster.serve.lifetime", "crossdock.cluster.serve.ingress"]
+)
+def test_driver_and_ingress_import_without_torch_and_transformers(module: str) -> None:
+    """Torch would cost each of them 280 MiB and seconds of the start; only replicas need torch."""
+    blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers'))); "
+    subprocess.run([sys.executable, "-c", f"{blocked}import {module}"], check=True, cwd="/")

@@ -128,12 +128,12 @@ class FaultyReplica(Replica):
             replica_dock.TcpTransport, replica_dock.NixlTransport = LossyTcp, LossyNixl  # type: ignore[misc]
         await super().__init__(spec)
 
-    async def submit(self, ingress: str, submission: Submission) -> int | ValueError | Overloaded:
+    async def _submit(self, ingress: str, submission: Submission) -> int | ValueError | RuntimeError:
         disturbance, chance = self._disturbance, random.random()
         if chance < disturbance.refused and submission.may_refuse:
             disturbance.count(f"refusal of one leg: {submission.leg.name}")
             return Overloaded("refused by the chaos benchmark", retry_after=1.0)
-        answer = await super().submit(ingress, submission)
+        answer = await super()._submit(ingress, submission)
         if disturbance.refused <= chance < disturbance.refused + disturbance.unanswered:
             disturbance.count("submission answered after 12 s")
             await asyncio.sleep(12)
@@ -144,5 +144,5 @@ def build(args: ClusterConfig) -> serve.Application:
     """Return the application, with faulty replicas where the environment asks for faults."""
     if not Disturbance.from_environment().is_any:
         return app.build(args)
-    with patch.object(app, "Replica", FaultyReplica):
+    with patch.object(app, "REPLICA", FaultyReplica):
         return app.build(args)

@@ -88,7 +88,7 @@ def settings(given: argparse.Namespace) -> dict[str, Any]:
     chosen: dict[str, Any] = {
         "engine.kv_cache_memory": "32MiB",
         "engine.admission": "queue",
-        # By default a batch request may wait for ten minutes: nobody could tell it from one that hangs.
+        # By default a batch request may wait for ten minutes: no client could tell that from a hang.
         "engine.slo_classes": [
             each.model_dump() | ({"ttft_s": 20.0} if each.name == "batch" else {}) for each in DEFAULT_CLASSES
         ],

@@ -9,6 +9,8 @@ from crossdock.cluster.api import bounds
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.generation_body import ALL_LOGPROBS, GenerationBody, TokenId
 from crossdock.cluster.api.json_body import Body
+from crossdock.cluster.api.tool_calls import ForcedCall, forced_call
+from crossdock.workers.schedule.request import Grammar
 
 _Tools = Annotated[list[dict[str, Any]], Field(max_length=bounds.TOOLS)]
 _Template = Annotated[str, Field(max_length=bounds.TEMPLATE_CHARS)]
@@ -74,9 +76,11 @@ class ChatCompletionRequest(GenerationBody):
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=ALL_LOGPROBS, description="-1: the whole vocabulary.")
-    tools: _Tools = Field([], description="Shown to the model by the template. A call is a part of the content.")
-    tool_choice: Any = Field(None, description="`auto` or `none`: a call cannot be forced here.")
-    parallel_tool_calls: bool = Field(True, description="false only without `tools`: calls cannot be bounded here.")
+    tools: _Tools = Field(
+        [], description="Shown to the model by the template. A call that is not forced is a part of the content."
+    )
+    tool_choice: Any = Field(None, description="`required` or a named function forces one call, by a grammar.")
+    parallel_tool_calls: bool = Field(True, description="false only with a forced call, or without `tools`.")
     reasoning_effort: _Effort | None = Field(
         None,
         description="Given to the template, with `enable_thinking`; refused where the template reads neither.",
@@ -124,23 +128,22 @@ class ChatCompletionRequest(GenerationBody):
                     param=f"tools[{i}]",
                     code="invalid_value",
                 )
-        choice = self.tool_choice
-        if choice not in (None, "auto", "none"):
-            known = choice == "required" or isinstance(choice, dict)
-            reason = "a tool call cannot be forced here; only 'auto' and 'none' are supported"
-            raise ApiError(
-                f"Invalid value for 'tool_choice': {reason if known else 'it must be a string or an object'}.",
-                param="tool_choice",
-                code="unsupported_value" if known else "invalid_value",
-            )
-        if self.tools and not self.parallel_tool_calls:
+        if self.tools and not self.parallel_tool_calls and self.forced_call() is None:
             reason = "the number of calls cannot be bounded here; leave it out"
             raise ApiError(
                 f"Invalid value for 'parallel_tool_calls': {reason}.",
                 param="parallel_tool_calls",
                 code="unsupported_value",
             )
-        return self.tools if self.tools and choice != "none" else None
+        return self.tools if self.tools and self.tool_choice != "none" else None
+
+    def forced_call(self) -> ForcedCall | None:
+        """Return the tool call that the output must be; None where any text will do. The tools have been checked."""
+        return forced_call(self.tools, self.tool_choice)
+
+    def _constraints(self) -> list[tuple[str, Grammar]]:
+        call = self.forced_call()
+        return super()._constraints() + ([] if call is None else [("tools", call.grammar())])
 
 
 class TokenizeRequest(Body):

@@ -16,6 +16,7 @@ from crossdock.cluster.api.logprobs import LogprobWriter, num_entries
 from crossdock.cluster.api.messages import last_assistant_text
 from crossdock.cluster.api.prompts import PromptEncoder, truncate
 from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.tool_calls import CallReader, whole_message
 
 _LONG_EVENT = 4096  # log-probabilities, or tokens of a prompt: a longer event is written in slices
 
@@ -54,12 +55,15 @@ class Chats:
         return await long_json_answer(answer)
 
     async def _choice(self, body: ChatCompletionRequest, writer: LogprobWriter, output: Output) -> dict[str, Any]:
-        content = _echoed(body) + output.text
+        fields: dict[str, Any] = {"content": _echoed(body) + output.text}
+        reason = output.finish_reason
+        if (call := body.forced_call()) is not None:
+            fields, reason = whole_message(CallReader(call.parameters), output.text, reason), call.finish_reason(reason)
         return {
             "index": output.index,
-            "message": {"role": "assistant", "content": content, "refusal": None},
+            "message": {"role": "assistant", **fields, "refusal": None},
             **await self._extras(body, writer, output),
-            "finish_reason": output.finish_reason,
+            "finish_reason": reason,
             "stop_reason": output.stop_reason,
         }
 
@@ -79,6 +83,8 @@ class Chats:
         events = AnswerEvents(head, is_chat=True, include_usage=body.includes_usage)
         is_plain = not body.logprobs and not body.return_token_ids
         has_begun = False
+        call = body.forced_call()
+        readers = {} if call is None else {each.index: CallReader(call.parameters) for each in generation.choices}
         async with aclosing(self._generations.outputs(generation)) as outputs:
             async for output in outputs:
                 if not has_begun:
@@ -86,16 +92,23 @@ class Chats:
                     async for event in self._beginning(body, generation, events):
                         yield event
                 usage = generation.usage_of(output)
+                if call is not None:
+                    delta = readers[output.index].delta(output.text, output.finish_reason)
+                else:
+                    delta = {"content": output.text}
                 if not is_plain and output.token_ids:
                     extras = await self._extras(body, writer, output)
-                    delta = {"content": output.text}
                     choice = {"index": output.index, "delta": delta, **extras, "finish_reason": None}
                     is_long = num_entries(output.positions) > _LONG_EVENT
                     yield events.written_choice(await long_json(choice) if is_long else to_json(choice), usage)
-                elif output.texts:
+                elif call is not None and delta:
+                    shape = {"index": output.index, "delta": delta, "logprobs": None, "finish_reason": None}
+                    yield events.choice(shape, usage)
+                elif call is None and output.texts:
                     yield events.text(output.index, output.text, usage)
                 if output.finish_reason is not None:
-                    reasons = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+                    reason = output.finish_reason if call is None else call.finish_reason(output.finish_reason)
+                    reasons = {"finish_reason": reason, "stop_reason": output.stop_reason}
                     choice = {"index": output.index, "delta": {}, "logprobs": None, **reasons}
                     yield events.choice(choice, usage)
         if body.includes_usage:

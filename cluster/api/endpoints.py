@@ -10,6 +10,7 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from crossdock.cluster.api.absent_paths import why_absent
 from crossdock.cluster.api.chats import Chats
 from crossdock.cluster.api.completions import Completions
 from crossdock.cluster.api.errors import ApiError, ErrorAnswer, shown
@@ -163,6 +164,8 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     """Answer an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
     reason = f"{error.detail}: {request.method} {shown(request.url.path)}"
+    if error.status_code == 404 and (why := why_absent(request.url.path)) is not None:
+        reason += f". {why[0].upper()}{why[1:]}."
     return error_answer(ApiError(reason, status=error.status_code, headers=error.headers))
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from jinja2 import TemplateSyntaxError
-from transformers import AutoTokenizer
 
 from crossdock.cluster.api.stop_strings import StopStrings, StopTable
 
@@ -44,6 +43,8 @@ class ModelTokenizer:
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Load the tokenizer of a Hugging Face directory."""
+        from transformers import AutoTokenizer  # late: its process decides before whether transformers may import torch
+
         return cls(AutoTokenizer.from_pretrained(str(folder)))
 
     @property

@@ -21,6 +21,7 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.serve.app import APP_NAME, build
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
+from crossdock.cluster.serve.ray_processes import without_unused_processes
 from crossdock.cluster.serve.stop_signals import StopRequest, StopSignal, ignore_signals
 
 STARTING = ("Ray", "Serve", "replicas: model and warm-up")  # the phases of the start, in order
@@ -30,7 +31,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class StartFailed(RuntimeError):
-    """The application did not start; the message is Serve's."""
+    """Ray or the application did not start; the message is Ray's or Serve's."""
 
 
 def serve_forever(
@@ -46,13 +47,13 @@ def serve_forever(
     themselves, and `stopping` when a signal has come.
 
     Raises:
-        StartFailed: replicas cannot start; the message gives the reason.
+        StartFailed: Ray or the replicas cannot start; the message gives the reason.
     """
     stop, is_up = StopRequest(), False
     try:
         starting(STARTING[0])
         with _keeping_signals(stop):
-            start_ray(config)
+            _try_to_start_ray(config)
         stop.check()
         if not os.environ.get("RAY_ADDRESS"):
             config = _on_one_node(config)
@@ -86,6 +87,14 @@ def serve_forever(
                 ray.shutdown()
 
 
+def _try_to_start_ray(config: ClusterConfig) -> None:
+    """Start Ray. Raises StartFailed with Ray's reason, e.g. that this machine was too busy to start it in 30 s."""
+    try:
+        start_ray(config)
+    except Exception as error:  # of any kind: for a start that takes too long Ray raises a plain Exception
+        raise StartFailed(f"Ray does not start: {error}") from error
+
+
 def start_ray(config: ClusterConfig) -> None:
     """Start a Ray on this machine, whose ports no other machine reaches, unless RAY_ADDRESS names a cluster to join."""
     joins = bool(os.environ.get("RAY_ADDRESS"))
@@ -98,15 +107,16 @@ def start_ray(config: ClusterConfig) -> None:
         return
     ray_constants.ENABLE_RAY_CLUSTER = False  # Ray's processes read the variable; this one did so before it was set
     cpus = max(os.cpu_count() or 1, 1 + sum(pool.num_cpus * pool.num_ranks * pool.most for pool in config.pools))
-    ray.init(
-        address="local",
-        _node_ip_address=_LOOPBACK,
-        num_cpus=int(cpus),
-        include_dashboard=False,
-        object_store_memory=80 << 20,  # tokens travel in messages, not in the object store
-        log_to_driver=False,
-        configure_logging=False,
-    )
+    with without_unused_processes():
+        ray.init(
+            address="local",
+            _node_ip_address=_LOOPBACK,
+            num_cpus=int(cpus),
+            include_dashboard=False,
+            object_store_memory=80 << 20,  # tokens travel in messages, not in the object store
+            log_to_driver=False,
+            configure_logging=False,
+        )
 
 
 def quieten() -> None:

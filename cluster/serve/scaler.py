@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.dispatch.client import ReplicaClient, follow_members
 from crossdock.router.scaling import Bounds, Flip, Resize, Scaling
-from crossdock.workers.replica.replica import bind_serve_to_own_node
+from crossdock.workers.replica.own_node import bind_serve_to_own_node
 from crossdock.workers.report.profile import SchedulingProfile
 
 logger = logging.getLogger("ray.serve")

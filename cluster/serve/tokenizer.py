@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.cluster.config import ModelConfig
 from crossdock.workers.model.checkpoint import resolve_tokenizer
@@ -18,6 +16,8 @@ def load_tokenizer(path: Path, config: ModelConfig) -> ModelTokenizer:
     if config.tokenizer is None:
         tokenizer = ModelTokenizer.load(path)
     else:
+        from transformers import AutoConfig  # late, as in `ModelTokenizer.load`
+
         folder = resolve_tokenizer(config.tokenizer, config.path)
         tokenizer = ModelTokenizer.load(folder)
         size = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config().vocab_size

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from crossdock.cluster import cli
 from crossdock.cluster.bench.run import BenchOptions
 from crossdock.cluster.bench.workloads import read_trace
+from crossdock.cluster.watch.scrape import Scrape
 from crossdock.router.scaling import ScalingConfig
 from tests.cluster.simulate.small_fleets import profile
 
@@ -58,3 +59,14 @@ def test_simulated_settings_decide_and_break_no_stream(scaling: ModuleType, tmp_
         assert [row["requests"] for row in phases.values()] == [60, 100, 15]
     assert "decode to prefill" in tables["roles"]
     assert "mixed: 1 to 2 replicas" in tables["sizes"]
+
+
+def test_spread_of_steps_of_several_replicas_is_their_mean(scaling: ModuleType) -> None:
+    lines = [
+        f'crossdock_step_relative_error{{replica="{replica}",quantile="{quantile}"}} {error}'
+        for replica, error in (("a", 0.1645), ("b", 0.329))
+        for quantile in ("0.5", "0.9")
+    ]
+    text = "# TYPE crossdock_step_relative_error gauge\n" + "\n".join(lines) + "\n"
+    assert scaling.spread_of_steps(Scrape.parse(text, 0.0)) == 0.15
+    assert scaling.spread_of_steps(Scrape.parse("", 0.0)) == 0.0

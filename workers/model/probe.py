@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from crossdock.kernels.linear import usable_kernels
@@ -173,6 +173,19 @@ def _fuse_layers_if_equal(
         return
     model.kernels = str(fusion)
     logger.info("decoder layers are fused; products by %s", fusion)
+    _leave_file(model.module)
+
+
+@torch.inference_mode(False)  # weights are used in other modes too
+def _leave_file(module: nn.Module) -> None:
+    """Copy the weights that fused layers left in use, so that the mapped file of all weights can be freed.
+
+    Parameters that share their memory go on sharing.
+    """
+    copies: dict[int, Tensor] = {}
+    for parameter in module.parameters():
+        pointer = parameter.data_ptr()
+        parameter.data = copies.setdefault(pointer, parameter.data.clone())
 
 
 @torch.inference_mode(False)  # parameters change their dtype for a while

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from statistics import median
 
 from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.remembered_sweep import remembered_sweep
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.cost import StepWork
@@ -31,7 +32,8 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         engine.step()
     pages.clear_cache()
 
-    fit = engine.calibrate(_sweep(engine), _intervals(engine))
+    sweep = remembered_sweep(engine, lambda: _sweep(engine), lambda: _check(engine))
+    fit = engine.calibrate(sweep, _intervals(engine))
     engine.scheduler.learn_scored(_scored_factor(engine))
     return SchedulingProfile(
         max_model_len=model.max_model_len,
@@ -98,6 +100,14 @@ def _sweep(engine: Engine) -> list[tuple[StepWork, float]]:
         if shallow and streams in (4, 64):
             measure((shallow, small), streams, min(256, longest - 1))
     return sweep
+
+
+def _check(engine: Engine) -> list[tuple[StepWork, float]]:
+    """Return two steps of the sweep and their seconds, the best of three: a chunk, and decodes."""
+    config, longest = engine.config, min(engine.model.max_model_len, engine.pages.num_pages * engine.config.page_size)
+    chunk, streams = min(64, config.max_num_batched_tokens, longest), min(4, config.max_num_seqs)
+    steps = measure_step(engine, (0, chunk), 0, 0), measure_step(engine, None, streams, min(32, longest - 1))
+    return [(step[0], min(step[1])) for step in steps if step is not None]
 
 
 def _scored_factor(engine: Engine) -> float:

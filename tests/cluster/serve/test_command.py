@@ -1,6 +1,7 @@
 """`crossdock serve`: what it checks before Ray starts, and a real one that answers and stops on a signal."""
 
 import contextlib
+import os
 import secrets
 import signal
 import socket
@@ -102,6 +103,19 @@ def test_serve_with_taken_port_fails_before_ray_starts(served: Served) -> None:
     assert served.config is None
 
 
+def test_serve_whose_ray_does_not_start_prints_rays_reason(small_model_dir: Path, tmp_path: Path) -> None:
+    """Ray's sockets are in its folder, and the path of a socket has at most 107 bytes."""
+    folder = tmp_path / ("x" * 107)
+    folder.mkdir()
+    command = [COMMAND, "serve", str(small_model_dir), "--port", str(free_port())]
+    environment = {**os.environ, "RAY_TMPDIR": str(folder)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "Ray does not start: " in ended.stderr
+    assert "107 bytes" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 @contextmanager
 def serving(log: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Start `crossdock serve` as a background job, and yield its process and URL once it serves."""
@@ -129,6 +143,17 @@ def chat(url: str, **fields: Any) -> str:
     return text
 
 
+def users_of(library: str, server: subprocess.Popen[str]) -> list[str]:
+    """Return the command lines of a server's processes that have loaded a library."""
+    found = []
+    parent = psutil.Process(server.pid)
+    for process in (parent, *parent.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(library in mapped.path for mapped in process.memory_maps()):
+                found.append(" ".join(process.cmdline()))
+    return found
+
+
 def test_serve_answers_chat_and_lets_a_stream_end_after_sigterm(model_dir: Path, tmp_path: Path) -> None:
     with serving(tmp_path / "log") as (server, url):
         log = (tmp_path / "log").read_text()
@@ -146,18 +171,21 @@ def test_serve_answers_chat_and_lets_a_stream_end_after_sigterm(model_dir: Path,
             check=True,
         )
         assert "Paris" in answer.stdout
-        last, done = stream_and_stop(server, url, signal.SIGTERM)
-        stopped = time.monotonic()
-        assert server.wait(timeout=60) == 0
-        assert time.monotonic() - stopped < 30  # 5 s on two quiet cores
+        (replica,) = users_of("libtorch", server)
+        assert replica.startswith("ray::ServeReplica:crossdock:mixed")
+        unused = ("dashboard.py", "log_monitor.py", "autoscaler/_private/monitor.py")
+        assert not [name for name in unused if has_process(name)(psutil.Process(server.pid))]
+        last, done = stream_and_stop(server, url, signal.SIGTERM, 200)
+        assert server.wait(timeout=60) == 0  # 5 s on two quiet cores
     assert '"finish_reason":"length"' in last, "the running stream ended whole"
     assert done == "data: [DONE]"
     assert (tmp_path / "log").read_text().removeprefix(log) == "Stopping …\n"
 
 
-def stream_and_stop(server: subprocess.Popen[str], url: str, number: signal.Signals) -> list[str]:
+def stream_and_stop(server: subprocess.Popen[str], url: str, number: signal.Signals, max_tokens: int) -> list[str]:
     """Send the signal after the first event of a stream. Return the last two lines of the stream."""
-    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 500, "ignore_eos": True, "stream": True}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True, "stream": True}
+    body["max_tokens"] = max_tokens
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
         lines = (line for line in answer.iter_lines() if line.startswith("data: "))
         next(lines)
@@ -179,7 +207,7 @@ def has_process(name: str) -> Callable[[psutil.Process], bool]:
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
-        pytest.param(lambda server: "libtorch" in str(server.memory_maps()), signal.SIGINT, id="imports"),
+        pytest.param(lambda server: "_raylet" in str(server.memory_maps()), signal.SIGINT, id="imports"),
         pytest.param(has_process("gcs_server"), signal.SIGTERM, id="Ray starts"),
         pytest.param(has_process("raylet"), signal.SIGINT, id="Ray connects", marks=pytest.mark.soak),
         pytest.param(has_process("ServeController"), signal.SIGTERM, id="Serve starts", marks=pytest.mark.soak),
@@ -252,6 +280,6 @@ def test_serve_as_background_job_stops_at_once_on_sigint(small_model_dir: Path, 
     """A script's background job starts with SIGINT ignored, and so does this one. It does not wait for a stream."""
     flags = ["--max-num-batched-tokens", "128", "--kv-cache-memory", "64MiB"]
     with serving(tmp_path / "log", str(small_model_dir), *flags) as (server, url):
-        *_, last = stream_and_stop(server, url, signal.SIGINT)
+        last, _ = stream_and_stop(server, url, signal.SIGINT, 3500)
         assert server.wait(timeout=60) == 0
     assert '"code":"service_unavailable"' in last

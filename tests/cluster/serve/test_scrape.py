@@ -7,7 +7,7 @@ import pytest
 from ray.serve.handle import DeploymentBroadcastResponse
 
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
-from crossdock.cluster.serve import app
+from crossdock.cluster.serve import ingress
 
 
 class Answer:
@@ -32,7 +32,7 @@ class Broadcasts:
         return DeploymentBroadcastResponse(self.answers(), None)
 
 
-class Scraped(app.Ingress):
+class Scraped(ingress.Ingress):
     """An ingress without replicas and without a port."""
 
     def __init__(self, answers: Any) -> None:
@@ -65,7 +65,7 @@ def test_scrape_does_not_wait_for_ingress_that_hangs(monkeypatch: pytest.MonkeyP
         async with asyncio.timeout(20):
             return await scraped(answers)
 
-    monkeypatch.setattr(app, "_SCRAPE_S", 0.01)
+    monkeypatch.setattr(ingress, "_SCRAPE_S", 0.01)
     assert asyncio.run(main()) == {"own"}
 
 
@@ -73,5 +73,5 @@ def test_ingress_that_hangs_costs_its_own_figures_only(monkeypatch: pytest.Monke
     async def answers() -> list[Answer]:
         return [Answer(("other", "up 1")), Answer(None)]
 
-    monkeypatch.setattr(app, "_SCRAPE_S", 0.05)
+    monkeypatch.setattr(ingress, "_SCRAPE_S", 0.05)
     assert asyncio.run(asyncio.wait_for(scraped(answers), 20)) == {"own", "other"}

@@ -1,6 +1,7 @@
 """A real deployment: Ray Serve, a replica process with trained weights, HTTP, and the openai client."""
 
 import asyncio
+import json
 import random
 import re
 import time
@@ -149,9 +150,26 @@ def test_json_schema_is_obeyed(client: openai.OpenAI) -> None:
         max_tokens=60,
         temperature=0,
     )
-    import json
-
     assert set(json.loads(answer.choices[0].message.content or "")) == {"city", "people"}
+
+
+def test_forced_tool_call_has_arguments_of_its_schema(client: openai.OpenAI) -> None:
+    def tool(name: str, argument: dict[str, Any]) -> Any:
+        schema = {"type": "object", "properties": {"what": argument}, "required": ["what"]}
+        return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+    tools = [tool("weather", {"enum": ["Paris", "Rome"]}), tool("clock", {"type": "integer", "maximum": 23})]
+    asked: Any = {"model": "smol", "messages": [{"role": "user", "content": "Is it warm in Paris?"}], "tools": tools}
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        answer = client.chat.completions.create(**asked, tool_choice=choice, max_tokens=60, temperature=0)
+        [call] = answer.choices[0].message.tool_calls or []
+        assert call.type == "function"
+        arguments = json.loads(call.function.arguments)
+        if call.function.name == "weather":
+            assert arguments["what"] in ("Paris", "Rome")
+        else:
+            assert choice == "required"
+            assert arguments["what"] <= 23
 
 
 def test_refused_request_raises_the_openai_clients_error(client: openai.OpenAI) -> None:

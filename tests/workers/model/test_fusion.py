@@ -1,5 +1,6 @@
 """Fused layers give what transformers' own layers give, and rows that do not depend on the batch."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from crossdock.kernels.choice import KernelChoice, only
 from crossdock.kernels.options import CpuKernels
 from crossdock.workers.model import fusion
 from crossdock.workers.model.fusion import FusedLayers
-from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.load import load_model, wrap_module
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model_spec import ModelSpec
 from tests.workers.architectures import build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
 
@@ -113,6 +115,15 @@ def test_second_format_is_not_packed_where_memory_is_short(monkeypatch: pytest.M
     wrap_module(bf16("llama", WIDE), kv_bytes=0)
     wrap_module(bf16("llama", WIDE), kv_bytes=1 << 60)
     assert asked == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_fused_model_has_one_copy_of_its_weights(kernel: CpuKernels, tmp_path: Path) -> None:
+    """The mapped file would stay in memory next to the packed weights."""
+    bf16("llama", WIDE).save_pretrained(tmp_path)
+    model = load_model(ModelSpec(str(tmp_path), dtype="bfloat16", cpu_kernels=kernel))
+    assert is_fused(model)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
 def test_kernel_that_cannot_run_is_refused() -> None:

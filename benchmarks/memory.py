@@ -1,0 +1,205 @@
+"""How much memory does `crossdock serve` take, process by process, and where do the seconds of its start go?
+
+    python benchmarks/memory.py                       # about a minute
+    python benchmarks/memory.py --repeats 3 --crossdock-option=--cpu-kernels=onednn
+
+Starts `crossdock serve` on a free port. Prints the seconds until `/ready` by phase; then, after a few requests, the
+memory of each process in MiB. Pages that several processes share count once (PSS). `private` is what no other process
+has; the rest is mostly libraries that all of Python's processes map.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from servers import MARK, add_server_options, cpu_seconds, crossdock_command, end, log_of, processes_of
+from tables import Row, hardware, medians, table, today, write
+
+LOOK_S = 0.05  # between two looks for new processes
+MIB = 2**20
+TITLES = {  # role: text in the command line of its process, the first that is found
+    "raylet": "raylet/raylet",
+    "replica": "ServeReplica:crossdock:mixed",
+    "ingress": "ServeReplica:crossdock:ingress",
+    "controller": "ServeController",
+    "worker without work": "ray::IDLE",
+    "worker that starts": "default_worker.py",
+    "dashboard agent": "DashboardAgent",
+    "runtime environment agent": "RuntimeEnvAgent",
+    "grammar check": "grammar.vetting",
+    "gcs": "gcs_server",
+    "autoscaler": "autoscaler/_private/monitor.py",
+    "log monitor": "log_monitor.py",
+    "dashboard": "dashboard/dashboard.py",
+    "driver": "crossdock serve",
+}
+
+
+def role_of(pid: int) -> str:
+    """Return the role of a process by its command line; an empty text where the process has ended."""
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+    role = next((role for role, text in TITLES.items() if text in line), None)
+    return role or Path(line.split(" ")[0]).name if line else ""
+
+
+def memory_of(pid: int) -> Row:
+    """Return the memory of a process in MiB; nothing where the process has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return {}
+    sizes = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines[1:]}
+    private = sizes["Private_Clean"] + sizes["Private_Dirty"]
+    return {"PSS": sizes["Pss"], "anonymous": sizes["Pss_Anon"], "private": private}
+
+
+def memory_by_role(processes: set[int]) -> dict[str, Row]:
+    """Return the memory of all processes of each role, the largest role first."""
+    found: dict[str, Row] = {}
+    for pid in processes:
+        if row := memory_of(pid):
+            before = found.setdefault(role_of(pid), {"processes": 0.0})
+            found[role_of(pid)] = {
+                name: before.get(name, 0.0) + value for name, value in ({"processes": 1} | row).items()
+            }
+    return dict(sorted(found.items(), key=lambda item: -item[1]["PSS"]))
+
+
+class Watch:
+    """The moments of a start, in seconds since the command was run."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self.moments: dict[str, float] = {}
+        self.cpu: dict[str, float] = {}  # seconds of CPU time until ready, by role
+
+    def note(self, moment: str) -> None:
+        """Note a moment, once."""
+        self.moments.setdefault(moment, round(time.monotonic() - self._started, 2))
+
+    def note_cpu(self, processes: set[int]) -> None:
+        """Note the CPU time of each role so far, with that of children that have ended."""
+        for pid in processes:
+            self.cpu[role_of(pid)] = self.cpu.get(role_of(pid), 0.0) + cpu_seconds([pid])
+
+
+@contextmanager
+def started(args: argparse.Namespace, log: Path, watch: Watch) -> Iterator[Callable[[], set[int]]]:
+    """Start a server, and yield a function that returns the ids of its processes, once `/ready` answers 200."""
+    mark, command = uuid.uuid4().hex, [part for part in crossdock_command(args) if part]
+    begin = log.stat().st_size if log.exists() else 0
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, MARK: mark},
+            start_new_session=True,
+        )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{args.port}", timeout=5) as http:
+            while not _is_ready(http):
+                if process.poll() is not None:
+                    raise RuntimeError(f"the server ended with {process.returncode} before it was ready; see {log}")
+                if "Starting:" in log.read_text()[begin:]:
+                    watch.note("driver: imports, configuration")
+                for pid in processes_of(process.pid, mark):
+                    watch.note(role_of(pid))
+                time.sleep(LOOK_S)
+        watch.note("ready")
+        watch.note_cpu(processes_of(process.pid, mark))
+        yield lambda: processes_of(process.pid, mark)
+    finally:
+        end(process, mark)
+
+
+def _is_ready(http: httpx.Client) -> bool:
+    try:
+        return http.get("/ready").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def use(address: str) -> dict[str, Any]:
+    """Send the server requests of several kinds, and return its only replica as /v1/replicas describes it."""
+    with httpx.Client(base_url=address, timeout=120) as http:
+        model = http.get("/v1/models").json()["data"][0]["id"]
+        long = {"model": model, "prompt": "one two three four " * 500, "max_tokens": 16}
+        chat = {"model": model, "messages": [{"role": "user", "content": "Name a colour as JSON."}], "max_tokens": 32}
+        schema = {"type": "object", "properties": {"colour": {"type": "string"}}, "required": ["colour"]}
+        form = {"type": "json_schema", "json_schema": {"name": "colour", "schema": schema}}
+        bodies = [*([("completions", long)] * 4), *([("chat/completions", chat)] * 8)]
+        bodies.append(("chat/completions", {**chat, "response_format": form}))
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda body: http.post(f"/v1/{body[0]}", json=body[1]).status_code, bodies))
+        if set(answers) != {200}:
+            raise RuntimeError(f"the requests were answered by {answers}")
+        replica: dict[str, Any] = http.get("/v1/replicas").json()["data"][0]
+    return replica
+
+
+def phases(moments: dict[str, float], replica: dict[str, Any]) -> Row:
+    """Return at what second of the start each phase ended, in this order."""
+    wanted = ("driver: imports, configuration", "raylet", "controller", "ingress", "replica", "ready")
+    found = {name: moments[name] for name in wanted if name in moments}
+    start = replica["machine"].get("start_s", {})
+    return dict(sorted(found.items(), key=lambda item: item[1])) | {f"replica: {name}": s for name, s in start.items()}
+
+
+def measure(args: argparse.Namespace) -> tuple[Row, dict[str, Row]]:
+    """Start a server once. Return the seconds of its start, and the memory by role."""
+    watch = Watch()
+    with started(args, log_of(args, "crossdock"), watch) as processes:
+        replica = use(f"http://127.0.0.1:{args.port}")
+        time.sleep(args.settle)
+        roles = memory_by_role(processes())
+    machine = replica["machine"]
+    total = sum(row["PSS"] for row in roles.values())
+    weights, pool = machine["weights"] / MIB, machine["pool"] / MIB
+    roles["all"] = {
+        "PSS": total,
+        **{name: sum(row[name] for row in roles.values()) for name in ("anonymous", "private")},
+    }
+    roles["weights, once"], roles["KV pages, all"] = {"PSS": weights}, {"PSS": pool}
+    roles["all but weights and KV pages"] = {"PSS": total - weights - pool}
+    for role, seconds in watch.cpu.items():
+        roles.setdefault(role, {})["CPU s until ready"] = seconds
+    roles["all"]["CPU s until ready"] = sum(watch.cpu.values())
+    return phases(watch.moments, replica), roles
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="", help="default: the embedded one")
+    parser.add_argument("--repeats", type=int, default=1, help="starts; the figures are medians (default: %(default)s)")
+    parser.add_argument("--settle", type=float, default=5.0, help="seconds after the requests (default: %(default)s)")
+    add_server_options(parser, "memory", 18420)
+    args = parser.parse_args()
+    measured = [measure(args) for _ in range(args.repeats)]
+    start = medians([seconds for seconds, _ in measured])
+    roles = {name: medians([found.get(name, {}) for _, found in measured]) for name in measured[0][1]}
+    text = "\n".join(
+        [
+            f"{today()}, {hardware()}; load {os.getloadavg()[0]:.1f}; {' '.join(sys.argv[1:])}\n",
+            table({name: {"s": seconds} for name, seconds in start.items()}, "start"),
+            table(roles, "PSS, anonymous, private: MiB"),
+        ]
+    )
+    write(args.output, text, {"start": start, "memory": roles, "all": measured})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""The ingress: HTTP in, tokens out. No torch: its process has transformers' tokenizers alone."""
+
+import asyncio
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.generation_defaults import GenerationDefaults
+from crossdock.cluster.api.http_config import OPEN_TO_OTHERS
+from crossdock.cluster.api.limits import Loan
+from crossdock.cluster.api.listener import Listener, listen
+from crossdock.cluster.api.tiers import Tiers
+from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.dispatch.client import follow_members
+from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.cluster.serve.tokenizer import load_tokenizer
+from crossdock.workers.model.checkpoint import resolve_model
+from crossdock.workers.replica.interpreter import prepare_interpreter
+from crossdock.workers.replica.own_node import bind_serve_to_own_node
+
+logger = logging.getLogger("ray.serve")
+
+_FIRST_REPLICA_S = 10.0  # an ingress waits so long for a replica; while models load it answers 503 after that
+_SCRAPE_S = 5.0  # a scrape waits so long for the other ingresses: Prometheus gives up after 10 s
+_LAST_WORDS_S = 1.0  # a client is told in this time that its request ends with the ingress
+_LOAN_S = 0.5  # a request waits so long for what the other ingresses lend
+
+
+class Ingress:
+    """HTTP in, tokens out: one dispatcher over all pools, and the OpenAI API in front of it."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ClusterConfig, engines: dict[str, DeploymentHandle], scaler: DeploymentHandle | None = None
+    ) -> None:
+        """Start serving. Serve runs every deployment that an ingress is bound to, so `scaler` too."""
+        _keep_torch_out()
+        bind_serve_to_own_node()
+        path = resolve_model(config.model.path)
+        self.dispatcher = Dispatcher(
+            config.model.name,
+            config.router,
+            self._all_ingress_metrics,
+            most_queued=config.http.max_queued_requests,
+            vllm_metrics=config.http.vllm_metrics,
+        )
+        self._name = uuid.uuid4().hex
+        self._drain_s = config.http.drain_timeout_s
+        self._listener: Listener | None = None
+        context = serve.get_replica_context()
+        self._every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
+        self._every_ingress._init()
+        tokenizer = await asyncio.to_thread(load_tokenizer, path, config.model)
+        tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
+        model = config.model
+        defaults = GenerationDefaults.read(path, model.generation_config, model.override_generation_config)
+        decisions = None if scaler is None else partial(_decisions, scaler)
+        self._api = build_api(
+            self.dispatcher,
+            tokenizer,
+            config.http,
+            tiers,
+            defaults=defaults,
+            decisions=decisions,
+            ask_peers=self._ask_peers,
+        )
+        follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
+        with suppress(TimeoutError):  # without this wait an upgrade would route requests to an ingress without replicas
+            async with asyncio.timeout(_FIRST_REPLICA_S):
+                while not self.dispatcher.ready():
+                    await asyncio.sleep(0.02)
+        prepare_interpreter()
+        if config.http.is_open_to_others:
+            logger.warning(OPEN_TO_OTHERS, config.http.host, config.http.port)
+        if config.http.direct:
+            http = config.http
+            self._listener = await listen(
+                self._api,
+                http.host,
+                http.port,
+                keep_alive_s=http.keep_alive_s,
+                write_timeout_s=http.write_timeout_s,
+            )
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return _DrainedFirst(self._api, self._drain)
+
+    async def __del__(self) -> None:  # Serve awaits it when the replica stops, after the end of the API's lifespan
+        await self.dispatcher.close()
+        await self.drain(_LAST_WORDS_S)
+
+    async def _drain(self) -> None:
+        await self.drain(self._drain_s)
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no further request, and wait until those that run are answered, but at most `seconds`, then and when
+        this ingress ends.
+
+        Serve does this for requests that come through its proxies; it does not know of others. Returns whether all
+        were answered.
+        """
+        self._drain_s = seconds
+        return self._listener is None or await self._listener.close(seconds)
+
+    async def ingress_metrics(self) -> tuple[str, str]:
+        """Return this ingress's name and metrics: its part of a scrape that another ingress answers."""
+        return self._name, self.dispatcher.metrics.text()
+
+    async def replicas(self) -> list[dict[str, Any]]:
+        """Return the state of every replica that is up: what /v1/replicas answers to an operator."""
+        return await self.dispatcher.replicas({}, None)
+
+    async def lend(self, asker: str, tenant: str, requests: float, tokens: float) -> Loan | None:
+        """Give another ingress, `asker`, what it lacks for a tenant's key; None: that is this one."""
+        return None if asker == self._name else self._api.state.lend(tenant, requests, tokens)
+
+    async def _ask_peers(self, tenant: str, requests: float, tokens: float) -> list[Loan]:
+        """Ask all other ingresses for what this one lacks for a tenant's key."""
+        return [loan for loan in await self._of_all("lend", _LOAN_S, self._name, tenant, requests, tokens) if loan]
+
+    async def _all_ingress_metrics(self) -> dict[str, str]:
+        """Return the metrics of all ingresses, by name, without those that fail or do not answer in time."""
+        return dict([await self.ingress_metrics(), *await self._of_all("ingress_metrics", _SCRAPE_S)])
+
+    async def _of_all(self, method: str, seconds: float, *arguments: Any) -> list[Any]:
+        """Return the answers of all ingresses, this one too, without those that fail or do not answer in time."""
+        try:
+            async with asyncio.timeout(seconds):
+                asked = await self._every_ingress.broadcast(method, *arguments)._fetch_replica_results_async()
+        except TimeoutError:
+            return []
+        # `results_async` has one time limit for all: an ingress that hangs would cost the answers of the others.
+        answering = (asyncio.wait_for(answer.get_async(), seconds) for answer in asked)
+        answers = await asyncio.gather(*answering, return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+class _DrainedFirst:
+    """The API as Serve holds it: its lifespan, and so tracing, ends when the ingress is drained."""
+
+    def __init__(self, api: Any, drain: Callable[[], Awaitable[None]]) -> None:
+        self._api = api
+        self._drain = drain
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def receive_when_drained() -> Any:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                await self._drain()
+            return message
+
+        await self._api(scope, receive_when_drained if scope["type"] == "lifespan" else receive, send)
+
+
+async def _decisions(scaler: DeploymentHandle) -> list[dict[str, Any]]:
+    """Return the scaler's newest decisions. Raises TimeoutError where it does not answer."""
+    async with asyncio.timeout(_SCRAPE_S):
+        found: list[dict[str, Any]] = await scaler.decisions.remote()
+    return found
+
+
+ServedIngress = serve.ingress()(Ingress)
+"""The class that Serve runs: the application builds its ASGI app in the replica."""
+
+
+def _keep_torch_out() -> None:
+    """Make an import of torch fail in this process, unless there has been one.
+
+    transformers then offers tokenizers alone, in a quarter of the memory and of the seconds.
+    """
+    if "torch" not in sys.modules:
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it would advise to install torch
+        sys.modules["torch"] = None  # type: ignore[assignment]  # Python's own way to block an import

@@ -1,0 +1,156 @@
+"""Forced tool calls: the grammar of one call, and the call as OpenAI's client reads it, whole and streamed."""
+
+import json
+from functools import partial
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.tool_calls import CallReader, ForcedCall, forced_call
+from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, refused
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+MOVE = {
+    "type": "object",
+    "properties": {"to": {"$ref": "#/$defs/Point"}},
+    "required": ["to"],
+    "$defs": {"Point": POINT},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "move", "parameters": MOVE, "strict": True}},
+    {"type": "function", "function": {"name": 'say "stop"'}},
+]
+NAMED = {"type": "function", "function": {"name": "move"}}
+SHORT = {"chat_template": "{{ messages[0].content }}"}  # the scripted model's context has no place for the tools
+WRITTEN = '{"name": "move", "arguments": {"to": {"x": 3}}}'
+
+
+def forced(choice: Any) -> ForcedCall:
+    call = forced_call(TOOLS, choice)
+    assert call is not None
+    return call
+
+
+@pytest.mark.parametrize(
+    ("text", "required", "named"),
+    [
+        (WRITTEN, True, True),
+        ('{"name": "say \\"stop\\"", "arguments": {}}', True, False),
+        ('{"name": "move", "arguments": {}}', False, False),
+        ('{"name": "jump", "arguments": {}}', False, False),
+        ('{"name": "move", "arguments":  {"to": {"x": 3}}}', False, False),
+        ("move", False, False),
+    ],
+)
+def test_grammar_of_forced_call_allows_calls_of_these_functions_alone(text: str, required: bool, named: bool) -> None:
+    for choice, is_allowed in (("required", required), (NAMED, named)):
+        grammar = forced(choice).grammar()
+        assert grammar.kind == "lark"
+        matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(grammar.source))
+        assert not matcher.get_error()
+        taken = matcher.try_consume_tokens([*text.encode()])
+        assert (taken == len(text.encode()) and matcher.is_accepting()) == is_allowed
+
+
+def test_choice_that_leaves_it_to_the_model_forces_nothing() -> None:
+    assert [forced_call(TOOLS, choice) for choice in (None, "auto", "none")] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "param"),
+    [
+        ([], "required", "tool_choice"),
+        (TOOLS, "sometimes", "tool_choice"),
+        (TOOLS, 5, "tool_choice"),
+        (TOOLS, {"type": "allowed_tools"}, "tool_choice"),
+        (TOOLS, {"type": "function"}, "tool_choice"),
+        (TOOLS, {"type": "function", "function": {"name": "jump"}}, "tool_choice"),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": 5}}],
+            "required",
+            "tools[0].function.parameters",
+        ),
+    ],
+)
+def test_choice_without_a_tool_to_call_is_refused(tools: list[dict[str, Any]], choice: Any, param: str) -> None:
+    with pytest.raises(ApiError) as error:
+        forced_call(tools, choice)
+    assert error.value.param == param
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize("end", ["stop", "length"])
+def test_arguments_of_call_in_pieces_of_any_size_are_whole(size: int, end: str) -> None:
+    """With `length` the limit was reached at the last brace: the call is whole all the same."""
+    reader = CallReader(["move"])
+    pieces = [WRITTEN[start : start + size] for start in range(0, len(WRITTEN), size)]
+    ends = [None] * (len(pieces) - 1) + [end]
+    calls = [
+        call
+        for piece, reason in zip(pieces, ends, strict=True)
+        for call in reader.delta(piece, reason).get("tool_calls", ())
+    ]
+    assert [call["function"].get("name") for call in calls] == ["move"] + [None] * (len(calls) - 1)
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"to": {"x": 3}}'
+    assert {call["index"] for call in calls} == {0}
+
+
+def test_call_cut_by_its_limit_keeps_what_was_written() -> None:
+    assert CallReader(["move"]).delta('{"name": "mo', "length") == {"content": '{"name": "mo'}
+    [call] = CallReader(["move"]).delta('{"name": "move", "arguments": {"to": {"x": 3}', "length")["tool_calls"]
+    assert call["function"]["arguments"] == '{"to": {"x": 3}'
+
+
+@pytest.fixture
+def calling(engine: ScriptedDispatcher) -> ScriptedDispatcher:
+    """The engine, which writes a call."""
+    engine.script = partial(engine.story, words=WRITTEN)
+    return engine
+
+
+@pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")])
+def test_forced_call_is_a_tool_call_for_openais_client(
+    client: openai.OpenAI, calling: ScriptedDispatcher, choice: Any, reason: str
+) -> None:
+    fields: Any = {"model": "tiny", "messages": HI, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+    for answered in client.chat.completions.create(**fields, n=2, extra_body=SHORT).choices:
+        assert (answered.message.content, answered.finish_reason) == (None, reason)
+        [call] = answered.message.tool_calls or []
+        assert call.type == "function"
+        assert (call.function.name, json.loads(call.function.arguments)) == ("move", {"to": {"x": 3}})
+        assert call.id
+    grammars = {submission.sampling.grammar for submission in calling.submissions}
+    assert grammars == {forced(choice).grammar()}
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": True}, {"n": 2}])
+def test_streamed_forced_call_is_a_tool_call_for_openais_client(
+    client: openai.OpenAI, calling: ScriptedDispatcher, more: dict[str, Any]
+) -> None:
+    with client.chat.completions.stream(
+        model="tiny",
+        messages=[{"role": "user", "content": "Hi"}],
+        tools=TOOLS,
+        tool_choice="required",
+        extra_body=SHORT,
+        **more,
+    ) as stream:
+        for _ in stream:
+            pass
+        choices = stream.get_final_completion().choices
+    assert len(choices) == more.get("n", 1)
+    for answered in choices:
+        assert answered.finish_reason == "tool_calls"
+        [call] = answered.message.tool_calls or []
+        assert (call.function.name, json.loads(call.function.arguments)) == ("move", {"to": {"x": 3}})
+        assert bool(answered.logprobs) == ("logprobs" in more)
+
+
+def test_forced_call_beside_another_constraint_is_refused(http: httpx.Client) -> None:
+    fields = {"messages": HI, "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
+    fields |= SHORT
+    refused(http.post("/v1/chat/completions", json=fields), 400, param="tools")
