@@ -1,7 +1,10 @@
 """Do adaptive chunks serve more requests within their targets than fixed token budgets? Crossdock against itself.
 
-    python benchmarks/adaptive.py --duration 40 --repeats 1   # three mixes of chats and 4k-16k prompts: 20 minutes
+    python benchmarks/adaptive.py --duration 40 --repeats 1   # three mixes of chats and 4k-16k prompts: 25 minutes
     python benchmarks/adaptive.py --short-vs-long             # short requests beside a 16k prompt: 15 minutes
+
+The setting vllm-default is vLLM's default scheduling, at its default budget: first come first served, and no request
+names a class. Each request counts for the class that it names under the other settings.
 
 Prints a table for each mix: the share of good requests, their rate, gaps and times to first token of each SLO class.
 With --short-vs-long: the time to first token of short requests, alone and while a long prompt is prefilled.
@@ -38,7 +41,12 @@ POLICIES = {  # flags of `crossdock serve` by the name of the setting
         f"fixed-{budget}": ("--chunk-policy", "fixed", "--max-num-batched-tokens", str(budget))
         for budget in (512, 2048, 8192)
     },
+    "vllm-default": (  # of `vllm serve` on CPUs: its budget, and all requests in order of arrival, of one class
+        *("--chunk-policy", "fixed", "--max-num-batched-tokens", "2048"),
+        *("--prefill-order", "fcfs", "--admission", "queue"),
+    ),
 }
+WITHOUT_CLASSES = ("vllm-default",)  # settings under which requests name no class
 ORDERS = {  # with admission queue: short requests that FCFS makes wait are measured, not refused
     "adaptive-response-ratio": (
         *("--chunk-policy", "adaptive", "--prefill-order", "response_ratio"),
@@ -63,7 +71,7 @@ def stretched(model: Path, context: int, target: Path) -> Path:
 # -- one measurement -------------------------------------------------------------------------------------------------
 
 
-def measure_mix(name: str, address: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure_mix(name: str, setting: str, address: str, args: argparse.Namespace) -> dict[str, Any]:
     options = BenchOptions(
         url=address,
         workload="mix",
@@ -71,6 +79,7 @@ def measure_mix(name: str, address: str, args: argparse.Namespace) -> dict[str, 
         duration=args.duration,
         seed=args.seed,
         targets=parse_targets(args.slo),
+        asks_for_classes=setting not in WITHOUT_CLASSES,
         timeout=1800.0,
     )
     return as_json(asyncio.run(run_bench(options)))
@@ -147,14 +156,19 @@ def short_table(rows: Mapping[str, Row]) -> str:
 
 
 def verdict(rows: Mapping[str, Row]) -> str:
-    """Return adaptive beside the best fixed budget, in words."""
-    fixed = {name: row["all rate"] for name, row in rows.items() if name != "adaptive"}
-    if "adaptive" not in rows or not fixed:
+    """Return adaptive beside the best fixed budget and beside vLLM's default scheduling, in words."""
+    rates = {name: row["all rate"] for name, row in rows.items()}
+    fixed = [name for name in rates if name.startswith("fixed-")]
+    others = [("best fixed", max(fixed, key=lambda name: rates[name]))] if fixed else []
+    others += [("vLLM's default scheduling", name) for name in WITHOUT_CLASSES if name in rates]
+    if "adaptive" not in rates or not others:
         return ""
-    best = max(fixed, key=lambda name: fixed[name])
-    return (
-        f"Good requests per second: adaptive {rows['adaptive']['all rate']:.3g}, best fixed {fixed[best]:.3g} ({best})."
-    )
+    ours = rates["adaptive"]
+    compared = [
+        f"{words} {rates[name]:.3g} ({name}), {f'{ours / rates[name]:.2f} times' if rates[name] else 'no good request'}"
+        for words, name in others
+    ]
+    return f"Good requests per second: adaptive {ours:.3g}; " + "; ".join(compared) + "."
 
 
 def _p50_p99(row: Row, name: str) -> str:
@@ -199,7 +213,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, dict[str, list[Row]]], list
             try:
                 with serving(name, crossdock_command(args, *settings[name]), args, log_of(args, name)) as server:
                     for part in parts:
-                        row, found = _measured(part, server, args)
+                        row, found = _measured(part, name, server, args)
                         passes[part].setdefault(name, []).append(row)
                         labels = {"part": part, "setting": name, "repeat": repeat, "start_s": server.start_s}
                         raw.append({**labels, "figures": row, "run": found})
@@ -209,10 +223,12 @@ def run(args: argparse.Namespace) -> tuple[dict[str, dict[str, list[Row]]], list
     return passes, raw
 
 
-def _measured(part: str, server: RunningServer, args: argparse.Namespace) -> tuple[Row, dict[str, Any]]:
+def _measured(part: str, setting: str, server: RunningServer, args: argparse.Namespace) -> tuple[Row, dict[str, Any]]:
     """Return the figures and all that was measured, with the other load in percent of a core."""
     others = OtherLoad(server.processes)
-    found = measure_short(server.address, args) if args.short_vs_long else measure_mix(part, server.address, args)
+    found = (
+        measure_short(server.address, args) if args.short_vs_long else measure_mix(part, setting, server.address, args)
+    )
     row = (short_figures if args.short_vs_long else mix_figures)(found["summary"])
     return row | {"others": 100 * others.share()}, found
 

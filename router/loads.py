@@ -6,6 +6,7 @@ where `predict` reads it. Adding a figure means one field in `Row`, the same fie
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 from crossdock.router.work import BOOKED, REPORTED, Booking, Group, Work, first_nonzero
 from crossdock.workers.report.advertise import LENGTHS, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.chunking import LEAST_SHARE
+from crossdock.workers.schedule.chunking import LEAST_SHARE, free_tokens
+from crossdock.workers.schedule.cost import StepCost, StepWork
 from crossdock.workers.schedule.slo import SloClass
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -32,6 +34,9 @@ class Row:
     per_attended: float
     per_decode: float
     per_context: float
+    bend_rows: float
+    per_early_row: float
+    least_with_chunk: float
     interval_share: float
     depth: float
     max_step_tokens: float
@@ -41,11 +46,13 @@ class Row:
     bytes_per_second: float
     refuses_late: float
     step_left: float
+    step_streams: float
     min_chunk: float
     recent_excess_share: float
     gap: float
     future_gap: float
     token_share: float
+    per_joining_decode: float
     most_urgent_stream: float
     lateness: float
     future_lateness: float
@@ -88,6 +95,9 @@ class Loads:
     per_attended: Floats
     per_decode: Floats
     per_context: Floats
+    bend_rows: Floats  # not seconds, but prompt tokens and decodes
+    per_early_row: Floats
+    least_with_chunk: Floats
     interval_share: Floats  # of these seconds, after which another step of a full pipeline ends: see `IntervalShare`
     # Fixed properties.
     depth: Floats  # steps in flight: the stages of its pipeline
@@ -99,11 +109,13 @@ class Loads:
     # What runs.
     refuses_late: Floats  # 1: the replica has work, and its admission refuses what would be late
     step_left: Floats  # seconds until the running step ends, on average
+    step_streams: Floats  # that decode in a step, with the streams of now
     min_chunk: Floats  # tokens of a prompt that a step holds, at least
     recent_excess_share: Floats  # share of its time that streams took recently, beyond the share they take now
     gap: Floats  # seconds between the tokens of a stream, with the streams of now and no prompt
     future_gap: Floats  # the same with the streams of the future, and a place in a step for one more
     token_share: Floats  # of what a decode takes in a step, by which one more makes that gap longer
+    per_joining_decode: Floats  # seconds that one more decode adds to a step with the streams of the future
     most_urgent_stream: Floats  # priority of the most urgent stream of now; the number of classes if there is none
     lateness: Floats  # weighted seconds per token by which the streams of now are late with `gap`
     future_lateness: Floats  # the same in the future
@@ -156,33 +168,32 @@ def row(
 ) -> Row:
     """Return one replica's row. `booked`: the requests placed there that `live` does not include."""
     live = live or _IDLE
-    cost, interval_share = live.cost or profile.cost.coefficients, profile.interval_share
+    cost, interval_share = profile.cost, profile.interval_share
     if live.cost:
-        interval_share = live.interval_share
-    base, per_prefill_token, per_attended, per_decode, per_context = cost
+        cost, interval_share = _cost_of(live.cost), live.interval_share
     work = Work.of(live, len(classes))
     for booking in booked:
         work.book(booking)
     streams, num_streams, num_arriving = work.streams, sum(work.streams), max(sum(work.arriving), 0.0)
-    now = per_decode * num_streams + per_context * work.context
-    future = now + per_decode * num_arriving + per_context * work.future_context
     depth = profile.pipeline_parallel_size
     num_steps, per_step = _steps_between_tokens(num_streams, depth, interval_share)
-    gap = (base + now / num_steps) * per_step
-    num_steps, per_step = _steps_between_tokens(num_streams + num_arriving + 1, depth, interval_share)
-    future_gap = (base + future / num_steps) * per_step
+    step = StepWork(decodes=num_streams / num_steps, context=work.context / num_steps)
+    gap = cost.seconds(step) * per_step
+    num_future, future_context = num_streams + num_arriving, work.context + work.future_context
+    num_steps, per_step = _steps_between_tokens(num_future + 1, depth, interval_share)
+    future_gap = cost.decode_step_seconds(num_future / num_steps, future_context / num_steps) * per_step
+    joined = cost.decode_step_seconds((num_future + 1) / num_steps, future_context / num_steps) * per_step
     future_streams = [now + more if more > 0 else now for now, more in zip(streams, work.arriving, strict=True)]
     groups, num_groups, urgent = work.backlog(len(classes))
     free_pages, free_places, max_prompt_now = work.room(profile, live, len(classes))
-    shares = work.prefill_shares(profile, cost, now, num_streams, interval_share, classes)
+    shares = work.prefill_shares(profile, cost, interval_share, classes)
     is_adaptive, step_tokens = profile.chunk_policy == "adaptive", profile.max_num_batched_tokens
-    mean_context = (work.context + work.future_context) / max(num_streams + num_arriving, 1.0)
+    mean_context = future_context / max(num_future, 1.0)
+    min_chunk = max(step_tokens - num_streams, 1.0)
+    if is_adaptive:
+        min_chunk = min(free_tokens(cost, step, 0, profile.min_chunk_tokens), min_chunk)
     return Row(
-        base=base,
-        per_prefill_token=per_prefill_token,
-        per_attended=per_attended,
-        per_decode=per_decode,
-        per_context=per_context,
+        **cost.model_dump(),
         interval_share=interval_share,
         depth=depth,
         max_step_tokens=step_tokens,
@@ -192,15 +203,17 @@ def row(
         bytes_per_second=live.bytes_per_second or profile.bytes_per_second,
         refuses_late=profile.admission == "reject" and bool(num_streams or num_arriving or groups),
         step_left=live.step_seconds / 2,
-        min_chunk=profile.min_chunk_tokens if is_adaptive else max(step_tokens - num_streams, 1.0),
+        step_streams=step.decodes,
+        min_chunk=min_chunk,
         recent_excess_share=max(live.stream_share - (1 - shares[0]), 0.0),
         gap=gap,
         future_gap=future_gap,
         token_share=per_step / num_steps,
+        per_joining_decode=(joined - future_gap) * num_steps / per_step,
         most_urgent_stream=first_nonzero(streams),
         lateness=lateness(gap, streams, classes),
         future_lateness=lateness(future_gap, future_streams, classes),
-        stream_turnover=2 * work.remaining / num_streams**2 * max(gap, base) if num_streams else 0.0,
+        stream_turnover=2 * work.remaining / num_streams**2 * max(gap, cost.base) if num_streams else 0.0,
         stream_pages=max(mean_context / profile.page_size, 1.0),
         free_pages=free_pages,
         free_places=free_places,
@@ -214,6 +227,9 @@ def row(
         future_streams=future_streams,
         groups=groups,
     )
+
+
+_cost_of = lru_cache(maxsize=4096)(StepCost.of)  # rows are made far more often than costs are learnt
 
 
 def _steps_between_tokens(num_streams: float, depth: int, interval_share: float) -> tuple[float, float]:

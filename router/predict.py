@@ -58,7 +58,7 @@ def predict(
     rest = num_tokens - cached
     context = cached + rest / 2
     per_token = loads.per_prefill_token + loads.per_attended * context
-    own = _prefill_seconds(loads, num_tokens, rest, cached, per_token)
+    own = _prefill_seconds(loads, num_tokens, rest, cached)
     drain = _drain_seconds(loads, rest, cached)
     ahead = _backlog_ahead(loads, priority, age, own)
     behind = ahead + own
@@ -69,7 +69,7 @@ def predict(
     share = np.maximum(loads.own_prefill_share[priority] - excess, LEAST_SHARE)
     ttft = np.maximum(ahead / share, room_wait) + own / share + loads.step_left + drain
     output = min(max_tokens, EXPECTED_OUTPUT_TOKENS)
-    token = loads.per_decode + loads.per_context * num_tokens
+    token = loads.per_joining_decode + loads.per_context * num_tokens
     gap = loads.future_gap + loads.token_share * token
     return Prediction(
         prefill=own,
@@ -84,16 +84,26 @@ def predict(
     )
 
 
-def _prefill_seconds(loads: Loads, num_tokens: int, rest: Floats, cached: Floats, per_token: Floats) -> Floats:
+def _prefill_seconds(loads: Loads, num_tokens: int, rest: Floats, cached: Floats) -> Floats:
     """Return what `Scheduler.prefill_seconds` does for the uncached `rest` of a prompt at every replica."""
-    num_chunks: Floats | float = 1.0
-    contexts = cached  # tokens before each chunk, summed
-    if num_tokens > loads.max_step_tokens.min():
-        num_chunks = np.ceil(rest / loads.max_step_tokens)
-        contexts = num_chunks * (cached + loads.max_step_tokens * (num_chunks - 1) / 2)
-    seconds: Floats = num_chunks * loads.base + rest * per_token + loads.per_context * contexts
-    seconds *= loads.interval_share
-    return seconds
+    if num_tokens <= loads.max_step_tokens.min():
+        return _step_seconds(loads, rest, cached) * loads.interval_share
+    chunk = loads.max_step_tokens
+    num_full = np.ceil(rest / chunk) - 1  # steps before the last one, which may be shorter
+    full = num_full * chunk
+    seconds = num_full * (loads.base + loads.per_early_row * np.minimum(chunk, loads.bend_rows))
+    seconds += full * (loads.per_prefill_token + loads.per_attended * (cached + full / 2))
+    seconds += loads.per_context * num_full * (cached + chunk * (num_full - 1) / 2)
+    seconds = np.maximum(seconds, num_full * loads.least_with_chunk) + _step_seconds(loads, rest - full, cached + full)
+    return seconds * loads.interval_share
+
+
+def _step_seconds(loads: Loads, tokens: Floats, context: Floats) -> Floats:
+    """Return what `StepCost.seconds` does for a step of one chunk, of `tokens` after `context` tokens."""
+    seconds = loads.base + tokens * (loads.per_prefill_token + loads.per_attended * (context + tokens / 2))
+    seconds += loads.per_context * context + loads.per_early_row * np.minimum(tokens, loads.bend_rows)
+    longest: Floats = np.maximum(seconds, loads.least_with_chunk * (tokens > 1))
+    return longest
 
 
 def _drain_seconds(loads: Loads, rest: Floats, cached: Floats) -> Floats:
@@ -102,9 +112,7 @@ def _drain_seconds(loads: Loads, rest: Floats, cached: Floats) -> Floats:
     if after.max() <= 0:  # no replica is a pipeline, which is the usual case
         return np.zeros(len(rest))
     last = (rest - 1) % loads.max_step_tokens + 1
-    before = cached + rest - last
-    per_token = loads.per_prefill_token + loads.per_attended * (before + last / 2)
-    drain: Floats = np.maximum(after, 0.0) * (loads.base + last * per_token + loads.per_context * before)
+    drain: Floats = np.maximum(after, 0.0) * _step_seconds(loads, last, cached + rest - last)
     return drain
 
 
@@ -143,13 +151,16 @@ def _prompt_lateness(
     """Return the weighted seconds by which the steps that compute the prompt make running streams late."""
     chunk = np.minimum(loads.min_chunk, rest)
     per_step = np.maximum(loads.depth * loads.interval_share, 1.0)  # a gap beside chunks, per step's seconds
-    step = loads.gap + (chunk * per_token + loads.per_context * context) * per_step
+    more = chunk * per_token + loads.per_context * context
+    early = np.minimum(loads.step_streams + chunk, loads.bend_rows) - np.minimum(loads.step_streams, loads.bend_rows)
+    more += loads.per_early_row * early
+    step = np.maximum(loads.gap + more * per_step, loads.least_with_chunk * per_step)
     if step.max() <= _tightest_tpot(classes):  # no stream is late at any replica, which is the usual case
         return np.zeros(len(rest))
     # With adaptive chunks, no stream waits for a prompt of a less urgent class.
     delays = (loads.is_adaptive == 0) | (priority <= loads.most_urgent_stream)
-    more = _lateness(step, loads.streams, classes) - loads.lateness
-    return np.where(delays, more * rest / (np.maximum(chunk, 1.0) * loads.depth), 0.0)
+    late = _lateness(step, loads.streams, classes) - loads.lateness
+    return np.where(delays, late * rest / (np.maximum(chunk, 1.0) * loads.depth), 0.0)
 
 
 def _decode_lateness(loads: Loads, slo: SloClass, gap: Floats, output: int, classes: Sequence[SloClass]) -> Floats:

@@ -7,7 +7,8 @@ from typing import TypeAlias
 
 from crossdock.workers.report.advertise import LENGTHS, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.chunking import share_of_prompts
+from crossdock.workers.schedule.chunking import share_of_chunk, share_of_prompts
+from crossdock.workers.schedule.cost import StepCost, StepWork
 from crossdock.workers.schedule.slo import SloClass
 
 EXPECTED_OUTPUT_TOKENS = 128
@@ -130,33 +131,26 @@ class Work:
     def prefill_shares(
         self,
         profile: SchedulingProfile,
-        cost: Sequence[float],
-        decode_seconds: float,
-        num_streams: float,
+        cost: StepCost,
         interval_share: float,
         classes: Sequence[SloClass],
     ) -> list[float]:
         """Return the share of time that a prompt of each class gets while the streams run, as `Scheduler.prefill_share`
-        does. Streams whose prompts other replicas compute count as if they ran.
-
-        `decode_seconds`: what the `num_streams` streams take of a step that has them all.
-        """
+        does. Streams whose prompts other replicas compute count as if they ran."""
         num_joining = sum(self.joining)
         if not num_joining:
             return [1.0] * len(classes)
-        base, per_prefill_token, per_attended, per_decode, _ = cost
         depth = profile.pipeline_parallel_size
-        seconds = base + (decode_seconds + per_decode * (num_joining - num_streams)) / depth
+        streams = StepWork(decodes=num_joining / depth, context=self.context / depth)
         if profile.chunk_policy != "adaptive":
-            room = profile.max_num_batched_tokens - num_joining / depth
-            share = 1 - seconds / (seconds + room * (per_prefill_token + per_attended * room / 2))
+            share = share_of_chunk(cost, streams, profile.max_num_batched_tokens - streams.decodes)
             return [share] * len(classes)
         tpot = min([slo.tpot_s for slo, count in zip(classes, self.joining, strict=True) if count])
         overrun = profile.overrun * max(depth * interval_share, 1.0)
-        page, chunk = profile.page_size * per_prefill_token, profile.min_chunk_tokens * per_prefill_token
-        shares = [share_of_prompts(seconds, tpot, overrun, chunk, page)] * (first_nonzero(self.joining) + 1)
+        chunk, page = profile.min_chunk_tokens, profile.page_size
+        shares = [share_of_prompts(cost, streams, tpot, overrun, chunk, page)] * (first_nonzero(self.joining) + 1)
         if len(shares) < len(classes):  # less urgent than every stream: no chunk is certain
-            shares += [share_of_prompts(seconds, tpot, overrun, 0.0, page)] * (len(classes) - len(shares))
+            shares += [share_of_prompts(cost, streams, tpot, overrun, 0, page)] * (len(classes) - len(shares))
         return shares
 
 

@@ -38,6 +38,14 @@ class Scenario(BaseModel):
     per_attended: float = Field(2e-9, ge=0, le=1)
     per_decode: float = Field(5e-5, ge=0, le=1)
     per_context: float = Field(2e-8, ge=0, le=1)
+    bend_rows: float = Field(0, ge=0, le=65536, description="Rows of a step before which a row has another price.")
+    per_early_row: float = Field(0, ge=-1, le=1, description="Seconds that a row before the bend costs in addition.")
+    least_with_chunk: float = Field(0, ge=0, le=10, description="Seconds of the shortest step with a chunk.")
+
+    @model_validator(mode="after")
+    def _costs_are_valid(self) -> "Scenario":
+        _ = self.cost  # raises ValueError, whose message names the field
+        return self
 
     @model_validator(mode="after")
     def _streams_fit_into_a_step(self) -> "Scenario":

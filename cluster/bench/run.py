@@ -52,6 +52,7 @@ class BenchOptions:
     interference: Interference = field(default_factory=Interference)
     mix: Mix = MIXES["chat-heavy"]
     service_tier: str | None = None  # the SLO class of all requests; a mix has its own
+    asks_for_classes: bool = True  # False: a mix's requests name no class, and count for the class they would name
     burstiness: float = 1.0  # of arrivals, see workloads.arrival_times; a mix has its own
     trace: Path | None = None
     trace_speed: float = 1.0
@@ -67,6 +68,13 @@ class BenchOptions:
     tokenizer: Path | None = None
     chat: bool = False
     timeout: float = 600.0
+
+    @property
+    def tier_to_try(self) -> str | None:
+        """Return an SLO class that requests will name; None: they name none."""
+        if self.workload == "mix":
+            return "standard" if self.asks_for_classes else None
+        return self.service_tier
 
     def __post_init__(self) -> None:
         if self.workload not in WORKLOADS:
@@ -284,7 +292,7 @@ async def _connect(options: BenchOptions) -> Server:
         chat=options.chat,
         tokenizer=options.tokenizer,
         seed=options.seed,
-        service_tier="standard" if options.workload == "mix" else options.service_tier,
+        service_tier=options.tier_to_try,
         salt="" if options.repeat_prompts else secrets.token_hex(8),
     )
     await server.connect()

@@ -41,7 +41,7 @@ def most_streams(profile: SchedulingProfile, tpot_s: float, context: int) -> int
     num = 0
     while num < most:
         each_step = (num + 1) / depth
-        if profile.cost.base + profile.cost.decode_seconds(each_step, each_step * context) > longest:
+        if profile.cost.decode_step_seconds(each_step, each_step * context) > longest:
             break
         num += 1
     return num

@@ -9,9 +9,10 @@ published memory bandwidth and dense bf16 rate. With the achieved shares below:
     per_decode          = per_prefill_token + SAMPLE_S
     per_context  = KV bytes of a token / (t · BW · bandwidth share)
 
-An all-reduce moves 2 · (t - 1) / t of a token's hidden state over each GPU's link, twice per layer. `StepCost` adds
-the times of reading weights and of multiplying by them, where a real step hides the shorter of the two: estimates are a
-little high for balanced steps. KV pages get the memory that the weights and a reserve of a tenth leave.
+An all-reduce moves 2 · (t - 1) / t of a token's hidden state over each GPU's link, twice per layer. The times of
+reading weights and of multiplying by them are added, where a real step hides the shorter of the two: estimates are a
+little high for balanced steps. No bend and no bound by launching kernels is assumed, which only a measurement shows.
+KV pages get the memory that the weights and a reserve of a tenth leave.
 """
 
 from dataclasses import dataclass

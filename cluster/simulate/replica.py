@@ -218,7 +218,7 @@ class SimulatedReplica:
             context = sum([part.start for part in batch.scheduled])
             while more and end < due:
                 more, step, context = more - 1, step + 1, context + num_streams
-                end += (cost.base + cost.decode_seconds(num_streams, context)) * self.noise.factor(step)
+                end += cost.decode_step_seconds(num_streams, context) * self.noise.factor(step)
                 ends.append(end)
         return _Flight(batch, ends)
 

@@ -135,11 +135,11 @@ def promises(found: Findings) -> Table:
 def sentences(found: Findings) -> list[str]:
     """Return the conclusions of the tables in words."""
     advice, fit, knee = found.advice, found.curves.fit(), found.curves.knee(0)
-    half = fit.base / fit.per_prefill_token if fit.per_prefill_token else float("inf")
-    ninety = half * NEAR_BEST / (1 - NEAR_BEST)
+    fixed = max(fit.base, fit.least_with_chunk)
+    half, ninety = fit.tokens_within(2 * fixed, 0), fit.tokens_within(fixed / (1 - NEAR_BEST), 0)
     lines = [
         f"The GEMMs are compute-bound from chunks of {knee} tokens: the smallest within 10 % of the best tokens/s. On "
-        f"the fitted line a chunk of {half:.0f} tokens takes twice its fixed cost, and one of {ninety:.0f} is within "
+        f"the fitted curve a chunk of {half} tokens takes twice its fixed cost, and one of {ninety} is within "
         f"10 %.",
         f"max_num_batched_tokens {advice.max_num_batched_tokens}: beside {_streams(advice.ceiling_decodes)} chunks of "
         f"more than {advice.ceiling_chunk} tokens gain less than 10 %.",

@@ -25,7 +25,7 @@ def test_flags_of_every_setting_are_flags_of_serve(adaptive: ModuleType) -> None
     for flags in (adaptive.POLICIES | adaptive.ORDERS).values():
         result = CliRunner().invoke(cli.app, ["config", *flags])
         assert result.exit_code == 0, result.output
-    assert list(adaptive.POLICIES) == ["adaptive", "fixed-512", "fixed-2048", "fixed-8192"]
+    assert list(adaptive.POLICIES) == ["adaptive", "fixed-512", "fixed-2048", "fixed-8192", "vllm-default"]
 
 
 def test_stretched_model_differs_only_in_its_context(adaptive: ModuleType, tmp_path: Path) -> None:
@@ -65,8 +65,12 @@ def test_mix_table_of_two_settings_has_goodput_by_class(adaptive: ModuleType) ->
     assert "standard" not in head
     assert first.startswith("| adaptive | 66.7 % / 0.2 /s | 50 % / 0.1 /s | 100 % / 0.1 /s | 40 |")
     assert first.endswith("| 800 | 5 % / 12.5 % | 0 / 0 | - |")
-    verdict = adaptive.verdict({"adaptive": row, "fixed-512": {**row, "all rate": 0.1}, "fixed-2048": row})
-    assert verdict == "Good requests per second: adaptive 0.2, best fixed 0.2 (fixed-2048)."
+    others = {"fixed-512": {**row, "all rate": 0.1}, "fixed-2048": row, "vllm-default": {**row, "all rate": 0.05}}
+    assert adaptive.verdict({"adaptive": row, **others}) == (
+        "Good requests per second: adaptive 0.2; best fixed 0.2 (fixed-2048), 1.00 times; "
+        "vLLM's default scheduling 0.05 (vllm-default), 4.00 times."
+    )
+    assert adaptive.verdict({"adaptive": row}) == ""
 
 
 def test_short_table_without_measurements_has_dashes(adaptive: ModuleType) -> None:

@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import Query
 from crossdock.workers.report.advertise import Prompts
+from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams
 from tests.router.replicas import CLASSES, COST, Replica, fleet_of, live, place, profile, query
+
+BENT = (  # a GPU that launches a chunk's kernels for 20 ms; a CPU whose first rows cost more than others
+    COST.model_copy(update={"bend_rows": 256, "per_early_row": -1e-4, "least_with_chunk": 20e-3}),
+    COST.model_copy(update={"bend_rows": 8, "per_early_row": 1e-3}),
+)
 
 
 def predicted_ttft(fleet: Fleet, request: Query, now: float = 0.0) -> float:
@@ -26,7 +32,8 @@ def test_ttft_behind_a_backlog_bounds_the_schedulers_own_prediction(rng: random.
     policy = rng.choice(["adaptive", "fixed"])
     depth = rng.choice([1, 1, 2, 4])
     pipeline = {"pipeline_parallel_size": depth, "interval_share": rng.choice([1 / depth, 1.0])}
-    replica = Replica(profile(rng.choice([1.0, 30.0]), chunk_policy=policy, admission="queue", **pipeline))
+    cost = rng.choice([COST, *BENT, profile(30.0).cost])
+    replica = Replica(profile(cost=cost, chunk_policy=policy, admission="queue", **pipeline))
     for number in range(rng.randrange(8)):
         prompt = [number, *range(rng.choice([10, 100, 1000, 4000]))]
         leg = rng.choice([Leg.LOCAL, Leg.LOCAL, Leg.RECEIVE])
@@ -48,9 +55,10 @@ def test_ttft_behind_a_backlog_bounds_the_schedulers_own_prediction(rng: random.
         assert found == pytest.approx(exact)
 
 
+@pytest.mark.parametrize("cost", [COST, *BENT])
 @pytest.mark.parametrize(("cached", "num_tokens"), [(0, 1), (0, 500), (0, 3000), (480, 500), (2992, 3000)])
-def test_ttft_on_an_idle_replica_is_what_the_scheduler_takes(cached: int, num_tokens: int) -> None:
-    replica = Replica(profile())
+def test_ttft_on_an_idle_replica_is_what_the_scheduler_takes(cached: int, num_tokens: int, cost: StepCost) -> None:
+    replica = Replica(profile(cost=cost))
     fleet = fleet_of({"a": replica.profile})
     prompt = [3 + number % 50 for number in range(num_tokens)]
     if cached:
@@ -119,7 +127,7 @@ def test_ttft_without_a_free_place_waits_for_a_stream_to_end() -> None:
     full = live(2, streams=(0, 4, 0), context_tokens=400, remaining_tokens=400)
     fleet.hear("a", full, 0.0)
     beside = predicted_ttft(fleet, query("new"))
-    step = COST.base + COST.decode_seconds(4, 400)
+    step = COST.decode_step_seconds(4, 400)
     fleet.hear("a", replace(full, sequence=4, places=(0, 0, 0)), 0.0)
     waits = predicted_ttft(fleet, query("new")) - beside
     assert beside > alone

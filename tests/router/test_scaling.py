@@ -93,7 +93,7 @@ def test_demand_is_the_share_of_time_pages_or_places_in_use() -> None:
     assert demand(static, waiting, 0.0) == 0.25 / 1.0 + 5.0 / 10.0  # over the classes' times to first token
     decoding = live(streams=(0, 8, 30), context_tokens=10_000)
     many_places = profile(max_num_seqs=1000)
-    assert demand(many_places, decoding, 0.0) == pytest.approx((COST.base + COST.decode_seconds(38, 10_000)) / 0.1)
+    assert demand(many_places, decoding, 0.0) == pytest.approx((COST.decode_step_seconds(38, 10_000)) / 0.1)
     assert demand(static, decoding, 0.0) == 38 / 64  # places, of which more are in use
     assert demand(static, replace(live(), free_pages=(4000, 1500, 1000)), 0.0) == 0.75
 

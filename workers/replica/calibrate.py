@@ -11,10 +11,12 @@ from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.cost import StepWork
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
 
-_SWEPT_CHUNKS = (16, 64, 256, 1024, 4096)
+_SWEPT_CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_SWEPT_STREAMS = (1, 2, 4, 8, 16, 32, 64)
+_STREAMS_IN_CONTEXT = (1, 4, 16, 64)  # these also after longer contexts and beside a chunk
 _LONG_STEP = 0.1  # seconds
 _MOST_SCORED_FACTOR = 4.0  # more than this is the noise of a busy machine
-_SWEPT_CONTEXT = 16_384  # tokens of all streams together
+_SWEPT_CONTEXT = 131_072  # tokens of all streams together
 
 
 def warm_up(engine: Engine) -> SchedulingProfile:
@@ -83,13 +85,18 @@ def _sweep(engine: Engine) -> list[tuple[StepWork, float]]:
         measure((shallow, small))
         measure((deep, small))
         measure((deep, min(config.page_size, small)))
-    for streams in (1, 4, 16, 64):
+    for streams in _SWEPT_STREAMS:
         if streams > config.max_num_seqs:
             break
-        for context in (32, 256, 2048):
-            if context < longest and streams * context <= _SWEPT_CONTEXT:
-                measure(None, streams, context)
-        measure((0, small), streams, min(32, longest - 1))
+        for context in (32, 256, 2048) if streams in _STREAMS_IN_CONTEXT else (32,):
+            if (
+                context < longest
+                and streams * context <= _SWEPT_CONTEXT
+                and measure(None, streams, context) > _LONG_STEP
+            ):
+                break
+        if streams in _STREAMS_IN_CONTEXT:
+            measure((0, small), streams, min(32, longest - 1))
         if shallow and streams in (4, 64):
             measure((shallow, small), streams, min(256, longest - 1))
     return sweep

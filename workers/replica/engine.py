@@ -24,7 +24,9 @@ from crossdock.workers.replica.pool_layout import held_layers, pool_spec
 from crossdock.workers.replica.step_sampler import StepSampler
 from crossdock.workers.replica.step_sizes import sized
 from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.cost import IntervalShare, StepCostFit, StepWork
+from crossdock.workers.schedule.cost import StepWork
+from crossdock.workers.schedule.cost_fit import StepCostFit
+from crossdock.workers.schedule.interval_share import IntervalShare
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import FinishReason, InvalidField, Request, Submission, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler

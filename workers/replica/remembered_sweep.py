@@ -20,7 +20,8 @@ import torch
 from crossdock.kernels.cache import cache_dir
 from crossdock.kernels.measure import kernels_and_cpu
 from crossdock.workers.replica.engine import Engine
-from crossdock.workers.schedule.cost import StepCostFit, StepWork
+from crossdock.workers.schedule.cost import StepWork
+from crossdock.workers.schedule.cost_fit import StepCostFit
 
 logger = logging.getLogger(__name__)
 

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
-from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.cost import NO_WORK, StepCost, StepWork
 from crossdock.workers.schedule.pace import LONGEST_GAP
 
 SLACK_SHARE = 0.9
@@ -16,12 +17,11 @@ On a real machine: `python benchmarks/adaptive.py --settings adaptive`; a share 
 of 66.9, 81.9 and 59.4 ms in its three mixes, this has 52.1, 57.7 and 57.9 ms (benchmarks/RESULTS.md).
 """
 
-IDLE_SHARE = 0.25
-"""Longest step, as a share of the tightest `ttft_s` of all classes.
+FREE_SHARE = 0.1
+"""Share of a step's seconds by which a chunk may lengthen the step and still count as free.
 
-A request that arrives while a step runs waits for the end of the step. Interactive p99 TTFT with 0.1, 0.25, 0.5 and 1:
-244, 357, 853 and 1,516 ms (`crossdock simulate --pools mixed=1xl4-8b --request-rate 1 --mix long-heavy`, 2026-11-22).
-Less than 0.25 means more steps for each prompt, and so more seconds where a step's fixed part is large.
+Where a step must have a chunk, and before the bend of `StepCost`, more tokens cost next to nothing: the smallest chunk
+is then as large as this share allows. Where the cost of rows is a line, that adds less than a page.
 """
 
 MAX_OVERRUN = 2.0
@@ -44,62 +44,93 @@ _NO_PRIORITY = 1 << 30  # less urgent than every class
 
 @dataclass(slots=True)
 class ChunkBudget:
-    """The rest of a step that is left for chunks: tokens, and the predicted seconds that they may take.
+    """The chunks of a step: the tokens that are left for them, and the predicted seconds that the step may take.
 
     Part of it, the lane, is reserved for short prompts.
     """
 
     tokens: int
-    seconds: float = inf
-    floor: int = 0  # tokens to compute even if `seconds` is spent
+    seconds: float = inf  # of the whole step
+    floor: int = 0  # tokens to compute even if the step then takes longer
     floor_priority: int = _NO_PRIORITY  # the floor is for prompts of this priority and more urgent ones
     cost: StepCost | None = None
     reason: str = "token budget"  # why the budget is not larger
+    work: StepWork = NO_WORK  # of the step so far
+    lent_to: str = ""  # request id: the prompt whose deadline is near
+    lent_seconds: float = 0.0  # of the whole step if it has a chunk of that prompt
     lane_tokens: int = 0  # part of `tokens` that long prompts may not take
     lane_seconds: float = 0.0  # part of `seconds` that long prompts may not take
 
     @property
     def is_spent(self) -> bool:
         """Return whether no prompt can get a chunk any more."""
-        return self.tokens <= 0 or (self.seconds <= 0 and self.floor <= 0 and self.cost is not None)
+        if self.tokens <= 0 or self.cost is None:
+            return self.tokens <= 0
+        return self.floor <= 0 and self.cost.seconds(self.work) >= self.seconds
 
     def reserve_lane(self, share: float, short_tokens: int) -> None:
         """Reserve up to `share` of the budget for short prompts, of which `short_tokens` tokens are left to compute.
 
         So they start in this step even if a long prompt goes before them.
         """
-        within = self.cost.tokens_within(self.seconds, 0) if self.cost and self.seconds < inf else self.tokens
-        share = min(share, short_tokens / max(min(within, self.tokens), 1))
-        self.lane_tokens = int(self.tokens * share)
-        self.lane_seconds = self.seconds * share if self.seconds < inf else 0.0
+        within, spare = self.tokens, 0.0
+        if self.cost is not None and self.seconds < inf:
+            within = min(self.cost.tokens_within(self.seconds, 0, self.work), within)
+            spare = max(self.seconds - max(self.cost.seconds(self.work), self.cost.least_with_chunk), 0.0)
+        share = min(share, short_tokens / max(within, 1))
+        self.lane_tokens, self.lane_seconds = int(self.tokens * share), spare * share
 
     def release_lane(self) -> None:
         """Let long prompts use what short ones have left of the lane."""
         self.lane_tokens, self.lane_seconds = 0, 0.0
 
-    def chunk(
-        self, start: int, end: int, priority: int, is_long: bool, threshold: int, page_size: int, factor: float = 1.0
-    ) -> int:
-        """Return how many tokens to compute now of those in `[start, end)`, the rest of a prompt of this priority.
-
-        `factor`: how many times as long as usual a chunk of this prompt takes.
-        """
-        tokens, seconds, floor = self.tokens, self.seconds, self.floor if priority <= self.floor_priority else 0
-        if is_long and self.lane_tokens:  # deep in its context, a floor chunk would take all the time of the lane
+    def chunk(self, prompt: "Candidate", threshold: int, page_size: int) -> int:
+        """Return how many tokens of a prompt to compute now."""
+        tokens, seconds, floor = self.tokens, self.seconds, self.floor if prompt.priority <= self.floor_priority else 0
+        if prompt.is_long and self.lane_tokens:  # deep in its context, a floor chunk would take the time of the lane
             tokens, seconds, floor = tokens - self.lane_tokens, seconds - self.lane_seconds, 0
+        if self.lent_to and prompt.id == self.lent_to:
+            seconds = max(seconds, self.lent_seconds)
         if self.cost is not None and self.seconds < inf:
-            tokens = min(tokens, max(self.cost.tokens_within(seconds / factor, start), floor))
-        return chunk_tokens(start, end, tokens, threshold, page_size)
+            now = self.cost.seconds(self.work)
+            within = self.cost.tokens_within(now + (seconds - now) / prompt.factor, prompt.start, self.work)
+            if within < tokens and floor:
+                within = max(within, free_tokens(self.cost, self.work, prompt.start, floor))
+            tokens = min(tokens, within)
+        return chunk_tokens(prompt.start, prompt.end, tokens, threshold, page_size)
 
-    def take(self, start: int, num_tokens: int, is_long: bool, factor: float = 1.0) -> None:
-        """Subtract a chunk of `num_tokens` after `start` tokens of context."""
-        seconds = factor * self.cost.chunk_seconds(start, num_tokens) if self.cost is not None else 0.0
+    def take(self, prompt: "Candidate", num_tokens: int) -> None:
+        """Add a chunk of `num_tokens` of a prompt to the step."""
         self.tokens -= num_tokens
-        self.seconds -= seconds
         self.floor = max(self.floor - num_tokens, 0)
-        if not is_long:
+        before, self.work = self.work, self.work.plus_chunk(prompt.start, num_tokens)
+        seconds = 0.0
+        if self.cost is not None:
+            seconds = prompt.factor * (self.cost.seconds(self.work) - self.cost.seconds(before))
+            self.seconds -= (1 - 1 / prompt.factor) * seconds  # `work` does not show that such a chunk takes longer
+        if not prompt.is_long:
             self.lane_tokens = max(self.lane_tokens - num_tokens, 0)
             self.lane_seconds = max(self.lane_seconds - seconds, 0.0)
+
+
+class Candidate(NamedTuple):
+    """The rest of a prompt, `[start, end)`, as `ChunkBudget` sees it."""
+
+    start: int
+    end: int
+    priority: int = 0
+    is_long: bool = False  # the prompt may not use the lane
+    factor: float = 1.0  # how many times as long as usual its chunks take
+    id: str = ""
+
+
+def free_tokens(cost: StepCost, work: StepWork, start: int, floor: int) -> int:
+    """Return the tokens of the largest chunk that takes hardly longer than one of `floor` tokens, `floor` at least.
+
+    `work`: of the step without the chunk. `start`: tokens before the chunk.
+    """
+    least = cost.seconds(work.plus_chunk(start, floor))
+    return max(cost.tokens_within((1 + FREE_SHARE) * least, start, work), floor)
 
 
 def chunk_tokens(start: int, end: int, budget: int, threshold: int, page_size: int) -> int:
@@ -142,24 +173,48 @@ def adaptive_chunk_budget(
         overrun: factor by which some steps take longer than predicted, and must still be in time.
     """
     tokens = max_num_batched_tokens - len(contexts)
-    fixed = cost.base + cost.decode_seconds(len(contexts), sum(contexts))
-    seconds = slack * SLACK_SHARE / min(overrun, MAX_OVERRUN)
+    seconds = longest_step(slack, overrun)
     if seconds < idle_seconds:
         reason = f"slack of {slack * 1e3:.0f} ms, {len(contexts)} decodes"
     else:
         seconds, reason = idle_seconds, f"idle step of {idle_seconds * 1e3:.0f} ms"
-    return ChunkBudget(tokens, max(seconds - fixed, 0.0), min(floor, tokens), floor_priority, cost, reason)
+    work = StepWork(decodes=len(contexts), context=sum(contexts))
+    return ChunkBudget(tokens, seconds, min(floor, tokens), floor_priority, cost, reason, work)
 
 
-def share_of_prompts(streams_seconds: float, tpot: float, overrun: float, floor: float, least: float) -> float:
-    """Return the share of the time that goes into chunks in steps of `adaptive_chunk_budget`, while streams run.
+def longest_step(slack: float, overrun: float) -> float:
+    """Return the predicted seconds that a step may take, so that it ends within `slack` seconds.
+
+    `overrun`: factor by which some steps take longer than predicted, and must still be in time.
+    """
+    return slack * SLACK_SHARE / min(overrun, MAX_OVERRUN)
+
+
+def share_of_prompts(
+    cost: StepCost, streams: StepWork, tpot: float, overrun: float, floor: int, page_size: int
+) -> float:
+    """Return the share of a prompt's pace on an idle replica in steps of `adaptive_chunk_budget`, while streams run.
 
     Args:
-        streams_seconds: what the streams take of each step. They are as early as `LONGEST_GAP` allows.
+        cost: what steps take.
+        streams: the decodes of one step. They are as early as `LONGEST_GAP` allows.
         tpot: promised seconds per token of the tightest stream.
         overrun: as in `adaptive_chunk_budget`.
-        floor: seconds of the chunk that is computed however little time is left.
-        least: seconds of the smallest possible chunk.
+        floor: tokens that are computed however little time is left; 0: only if there is time.
+        page_size: tokens of the smallest possible chunk.
     """
-    chunk = max(LONGEST_GAP * tpot * SLACK_SHARE / min(overrun, MAX_OVERRUN) - streams_seconds, floor)
-    return chunk / (streams_seconds + chunk) if chunk >= least else 0.0
+    tokens = cost.chunk_within(longest_step(LONGEST_GAP * tpot, overrun), 0, streams)
+    if floor:
+        tokens = max(tokens, free_tokens(cost, streams, 0, floor))
+    return share_of_chunk(cost, streams, tokens) if tokens >= page_size else 0.0
+
+
+def share_of_chunk(cost: StepCost, streams: StepWork, tokens: float) -> float:
+    """Return the share of a prompt's pace on an idle replica if each step of `streams` has a chunk of `tokens`.
+
+    On an idle replica, chunks are so large that a token takes what it takes beyond the bend of the cost.
+    """
+    alone, seconds = cost.chunk_seconds(0, tokens), cost.seconds(streams.plus_chunk(0, tokens))
+    if not alone:  # tokens are free: what counts is the time of the streams
+        return 1 - cost.seconds(streams) / seconds if seconds else 1.0
+    return min(alone / seconds, 1.0)

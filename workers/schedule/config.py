@@ -43,6 +43,15 @@ class SchedulerConfig(BaseModel):
         description="Prompts that may be partly computed at once; less urgent classes do not count. Not in vLLM 0.32.",
     )
     max_long_partial_prefills: int = Field(2, ge=1, description="How many of these may be long.")
+    # Interactive p99 TTFT with 0.1, 0.25, 0.5 and 1: 244, 357, 853 and 1,516 ms
+    # (`crossdock simulate --pools mixed=1xl4-8b --request-rate 1 --mix long-heavy`, 2026-11-22). Less than 0.25 means
+    # more steps for each prompt, and so more seconds where a step's fixed part is large.
+    idle_step_share: float = Field(
+        0.25,
+        gt=0,
+        description="Adaptive: longest step, as a share of the tightest ttft_s of the classes in use. A request that "
+        "arrives meanwhile waits for the end of the step.",
+    )
     short_lane_share: float = Field(
         0.5, ge=0, lt=1, description="Share of each step's chunks that is reserved for short prompts."
     )

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from crossdock.workers.schedule.chunking import LEAST_SHARE, share_of_prompts
-from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.chunking import LEAST_SHARE, share_of_chunk, share_of_prompts
+from crossdock.workers.schedule.cost import StepCost, StepWork
 from crossdock.workers.schedule.order import is_starving
 from crossdock.workers.schedule.request import Leg, Request
 from crossdock.workers.schedule.table import RequestTable
@@ -118,17 +118,17 @@ class Forecast:
             return 1.0
         num_streams = (len(streams) + len(arriving)) / self.depth  # in a step: each has its share of the streams
         context = sum(stream.num_tokens for stream in streams) / self.depth
-        seconds = cost.base + cost.decode_seconds(num_streams, context)
+        work = StepWork(decodes=num_streams, context=context)
         if config.chunk_policy == "fixed":
-            left = config.max_num_batched_tokens - num_streams
-            return 1 - seconds / (seconds + cost.chunk_seconds(0, left))
+            return share_of_chunk(cost, work, config.max_num_batched_tokens - num_streams)
         priorities = [each.priority for each in (*streams, *arriving)]
         return share_of_prompts(
-            seconds,
+            cost,
+            work,
             min(config.slo_classes[each].tpot_s for each in priorities),
             self.overrun_when_full,
-            cost.per_prefill_token * config.chunk_floor if priority <= min(priorities) else 0.0,
-            cost.per_prefill_token * self.table.pages.page_size,
+            config.chunk_floor if priority <= min(priorities) else 0,
+            self.table.pages.page_size,
         )
 
     def second_token_due(self, request: Request, now: float) -> float:

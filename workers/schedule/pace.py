@@ -14,6 +14,10 @@ interactive streams, with 1, 1.25, 1.5 and 2: 45.0, 56.2, 67.5 and 90.0 ms, of p
 (`crossdock simulate --pools mixed=4xh100-8b --request-rate 50`, 2026-11-22). With 1, chunks get nothing of a lead.
 """
 
+MOST_LENT = 1.0
+"""Longest delay of one token, as a multiple of its class's `tpot_s`, that a stream lends to a prompt whose deadline is
+near. The stream lends only what it is ahead of its class's mean, so it keeps its time per token all the same."""
+
 _ROUNDING = 0.99  # share of tpot_s: `advance` adds step times one by one, whose float sums differ in the last digits
 _NO_END = 1 << 40
 
@@ -26,6 +30,14 @@ def next_due(due: float, now: float, tpot: float) -> float:
     """
     kept, latest = (due if due > now else now) + tpot, now + LONGEST_GAP * tpot
     return kept if kept < latest else latest
+
+
+def lent_due(stream: Request, tpot: float) -> float:
+    """Return when a stream's next token is due if the stream lends what it is ahead of a token every `tpot` seconds."""
+    if stream.paced_from is None:
+        return stream.due
+    mean_due = stream.paced_from + tpot * (stream.num_output_tokens + 1)
+    return max(stream.due, min(mean_due, stream.due + MOST_LENT * tpot))
 
 
 def skip_decodes(streams: Sequence[Request], now: float, cost: StepCost) -> set[str]:
@@ -41,7 +53,8 @@ def skip_decodes(streams: Sequence[Request], now: float, cost: StepCost) -> set[
         earliest[stream.priority] = min(stream.due, earliest.get(stream.priority, inf))
     if len(earliest) < 2:  # no stream is more urgent than another
         return skipped
-    seconds = cost.base + cost.decode_seconds(len(streams), sum([stream.num_tokens for stream in streams]))
+    num_left, context = len(streams), sum([stream.num_tokens for stream in streams])
+    seconds = cost.decode_step_seconds(num_left, context)
     if now + seconds <= min(earliest.values()):  # no stream would be late
         return skipped
     for stream in sorted(streams, key=lambda stream: (-stream.priority, -stream.due, stream.id)):
@@ -49,7 +62,8 @@ def skip_decodes(streams: Sequence[Request], now: float, cost: StepCost) -> set[
         if now + seconds <= more_urgent or stream.due <= now + 2 * seconds:  # 2: this step without it, the next with it
             continue
         skipped.add(stream.id)
-        seconds -= cost.decode_seconds(1, stream.num_tokens)
+        num_left, context = num_left - 1, context - stream.num_tokens
+        seconds = cost.decode_step_seconds(num_left, context)
     return skipped
 
 
@@ -59,8 +73,8 @@ def steps_without_skips(contexts: Sequence[int], tpot: float, cost: StepCost) ->
     A stream that made a token is due `tpot` later at the earliest, so no stream is late while a step takes less.
     `contexts`: tokens of each stream.
     """
-    slack = _ROUNDING * tpot - cost.base - cost.decode_seconds(len(contexts), sum(contexts))
-    per_step = cost.decode_seconds(0, len(contexts))
+    slack = _ROUNDING * tpot - cost.decode_step_seconds(len(contexts), sum(contexts))
+    per_step = cost.per_context * len(contexts)
     if slack < 0:
         return 1
     return 1 + int(slack / per_step) if per_step else _NO_END

@@ -7,11 +7,23 @@ from math import inf
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import is_long, may_be_partial, num_places
 from crossdock.workers.schedule.batch import Scheduled
-from crossdock.workers.schedule.chunking import IDLE_SHARE, ChunkBudget, adaptive_chunk_budget, fixed_chunk_budget
+from crossdock.workers.schedule.chunking import (
+    LEAST_SHARE,
+    Candidate,
+    ChunkBudget,
+    adaptive_chunk_budget,
+    fixed_chunk_budget,
+    longest_step,
+)
 from crossdock.workers.schedule.forecast import Forecast
 from crossdock.workers.schedule.order import order_prefills, prefill_reason
+from crossdock.workers.schedule.pace import lent_due
 from crossdock.workers.schedule.request import Request, Status
 from crossdock.workers.schedule.table import RequestTable
+
+NEAR_DEADLINE = 0.8
+"""Share of the time left that the rest of a prompt may be predicted to take before streams lend slack. The others are
+for predictions, which err by 15 % at the 90th percentile, and for the step that runs at the deadline."""
 
 MOST_MISFITS = 16  # requests of one class that a step tries to start and that lack pages: a step's work is bounded
 
@@ -39,7 +51,7 @@ class PrefillScheduler:
         left out of the step.
         """
         config = self.table.config
-        budget = self._budget(decodes, skipped)
+        budget = self._budget(decodes, skipped, prefills[0])
         limit = budget.reason
         if config.prefill_order == "response_ratio" and config.enable_chunked_prefill:
             short = sum(request.num_uncached_tokens for request in prefills if not is_long(self.table, request))
@@ -51,7 +63,8 @@ class PrefillScheduler:
             chunks += self._fill(budget, [request for request in prefills if request.id not in served])
         return chunks, limit
 
-    def _budget(self, decodes: Sequence[Scheduled], skipped: Collection[str]) -> ChunkBudget:
+    def _budget(self, decodes: Sequence[Scheduled], skipped: Collection[str], first: Request) -> ChunkBudget:
+        """Return the budget for the chunks beside `decodes`. `first`: the request whose chunk comes first."""
         table, config, cost = self.table, self.table.config, self.forecast.cost
         if cost is None or config.chunk_policy == "fixed" or not config.enable_chunked_prefill:
             budget = fixed_chunk_budget(config.max_num_batched_tokens, len(decodes))
@@ -63,14 +76,37 @@ class PrefillScheduler:
                 config.chunk_floor,
                 [part.start for part in decodes],
                 min([stream.due for stream in streams] + arriving, default=inf) - table.now,
-                IDLE_SHARE * min(slo.ttft_s for slo in config.slo_classes),
+                config.idle_step_share * table.tightest_ttft_s(),
                 cost,
                 min([stream.priority for stream in streams], default=len(config.slo_classes)),
                 self.forecast.overrun_when_full,
             )
+            if streams and self._is_deadline_near(first):
+                slack = min([self._lent_due(stream, first) for stream in streams] + arriving) - table.now
+                self._lend(budget, first, slack)
         if config.max_prefill_tokens and config.max_prefill_tokens < budget.tokens:
             budget.tokens, budget.reason = config.max_prefill_tokens, "max_prefill_tokens"
         return budget
+
+    def _is_deadline_near(self, request: Request) -> bool:
+        """Return whether a prompt would miss the deadline of its first token at the pace that streams leave it."""
+        left = request.arrival_time + request.ttft_deadline - self.table.now
+        if left <= 0:  # missed, or none was promised
+            return False
+        share = max(self.forecast.prefill_share(request.priority), LEAST_SHARE)
+        return self.forecast.seconds_alone(request) > NEAR_DEADLINE * left * share
+
+    def _lent_due(self, stream: Request, prompt: Request) -> float:
+        """Return when a stream's token is due in a step with that prompt. More urgent streams lend nothing."""
+        return stream.due if stream.priority < prompt.priority else lent_due(stream, self.table.tpot_s(stream))
+
+    def _lend(self, budget: ChunkBudget, request: Request, slack: float) -> None:
+        """Let the chunk of one prompt fill the `slack` that streams lend, as far as an idle step may take."""
+        idle_seconds = self.table.config.idle_step_share * self.table.tightest_ttft_s()
+        seconds = min(longest_step(slack, self.forecast.overrun_when_full), idle_seconds)
+        if seconds > budget.seconds:
+            budget.lent_to, budget.lent_seconds = request.id, seconds
+            budget.reason = f"deadline near: slack of {slack * 1e3:.0f} ms is lent"
 
     def _fill(self, budget: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
         config = self.table.config
@@ -97,10 +133,11 @@ class PrefillScheduler:
                         startable = (request.priority, request.priority_in_class - keeps_back)
                         startable = (-1, 0) if self.table.is_starving(request) else startable
                     continue
-            start, is_outside_lane = request.num_scheduled_tokens, self._is_outside_lane(request)
+            start = request.num_scheduled_tokens
+            prompt = self._prompt(request, start)
             if num_tokens := self._chunk(request, start, budget):
                 chunks.append(self._part(request, start, num_tokens))
-                budget.take(start, num_tokens, is_outside_lane, self.forecast.factor(request))
+                budget.take(prompt, num_tokens)
                 self._count(request, start, num_tokens)
         return chunks
 
@@ -120,10 +157,13 @@ class PrefillScheduler:
         table, config, end = self.table, self.table.config, request.num_tokens
         if not config.enable_chunked_prefill:
             return end - start if end - start <= budget.tokens else 0
-        priority = -1 if table.is_starving(request) else request.priority
         threshold = 0 if self._is_one_request_alone() else config.long_prefill_token_threshold
-        factor, is_outside = self.forecast.factor(request), self._is_outside_lane(request)
-        return budget.chunk(start, end, priority, is_outside, threshold, table.pages.page_size, factor)
+        return budget.chunk(self._prompt(request, start), threshold, table.pages.page_size)
+
+    def _prompt(self, request: Request, start: int) -> Candidate:
+        priority = -1 if self.table.is_starving(request) else request.priority
+        factor, is_outside_lane = self.forecast.factor(request), self._is_outside_lane(request)
+        return Candidate(start, request.num_tokens, priority, is_outside_lane, factor, request.id)
 
     def _is_one_request_alone(self) -> bool:
         """Return whether only one request is computed here, or soon will be: as in vLLM, its chunks need no bound."""

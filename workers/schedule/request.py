@@ -171,6 +171,7 @@ class Request:
     arrival_work: int = 0  # prompt tokens the scheduler had scheduled when the request arrived
     queued_at: float = 0.0  # when the request last began to wait: at arrival, or when preempted
     due: float = 0.0  # of a stream: when its next token is due
+    paced_from: float | None = None  # of a stream: one `tpot_s` per token made, before its first token here was made
     ttft_deadline: float = 0.0  # seconds after arrival by which its class promises the first token
     predicted_ttft: float | None = None  # seconds, as predicted on arrival
     expected_cached_tokens: int = 0  # while waiting: tokens found at the last look into the prefix index

@@ -204,7 +204,10 @@ class Scheduler:
                 kv.index_full_pages(self._table, request, part.start)
             if part.samples:
                 deltas.append(self._append_token(request, sampled[request.id]))
-                request.due = next_due(request.due, now, self.config.slo_classes[request.priority].tpot_s)
+                tpot = self.config.slo_classes[request.priority].tpot_s
+                request.due = next_due(request.due, now, tpot)
+                if request.paced_from is None:
+                    request.paced_from = now - tpot * request.num_output_tokens
                 if request.leg is Leg.SEND and request.status is Status.RUNNING:
                     self._table.hold(request)
             elif end == request.num_tokens:  # max_tokens is 0: only the prompt was asked for

@@ -9,6 +9,9 @@ from crossdock.workers.schedule.order import is_starving
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import FinishReason, Leg, Request, Status
 
+CLASS_MEMORY_S = 60.0
+"""Seconds since its last request for which a class counts as in use: the pause of a person who reads an answer."""
+
 _OUTPUT_WEIGHT = 0.05  # of one more output in the mean of all: about 20 count
 
 
@@ -39,6 +42,7 @@ class RequestTable:
     num_preemptions: int = 0
     returned: list[Request] = field(default_factory=list)  # since `Scheduler.take_returned`
     kept_back: set[str] = field(default_factory=set)  # waiting requests behind an offered one that lacks pages
+    arrived: dict[int, float] = field(default_factory=dict)  # when the last request of a class did, by priority
     mean_output: float = 0.0  # tokens of an output, averaged over recent ones
     num_outputs: int = 0  # that have ended
     now: float = 0.0  # time of the step that is being scheduled, in seconds
@@ -79,6 +83,17 @@ class RequestTable:
     def tpot_s(self, request: Request) -> float:
         """Return the seconds per token that the request's class promises."""
         return self.config.slo_classes[request.priority].tpot_s
+
+    def tightest_ttft_s(self) -> float:
+        """Return the shortest time to first token that a class in use promises.
+
+        A class is in use while it has prompts here, and for `CLASS_MEMORY_S` after its last request. Where no class is
+        in use, all count.
+        """
+        classes = self.config.slo_classes
+        in_use = {priority for priority, arrived in self.arrived.items() if self.now - arrived < CLASS_MEMORY_S}
+        in_use.update(request.priority for request in self._by_id.values() if not request.num_output_tokens)
+        return min([classes[priority].ttft_s for priority in in_use or range(len(classes))])
 
     def is_starving(self, request: Request) -> bool:
         """Return whether the request has waited so long that it goes before all classes."""
@@ -129,6 +144,7 @@ class RequestTable:
         """Put a new request at the end of the queue."""
         self._by_id[request.id] = request
         self.waiting.append(request)
+        self.arrived[request.priority] = request.arrival_time
 
     def start(self, request: Request) -> None:
         """Move a waiting request, which now has its pages, to `running`; to `held` if another replica fills them."""

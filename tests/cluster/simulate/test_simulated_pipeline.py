@@ -10,7 +10,7 @@ from crossdock.cluster.simulate.replica import Stages
 from crossdock.cluster.simulate.simulation import Simulation
 from crossdock.router.placement import Query
 from crossdock.workers.report.advertise import observe
-from crossdock.workers.schedule.cost import IntervalShare
+from crossdock.workers.schedule.interval_share import IntervalShare
 from crossdock.workers.schedule.pace import LONGEST_GAP
 from tests.cluster.simulate.small_fleets import assert_all_ended, fleet, job, play, profile, times
 

@@ -85,7 +85,7 @@ def test_knee_is_the_smallest_chunk_within_a_tenth_of_the_best() -> None:
 
 @given(st.floats(1e-3, 0.3), st.sampled_from(DECODES))
 def test_chunk_within_a_time_is_the_largest_that_fits(seconds: float, decodes: int) -> None:
-    worst = COST.base + COST.decode_seconds(decodes, decodes * max(CONTEXTS))
+    worst = COST.decode_step_seconds(decodes, decodes * max(CONTEXTS))
     chunk = curves().chunk_within(seconds, decodes, 16)
     if chunk == 0:
         assert worst + COST.chunk_seconds(max(CONTEXTS), CHUNKS[0]) > seconds

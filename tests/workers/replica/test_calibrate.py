@@ -8,7 +8,8 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica import calibrate
 from crossdock.workers.replica.calibrate import measure_step, warm_up
 from crossdock.workers.replica.metrics import EngineMetrics
-from crossdock.workers.schedule.cost import StepCostFit, StepWork
+from crossdock.workers.schedule.cost import StepWork
+from crossdock.workers.schedule.cost_fit import StepCostFit
 from crossdock.workers.schedule.request import Submission
 from tests.workers.architectures import build
 

@@ -22,7 +22,7 @@ from crossdock.workers.replica.metrics import EngineMetrics
 from crossdock.workers.replica.step_sampler import StepSampler
 from crossdock.workers.report.timeline import Timelines
 from crossdock.workers.schedule.batch import Batch, SampledToken
-from crossdock.workers.schedule.cost import IntervalShare
+from crossdock.workers.schedule.interval_share import IntervalShare
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from tests.workers.architectures import SERVED, build
 from tests.workers.gangs import SETTINGS, ganged

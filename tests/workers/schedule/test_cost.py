@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossdock.workers.schedule.cost import StepCost, StepCostFit, StepWork, non_negative_solution
+from crossdock.workers.schedule.cost import StepCost, StepWork
+from crossdock.workers.schedule.cost_fit import StepCostFit, non_negative_solution
 
 TRUTH = StepCost(
     base=6e-3, per_prefill_token=5.5e-4, per_attended=4e-8, per_decode=8e-4, per_context=1.5e-7
@@ -77,10 +78,12 @@ def test_coefficients_are_never_negative(seed: int, noise: float) -> None:
     fit = StepCostFit(sweep(TRUTH, count=8, noise=noise, seed=seed))
     for work, seconds in sweep(TRUTH, count=50, noise=noise, seed=seed + 1):
         fit.observe(work, seconds)
-    assert all(value >= 0 for value in coefficients(fit.cost))
+    cost = fit.cost
+    assert all(value >= 0 for name, value in cost.model_dump().items() if name != "per_early_row")
+    assert cost.per_early_row >= -min(cost.per_prefill_token, cost.per_decode) - 1e-12
 
 
-def testnon_negative_solution_is_the_best_of_its_kind() -> None:
+def test_non_negative_solution_is_the_best_of_its_kind() -> None:
     """Against a dense search by projected gradient, on data whose free optimum is negative."""
     rng = np.random.default_rng(3)
     for _ in range(20):
@@ -133,17 +136,64 @@ def test_sweep_is_not_forgotten() -> None:
     assert fit.cost.seconds(chunk) == pytest.approx(TRUTH.seconds(chunk), rel=0.05)
 
 
-@given(st.floats(0, 2), st.integers(0, 100_000))
-def test_tokens_within_is_the_largest_chunk(seconds: float, start: int) -> None:
-    tokens = TRUTH.tokens_within(seconds, start)
-    assert TRUTH.chunk_seconds(start, tokens) <= seconds * (1 + 1e-9) + 1e-12
-    assert TRUTH.chunk_seconds(start, tokens + 1) > seconds
+BENT = StepCost(
+    base=5e-3,
+    per_prefill_token=2e-4,
+    per_attended=4e-8,
+    per_decode=3e-4,
+    per_context=1.5e-7,
+    bend_rows=64,
+    per_early_row=-1.9e-4,
+    least_with_chunk=18e-3,
+)
+STEEP = StepCost(base=14e-3, per_prefill_token=1.1e-4, per_decode=1.5e-4, bend_rows=8, per_early_row=9e-4)
+COSTS = st.sampled_from([TRUTH, BENT, STEEP])
+WORKS = st.tuples(st.integers(0, 100), st.integers(0, 3)).map(
+    lambda counts: StepWork.of([(500, 40)] * counts[1], [300] * counts[0])
+)
+
+
+@given(COSTS, st.floats(0, 2), st.integers(0, 100_000), WORKS)
+def test_tokens_within_is_the_largest_chunk(cost: StepCost, seconds: float, start: int, work: StepWork) -> None:
+    tokens = cost.tokens_within(seconds, start, work)
+    assert tokens == 0 or cost.seconds(work.plus_chunk(start, tokens)) <= seconds * (1 + 1e-9) + 1e-12
+    assert tokens + 1 == 1 or cost.seconds(work.plus_chunk(start, tokens + 1)) > seconds * (1 - 1e-9)
+    if not tokens:
+        assert cost.seconds(work.plus_chunk(start, 2)) > seconds
+
+
+@given(COSTS, WORKS, st.integers(0, 5000), st.integers(1, 3000))
+def test_no_token_makes_a_step_shorter(cost: StepCost, work: StepWork, start: int, tokens: int) -> None:
+    assert cost.seconds(work.plus_chunk(start, tokens)) >= cost.seconds(work) * (1 - 1e-12)
+    longer = cost.seconds(work.plus_chunk(start, tokens + 1))
+    assert longer >= cost.seconds(work.plus_chunk(start, tokens)) * (1 - 1e-12)
+
+
+@given(COSTS, st.integers(0, 5000), st.integers(1, 3000), st.integers(256, 512))
+def test_prompt_alone_takes_the_sum_of_its_steps_whatever_the_cost(
+    cost: StepCost, start: int, tokens: int, chunk: int
+) -> None:
+    end = start + tokens
+    steps = [StepWork.of([(at, min(chunk, end - at))]) for at in range(start, end, chunk)]
+    assert cost.prefill_seconds(start, end, chunk) == pytest.approx(sum(map(cost.seconds, steps)))
+    assert cost.last_step_seconds(start, end, chunk) == pytest.approx(cost.seconds(steps[-1]))
 
 
 def test_tokens_within_without_a_price_has_no_limit() -> None:
     free = StepCost(base=0.01, per_prefill_token=0.0)
     assert free.tokens_within(1.0, 100) > 10**9
     assert free.tokens_within(0.0, 100) == 0
+
+
+def test_cost_of_an_older_replica_has_no_bend() -> None:
+    cost = StepCost.of((0.01, 1e-3, 1e-8, 2e-3, 1e-7))
+    assert cost == StepCost(base=0.01, per_prefill_token=1e-3, per_attended=1e-8, per_decode=2e-3, per_context=1e-7)
+    assert StepCost.of(BENT.coefficients) == BENT
+
+
+def test_cost_whose_rows_make_steps_shorter_is_refused() -> None:
+    with pytest.raises(ValueError, match="per_early_row"):
+        StepCost(base=0.01, per_prefill_token=1e-3, per_decode=1e-3, bend_rows=8, per_early_row=-2e-3)
 
 
 def test_empty_sweep_is_refused() -> None:

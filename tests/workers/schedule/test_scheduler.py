@@ -8,7 +8,6 @@ import pytest
 
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.batch import SampledToken
-from crossdock.workers.schedule.chunking import IDLE_SHARE
 from crossdock.workers.schedule.request import FinishReason, Leg, Request, SamplingParams
 from crossdock.workers.schedule.table import RequestTable
 from tests.workers.schedule.model_free_replica import (
@@ -138,11 +137,28 @@ def test_pages_of_the_whole_prompt_are_reserved_before_its_first_chunk() -> None
 def test_patient_streams_do_not_make_steps_long() -> None:
     """A request that arrives while a step runs waits for its end, also if the streams in the step could wait longer."""
     replica = new_timed_replica()
+    replica.add("urgent", 20, "interactive")
     replica.add("stream", 20, "batch", max_tokens=300)
     replica.step()
     replica.add("long", 3000, "batch")
     longest = max(replica.step().seconds for _ in range(8))
-    assert 0.05 < longest <= IDLE_SHARE * CLASSES[0].ttft_s + 1e-9 < CLASSES[2].tpot_s
+    assert 0.05 < longest <= 0.25 * CLASSES[0].ttft_s + 1e-9 < CLASSES[2].tpot_s
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_idle_step_takes_its_share_of_the_tightest_promise_in_use(share: float) -> None:
+    """Interactive promises 0.4 s. A minute after its last request, only standard is in use, which promises 0.5 s."""
+    replica = new_timed_replica(idle_step_share=share)
+    replica.add("urgent", 20, "interactive")
+    replica.run()
+    replica.add("long", 3000)
+    longest = replica.step().seconds
+    assert longest <= share * 0.4 < longest + 4e-3 + 1e-3
+    replica.scheduler.abort("long")
+    replica.now += 61
+    replica.add("later", 3000)
+    longest = replica.step().seconds
+    assert longest <= share * 0.5 < longest + 4e-3 + 1e-3
 
 
 def test_streams_beside_a_long_prompt_keep_their_pace() -> None:
