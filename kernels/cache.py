@@ -1,7 +1,10 @@
 """The one directory for files that can be made again: compiled kernels, the converted default model. No torch."""
 
+import json
 import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def cache_dir() -> Path:
@@ -11,3 +14,21 @@ def cache_dir() -> Path:
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg) / "crossdock"
     return Path.home() / ".cache" / "crossdock"
+
+
+def read_cached(path: Path, key: str) -> Any:
+    """Return the JSON value that `write_cached` wrote under this key; None if there is none, or no whole file."""
+    try:
+        content = json.loads(path.read_text())
+        return content["value"] if content["key"] == key else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def write_cached(path: Path, key: str, value: object) -> None:
+    """Write beside the target and rename: a reader finds a whole file or none. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".new")
+    with os.fdopen(handle, "w") as file:
+        json.dump({"key": key, "value": value}, file)
+    os.replace(name, path)

@@ -9,9 +9,7 @@ import hashlib
 import json
 import logging
 import math
-import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +20,7 @@ from typing import TypeAlias
 import torch
 
 from crossdock.kernels.build import cpu_flags
-from crossdock.kernels.cache import cache_dir
+from crossdock.kernels.cache import cache_dir, read_cached, write_cached
 from crossdock.kernels.choice import KernelChoice, choose
 from crossdock.kernels.options import Kernel
 
@@ -118,7 +116,7 @@ def _remembered(key: Mapping[str, object], measure_now: Callable[[], Table]) -> 
             fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the kernel if the process dies
             if (table := _read(path, text)) is None:
                 table = measure_now()
-                _write(path, text, table)
+                write_cached(path, text, table)
             return table
     except OSError as error:
         logger.info("the kernels are measured again at every start: %s", error)
@@ -152,19 +150,8 @@ def _code() -> str:
 def _read(path: Path, key: str) -> Table | None:
     """Return the table in a file; None if there is none, or not a whole one."""
     try:
-        content = json.loads(path.read_text())
-        if content["key"] != key:
-            return None
-        table: Table = {kernel: [float(s) for s in seconds] for kernel, seconds in content["seconds"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        table: Table = {kernel: [float(s) for s in seconds] for kernel, seconds in read_cached(path, key).items()}
+    except (ValueError, TypeError, AttributeError):
         return None
     is_whole = table and all(0 < s < math.inf for seconds in table.values() for s in seconds)
     return table if is_whole else None
-
-
-def _write(path: Path, key: str, table: Table) -> None:
-    """Write beside the target and rename: a reader finds a whole file or none."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix="seconds-", suffix=".new")
-    with os.fdopen(handle, "w") as file:
-        json.dump({"key": key, "seconds": table}, file)
-    os.replace(name, path)

@@ -64,7 +64,7 @@ def test_seconds_are_measured_once_and_logged(
     assert message == "products: own below 8 rows, torch from there (ms for 1/8 rows: own 100/3e+03, torch 200/1e+03)"
     assert measured_choice("products", {"key": "one"}, ("own", "torch"), ROWS, forbidden) == choice
     (file,) = cache.glob("seconds-*.json")
-    assert json.loads(file.read_text())["seconds"]["torch"] == pytest.approx([0.2, 1.0])
+    assert json.loads(file.read_text())["value"]["torch"] == pytest.approx([0.2, 1.0])
 
 
 def test_other_weights_threads_or_code_are_measured_again(
@@ -79,7 +79,7 @@ def test_other_weights_threads_or_code_are_measured_again(
     assert len(list(cache.glob("seconds-*.json"))) == 4
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"key": "another", "seconds": {}}', '{"key": 1}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"key": "another", "value": {}}', '{"key": 1}'])
 def test_bad_file_is_measured_again(cache: Path, clock: list[float], content: str) -> None:
     choice = ask(clock)
     (file,) = cache.glob("seconds-*.json")
@@ -88,7 +88,7 @@ def test_bad_file_is_measured_again(cache: Path, clock: list[float], content: st
     assert ask(clock) == choice
     assert json.loads(file.read_text())["key"] == json.loads(whole)["key"]
     for wrong in ({}, {"own": [0.0, 1.0]}, {"own": [1.0, "nan"], "torch": [1.0, 1.0]}):
-        file.write_text(json.dumps(json.loads(whole) | {"seconds": wrong}))
+        file.write_text(json.dumps(json.loads(whole) | {"value": wrong}))
         assert ask(clock) == choice
 
 

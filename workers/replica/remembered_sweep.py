@@ -7,8 +7,6 @@ measures again.
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple
@@ -17,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from crossdock.kernels.cache import cache_dir
+from crossdock.kernels.cache import cache_dir, read_cached, write_cached
 from crossdock.kernels.measure import kernels_and_cpu
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.cost import StepWork
@@ -52,7 +50,7 @@ def remembered_sweep(
         logger.info("steps are measured again: two of them take %s times what they took at an earlier start", shown)
     sweep = measure()
     with suppress(OSError):  # without a cache directory each start measures
-        _write(path, key, sweep)
+        write_cached(path, key, [(astuple(work), seconds) for work, seconds in sweep])
     return sweep
 
 
@@ -77,19 +75,7 @@ def _key(engine: Engine) -> str:
 def _read(path: Path, key: str) -> Sweep | None:
     """Return the sweep in a file; None if there is none, or not a whole one."""
     try:
-        content = json.loads(path.read_text())
-        if content["key"] != key:
-            return None
-        sweep = [(StepWork(*work), float(seconds)) for work, seconds in content["sweep"]]
-    except (OSError, ValueError, TypeError, KeyError):
+        sweep = [(StepWork(*work), float(seconds)) for work, seconds in read_cached(path, key)]
+    except (ValueError, TypeError):
         return None
     return sweep if sweep and all(seconds > 0 for _, seconds in sweep) else None
-
-
-def _write(path: Path, key: str, sweep: Sweep) -> None:
-    """Write beside the target and rename: a reader finds a whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix="sweep-", suffix=".new")
-    with os.fdopen(handle, "w") as file:
-        json.dump({"key": key, "sweep": [(astuple(work), seconds) for work, seconds in sweep]}, file)
-    os.replace(name, path)

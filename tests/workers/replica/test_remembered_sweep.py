@@ -50,7 +50,7 @@ def test_other_model_or_other_settings_measure_their_own() -> None:
     assert remembered_sweep(engine_on(tiny_model(64), num_pages=8, max_num_seqs=2), lambda: other, never) == other
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"key": "another", "sweep": []}'])
+@pytest.mark.parametrize("content", ["", "{}", '{"key": "another", "value": []}'])
 def test_damaged_file_is_measured_again(content: str, cache: Path) -> None:
     remembered_sweep(engine_on(tiny_model(64), num_pages=8), lambda: EARLIER, never)
     (file,) = cache.rglob("sweep-*.json")
