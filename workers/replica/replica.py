@@ -139,7 +139,7 @@ class Replica:
             event_loop.call_soon_threadsafe(self._lost, why)
 
         path = await asyncio.to_thread(resolve_tokenizer, spec.tokenizer, spec.model.path)
-        gang = Gang(spec, _gang_host(), on_lost)
+        gang = Gang(spec, gang_host(), on_lost)
         loaded: asyncio.Future[tuple[Engine, SchedulingProfile]] = event_loop.create_future()
 
         def load() -> None:
@@ -206,7 +206,7 @@ class Replica:
             ray.kill(actor)
 
 
-def _gang_host() -> str:
+def gang_host() -> str:
     """Return the driver's address for its followers: the node's own, or loopback if all ranks are on this node."""
     table = ray.util.placement_group_table(ray.util.get_current_placement_group())
     is_on_one_node = len(set(table["bundles_to_node_id"].values())) == 1

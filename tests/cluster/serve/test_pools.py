@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -78,6 +79,21 @@ def test_client_that_leaves_frees_all_pages(url: str, stage: str) -> None:
                     one["replica"] in decodes and one["num_computed_tokens"] for one in pools.timelines(url, name)
                 ):
                     time.sleep(0.01)
+    pools.wait_until_whole(url)
+
+
+def test_killed_ingress_leaves_no_request_and_no_page_behind(url: str) -> None:
+    """Its replicas hear nothing of it any more: some of its streams decode, others wait for pages."""
+    (ingress,) = processes("ingress").values()
+    asked = {"model": "smol", "max_tokens": 3000, "stream": True, "ignore_eos": True}
+    with ExitStack() as open_streams:
+        for number in range(6):
+            body = asked | {"prompt": prompt(300 + number, 900)}
+            stream = httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60)
+            answer = open_streams.enter_context(stream)
+            if number < 2:
+                next(answer.iter_lines())
+        ingress.kill()
     pools.wait_until_whole(url)
 
 

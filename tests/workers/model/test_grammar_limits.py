@@ -15,6 +15,7 @@ import psutil
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from crossdock.workers.model.grammar import compiler as compiler_module
 from crossdock.workers.model.grammar.compiler import Compiled, GrammarCache, GrammarCompiler
 from crossdock.workers.model.grammar.state import GrammarState, MaskBudget
 from crossdock.workers.schedule.request import Grammar, InvalidField, Overloaded
@@ -221,3 +222,24 @@ def test_cache_is_bounded_by_entries_and_by_bytes() -> None:
     cache.put(b"f", Compiled(None, "", 101))
     assert len(cache) == 0
     assert cache.num_bytes == 0
+
+
+def test_accepted_request_is_compiled_though_many_other_grammars_wait(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "_MOST_WAITING", 1)
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), patience_s=60.0)
+    try:
+
+        async def main() -> None:
+            first = asyncio.ensure_future(compiler.compiled(LONG))
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded):
+                await compiler.compiled(Grammar("regex", "new"))
+            accepted = await compiler.compiled(Grammar("regex", "accepted"), may_refuse=False)
+            assert isinstance(accepted, GrammarState)
+            await first
+
+        asyncio.run(main())
+    finally:
+        compiler.close()

@@ -17,6 +17,7 @@ from crossdock.workers.replica.gang import Gang
 from crossdock.workers.replica.rank_messages import JoinGang, encode
 from crossdock.workers.replica.rank_network import GangStore
 from crossdock.workers.replica.rank_socket import RankSocket
+from crossdock.workers.replica.replica import gang_host
 from tests.workers.architectures import build
 from tests.workers.gangs import spec_of
 from tests.workers.ranks import PROCESSES, saved
@@ -122,3 +123,13 @@ def test_strangers_beyond_the_bound_are_closed_and_a_follower_still_joins(
         link.send(encode(JoinGang(1)))
         gang._wait(lambda _: True, "did not join")
         link.close()
+
+
+@pytest.mark.parametrize(("nodes", "host"), [(["a", "a"], "127.0.0.1"), (["a", "b"], "192.0.2.7")])
+def test_driver_is_reached_by_loopback_only_where_all_ranks_are_on_its_node(
+    nodes: list[str], host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.util.get_current_placement_group", lambda: None)
+    monkeypatch.setattr("ray.util.placement_group_table", lambda _: {"bundles_to_node_id": dict(enumerate(nodes))})
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "192.0.2.7")
+    assert gang_host() == host

@@ -42,6 +42,17 @@ def test_request_without_promise_waits_however_late() -> None:
     assert late.status is Status.FINISHED
 
 
+def test_request_that_was_accepted_elsewhere_is_not_refused_however_late() -> None:
+    replica = new_timed_replica(admission="reject")
+    for number in range(3):
+        replica.add(f"before {number}", 200, "standard", is_promised=False)
+    with pytest.raises(Overloaded):
+        replica.add("new", 200, "standard")
+    placed_again = replica.add("placed again", 200, "standard", may_refuse=False)
+    replica.run()
+    assert placed_again.status is Status.FINISHED
+
+
 def test_urgent_request_is_refused_where_starving_ones_go_before_it() -> None:
     """Without the refusal its promise would be broken: prompts that starve go before every class."""
     replica = new_timed_replica(admission="reject", starvation_s=1.0)

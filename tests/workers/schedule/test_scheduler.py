@@ -304,3 +304,25 @@ def test_step_tries_few_of_a_thousand_requests_that_lack_pages(monkeypatch: pyte
     batch = scheduler.schedule(0.0)
     assert 0 < len(batch.scheduled) <= 12
     assert len(tried) <= len(batch.scheduled) + 16
+
+
+class CountedId(int):
+    """A token id that counts how often any of its kind is compared."""
+
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedId.num_compared += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_thousands_of_stop_token_ids_cost_no_comparison_per_token() -> None:
+    scheduler = new_scheduler(max_num_batched_tokens=32, num_pages=200, max_model_len=400)
+    stop_token_ids = tuple(CountedId(token) for token in range(10_000, 15_000))
+    sampling = SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=stop_token_ids)
+    scheduler.add(Request("a", [1, 2, 3], sampling))
+    before = CountedId.num_compared
+    ModelFreeReplica(scheduler).run()
+    assert CountedId.num_compared - before < 20
