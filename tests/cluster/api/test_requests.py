@@ -11,7 +11,7 @@ from crossdock.cluster.api.tokenizer import ModelTokenizer
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.replica.engine_thread import EngineThread
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.cost import StepCost, StepWork
 from tests.cluster.api.engine_api import EngineApi
 from tests.cluster.dispatch.in_process import IN_TURN
 from tests.workers.replica.driven import hold, posted
@@ -260,7 +260,7 @@ def test_replicas_show_profile_and_cost(tokenizer: ModelTokenizer) -> None:
             assert [one["replica"] for one in listed] == ["r0", "r1"]
             for one, replica in zip(listed, api.replicas, strict=True):
                 assert SchedulingProfile.model_validate(one["profile"]) == replica.profile
-                assert StepCost.model_validate(one["cost"]).base > 0
+                assert StepCost.model_validate(one["cost"]).seconds(StepWork(decodes=1, context=8)) > 0
 
     asyncio.run(main())
 

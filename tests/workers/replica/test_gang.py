@@ -22,6 +22,7 @@ from crossdock.workers.replica.metrics import EngineMetrics
 from crossdock.workers.replica.step_sampler import StepSampler
 from crossdock.workers.report.timeline import Timelines
 from crossdock.workers.schedule.batch import Batch, SampledToken
+from crossdock.workers.schedule.cost import StepWork
 from crossdock.workers.schedule.interval_share import IntervalShare
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from tests.workers.architectures import SERVED, build
@@ -133,7 +134,7 @@ def test_warm_up_of_a_gang_measures_all_ranks(ranks: Ranks, tmp_path: Path) -> N
     with ganged(ranks, saved(build("llama", {}), tmp_path), 2, 2) as engine:
         profile = warm_up(engine)
         assert (profile.tensor_parallel_size, profile.pipeline_parallel_size) == (2, 2)
-        assert profile.cost.base > 0
+        assert profile.cost.seconds(StepWork(decodes=1, context=8)) > 0
         expected = tokens(engine, works())
         assert engine.cost_fit is not None
         assert tokens(engine, works()) == expected
