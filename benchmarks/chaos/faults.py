@@ -233,6 +233,7 @@ FAULTS: dict[str, list[tuple[float, Fault]]] = {  # by the name in --faults: fau
     ],
     "nodes": [(2, Chaos.lose_node), (1, Chaos.restart_gcs)],
     "changes": [(1, Chaos.upgrade), (2, Chaos.drain), (3, Chaos.flip)],
+    "upgrades": [(1, Chaos.upgrade)],
     "poison": [(1, Chaos.poison)],
 }
 

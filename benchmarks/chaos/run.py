@@ -19,6 +19,7 @@ streams, and what is left at the end; exits with 1 if anything is wrong.
 | poison | requests that kill the replica that gets them |
 | nodes | a node of replicas lost; Ray's GCS killed and restarted |
 | changes | rolling upgrades, drained replicas, flipped roles |
+| upgrades | rolling upgrades alone, one after the other |
 
 Overload is a matter of settings: `--clients 48 --set engine.kv_cache_memory=768KiB` fills both pools, and with
 `--set engine.admission=reject` and short promises requests are refused.
