@@ -87,6 +87,10 @@ class ReplicaClient:
     async def close(self) -> None:
         await self._handle.close.remote(self._ingress)
 
+    async def still_reads(self) -> None:
+        with _named_losses():
+            await self._handle.still_reads.remote(self._ingress)
+
     async def call(self, method: RemoteMethod, *arguments: Any) -> Any:
         with _named_losses():
             return await getattr(self._handle, method).remote(*arguments)

@@ -21,6 +21,7 @@ logger = logging.getLogger("ray.serve")
 
 _DEAD_PEERS = 64  # remembered for replicas that were out of reach when those died
 MOST_UNREAD = 1 << 18  # values of deltas that clients leave unread, all requests together: about 100 MiB
+READS_S = 8.0  # between two notices to a replica that its stream is read; see `readers.MOST_SILENCE_S`
 _MOST_PROBES = 300  # of a replica that was lost and has left, until Ray knows that its process has ended
 
 RemoteMethod: TypeAlias = Literal[
@@ -60,6 +61,10 @@ class EngineClient(Protocol):
 
     async def close(self) -> None:
         """End the stream of this ingress; its requests are aborted."""
+        ...
+
+    async def still_reads(self) -> None:
+        """Notify the replica that this ingress reads its stream, though it may send nothing else for long."""
         ...
 
     async def call(self, method: RemoteMethod, *arguments: Any) -> Any:
@@ -257,13 +262,20 @@ class ReplicaConnections:
             self._lost(connection, loss)
 
     async def _watch_for_silence(self) -> None:
-        """Keep the clock going, and give up the stream of every replica that has been silent for too long.
+        """Keep the clock going, give up the stream of every replica that has been silent for too long, and let all
+        replicas know that this ingress lives.
 
         Only time on the clock counts: this process may have been stopped, or busy, and the messages may be here.
         """
+        notified_at = self._clock.now()
         while True:
             await asyncio.sleep(TICK_S)
             now = self._clock.now()
+            if now - notified_at > READS_S:
+                notified_at = now
+                for connection in self._following:
+                    if connection.is_open:
+                        self.spawn(connection.client.still_reads())
             for connection in [*self._following]:
                 if now - connection.heard_at > self._timeouts.silence_s and connection.following is not None:
                     connection.is_silent = True

@@ -1,6 +1,7 @@
 """The queue between the engine's thread and one ingress: everything not yet fetched, merged into one message."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ _MOST_DELTAS = 250_000  # queued: about 100 MB, or a minute of 100 steps a secon
 class Channel:
     """The messages one reader has not fetched yet. All deltas of a step arrive together, with a new live profile."""
 
+    heard_at: float = field(default_factory=time.monotonic)  # when its reader last gave a sign of life
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _message: Message = field(default_factory=Message)
     _live: LiveProfile | None = None  # the last one

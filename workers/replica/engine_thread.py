@@ -82,6 +82,10 @@ class EngineThread(ObservedEngine):
         if ingress in self.channels:
             self.channels[ingress].close()
 
+    async def still_reads(self, ingress: str) -> None:
+        """Note that an ingress reads its `messages`. One that was killed is found by its silence: its requests end."""
+        self._readers.heard(ingress)
+
     def channel(self, ingress: str) -> Channel:
         """Open the channel of a reader. A second call replaces the first channel, and ends its reader."""
         channel = self._readers.open(ingress)
@@ -373,7 +377,7 @@ class EngineThread(ObservedEngine):
     ) -> None:
         unread = self._readers.deliver(deltas, live, pages)
         if unread:
-            logger.error("an ingress does not read its tokens: its %d requests are aborted", len(unread))
+            logger.error("an ingress is lost or does not read its tokens: its %d requests are aborted", len(unread))
             self._end_attempts(unread)
 
     def _end_attempts(self, attempts: Sequence[AttemptKey]) -> None:

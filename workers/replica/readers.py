@@ -1,5 +1,6 @@
 """The ingresses that read from a replica: which reader gets the tokens of which attempt. Belongs to the event loop."""
 
+import time
 from collections.abc import Sequence
 
 from crossdock.kvtransfer.fence import Fence
@@ -9,6 +10,14 @@ from crossdock.workers.schedule.request import Submission, TokenDelta
 
 AttemptKey = tuple[str, int]
 """The id of a request and the epoch of one attempt at it."""
+
+
+MOST_SILENCE_S = 30.0
+"""Seconds after which a reader that gives no sign of life loses its requests.
+
+Ray goes on with a stream whose reader was killed. A living ingress gives a sign every 8 s; one that is stopped for less
+than this goes on with its streams.
+"""
 
 
 class Superseded(RuntimeError):
@@ -46,10 +55,16 @@ class Readers:
         channel = self.channels.get(ingress)
         if channel is None:
             raise RuntimeError(f"no channel {ingress!r} is open")
+        channel.heard_at = time.monotonic()
         _, epoch = self._reader_of.get(submission.id, (None, -1))
         if epoch >= submission.epoch or self.has_ended(submission.id, submission.epoch):
             raise Superseded(f"attempt {submission.epoch} at {submission.id} is over")
         self._reader_of[submission.id] = channel, submission.epoch
+
+    def heard(self, ingress: str) -> None:
+        """Note a sign of life of a reader."""
+        if ingress in self.channels:
+            self.channels[ingress].heard_at = time.monotonic()
 
     def check(self, submission: Submission) -> None:
         """Raise Superseded where an attempt that was claimed has been aborted or replaced since."""
@@ -76,8 +91,10 @@ class Readers:
     ) -> list[AttemptKey]:
         """Put the deltas of a step into the channels of their readers, and what is new of the replica into all.
 
-        Returns the attempts of readers that are too far behind: these get no more tokens.
+        Returns the attempts of readers that are too far behind, or silent for `MOST_SILENCE_S`: these get no more
+        tokens.
         """
+        silent_since = time.monotonic() - MOST_SILENCE_S
         by_channel: dict[int, list[TokenDelta]] = {}
         for delta in deltas:
             channel, epoch = self._reader_of.get(delta.request_id, (None, -1))
@@ -89,7 +106,10 @@ class Readers:
         unread: list[AttemptKey] = []
         for ingress, channel in [*self.channels.items()]:
             found = by_channel.get(id(channel), ())
-            if (found or live is not None) and not channel.put(found, live, pages):
+            is_silent = bool(found) and channel.heard_at < silent_since
+            if is_silent:
+                channel.close()
+            if is_silent or ((found or live is not None) and not channel.put(found, live, pages)):
                 unread += self.close(ingress, channel)
         return unread
 

@@ -72,7 +72,7 @@ class Replica:
         self._starting = None
         await asyncio.to_thread(prepare_interpreter)
         # Remote calls: Serve finds the engine thread's own methods here, under the names that `ReplicaClient` calls.
-        self.messages, self.close = thread.messages, thread.close_stream
+        self.messages, self.close, self.still_reads = thread.messages, thread.close_stream, thread.still_reads
         self.abort, self.progress = thread.abort, thread.progress
         self.assign_role, self.peer_dead = thread.assign_role, thread.peer_dead
         self.timelines, self.live_requests = thread.find_timelines, thread.live_requests

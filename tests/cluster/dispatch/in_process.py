@@ -58,6 +58,9 @@ class InProcess:
     async def close(self) -> None:
         await self.engine_thread.close_stream("test")
 
+    async def still_reads(self) -> None:
+        await self.engine_thread.still_reads("test")
+
     async def is_dead(self) -> bool:
         return self.is_killed
 

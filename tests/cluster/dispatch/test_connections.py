@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from crossdock.cluster.dispatch import connections
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost, Timeouts
 from crossdock.cluster.dispatch.loop_clock import LoopClock
 from crossdock.router.actions import ReplicaDead
@@ -33,6 +34,25 @@ def test_replica_that_has_just_joined_is_waited_for() -> None:
         await dispatcher.close()
         await old.engine_thread.close()
         await new.engine_thread.close()
+
+    asyncio.run(main())
+
+
+def test_replica_is_notified_again_and_again_that_its_stream_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "READS_S", 0.1)
+
+    async def main() -> None:
+        replica, dispatcher = InProcess(), Dispatcher("m")
+        dispatcher.join("r", replica, replica.profile)
+        while not dispatcher.ready():
+            await asyncio.sleep(0.01)
+        channel = replica.engine_thread.channels["test"]
+        for _ in range(2):
+            before = channel.heard_at
+            while channel.heard_at == before:
+                await asyncio.sleep(0.01)
+        await dispatcher.close()
+        await replica.engine_thread.close()
 
     asyncio.run(main())
 

@@ -85,7 +85,7 @@ def test_client_that_leaves_frees_all_pages(url: str, stage: str) -> None:
 def test_killed_ingress_leaves_no_request_and_no_page_behind(url: str) -> None:
     """Its replicas hear nothing of it any more: some of its streams decode, others wait for pages."""
     (ingress,) = processes("ingress").values()
-    asked = {"model": "smol", "max_tokens": 3000, "stream": True, "ignore_eos": True}
+    asked = {"model": "smol", "max_tokens": 600, "stream": True, "ignore_eos": True}
     with ExitStack() as open_streams:
         for number in range(6):
             body = asked | {"prompt": prompt(300 + number, 900)}

@@ -7,7 +7,7 @@ import pytest
 
 from crossdock.workers.replica import channel, engine_thread
 from crossdock.workers.replica.inbox import Inbox
-from crossdock.workers.replica.readers import Superseded
+from crossdock.workers.replica.readers import MOST_SILENCE_S, Superseded
 from crossdock.workers.schedule.request import FinishReason, SamplingParams, Submission, TokenDelta
 
 from .driven import Driven, posted, run_driven
@@ -191,6 +191,28 @@ def test_reader_too_far_behind_is_closed_and_its_requests_end(monkeypatch: pytes
             await asyncio.sleep(0.001)
         assert "stopped" not in driven.thread.channels
         assert [message async for message in stopped.messages()] == []
+        assert driven.engine.pages.counts().owned == 0
+
+    run_driven(main)
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_reader_without_a_sign_of_life_loses_its_requests(is_alive: bool) -> None:
+    """An ingress that was killed says nothing, and Ray goes on with its stream."""
+
+    async def main(driven: Driven) -> None:
+        reader = driven.thread.channel("other")
+        work = replace(attempt(0), id="its")
+        await driven.thread.submit("other", work)
+        reader.heard_at -= 1.1 * MOST_SILENCE_S
+        if is_alive:
+            await driven.thread.still_reads("other")
+        while await driven.thread.progress("its", 0) is not None:
+            await asyncio.sleep(0.001)
+        assert ("other" in driven.thread.channels) == is_alive
+        reader.close()
+        deltas = [delta async for message in reader.messages() for delta in message.deltas]
+        assert (sum(len(delta.token_ids) for delta in deltas) == work.sampling.max_tokens) == is_alive
         assert driven.engine.pages.counts().owned == 0
 
     run_driven(main)
