@@ -21,7 +21,7 @@ logger = logging.getLogger("ray.serve")
 
 _DEAD_PEERS = 64  # remembered for replicas that were out of reach when those died
 MOST_UNREAD = 1 << 18  # values of deltas that clients leave unread, all requests together: about 100 MiB
-READS_S = 8.0  # between two notices to a replica that its stream is read; see `readers.MOST_SILENCE_S`
+READS_S = 8.0  # between two notices to a replica that its stream is read; see `channel.MOST_SILENCE_S`
 _MOST_PROBES = 300  # of a replica that was lost and has left, until Ray knows that its process has ended
 
 RemoteMethod: TypeAlias = Literal[

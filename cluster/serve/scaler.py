@@ -20,6 +20,7 @@ from ray.serve.handle import DeploymentHandle
 
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.dispatch.client import ReplicaClient, follow_members
+from crossdock.cluster.dispatch.connections import READS_S
 from crossdock.router.scaling import Bounds, Flip, Resize, Scaling
 from crossdock.workers.replica.own_node import bind_serve_to_own_node
 from crossdock.workers.report.profile import SchedulingProfile
@@ -84,7 +85,11 @@ class Scaler:
         try:
             while True:
                 try:
+                    notified_at = time.monotonic()
                     async for message in client.messages():
+                        if time.monotonic() - notified_at > READS_S:
+                            notified_at = time.monotonic()
+                            await client.still_reads()
                         if message.live is not None:
                             self._scaling.hear(name, message.live, time.monotonic())
                 except Exception as error:  # of any kind: Serve reports when the replica is gone for good

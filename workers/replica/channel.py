@@ -9,6 +9,13 @@ from dataclasses import dataclass, field
 from crossdock.workers.report.advertise import LiveProfile, Message, PageChanges
 from crossdock.workers.schedule.request import TokenDelta
 
+MOST_SILENCE_S = 30.0
+"""Seconds after which a reader that gives no sign of life loses its requests.
+
+Ray goes on with a stream whose reader was killed. A living ingress gives a sign every 8 s; one that is stopped for less
+than this goes on with its streams.
+"""
+
 _MOST_PAGES = 100_000  # page hashes queued for a reader that is behind
 _MOST_DELTAS = 250_000  # queued: about 100 MB, or a minute of 100 steps a second with 40 streams
 
@@ -22,6 +29,11 @@ class Channel:
     _message: Message = field(default_factory=Message)
     _live: LiveProfile | None = None  # the last one
     _closed: bool = False
+
+    @property
+    def is_silent(self) -> bool:
+        """Return whether the reader has given no sign of life for `MOST_SILENCE_S`."""
+        return time.monotonic() - self.heard_at > MOST_SILENCE_S
 
     def put(
         self, deltas: Sequence[TokenDelta] = (), live: LiveProfile | None = None, pages: Sequence[PageChanges] = ()

@@ -67,12 +67,14 @@ class EngineThread(ObservedEngine):
         """Yield all tokens of the requests of `ingress`, one message per step, with the replica's live profile.
 
         The first message is empty: from then on `submit` accepts `ingress`. A second without news brings a heartbeat.
-        When the reader stops, its requests are aborted.
+        When the reader stops, or gives no sign of life for long, its requests are aborted.
         """
         channel = self.channel(ingress)
         try:
             yield Message()
             async for message in channel.messages(HEARTBEAT_S):
+                if channel.is_silent:  # else the stream of a killed reader would hold up this replica's drain
+                    return
                 yield message
         finally:
             await self.close_channel(ingress, channel)

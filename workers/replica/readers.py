@@ -12,14 +12,6 @@ AttemptKey = tuple[str, int]
 """The id of a request and the epoch of one attempt at it."""
 
 
-MOST_SILENCE_S = 30.0
-"""Seconds after which a reader that gives no sign of life loses its requests.
-
-Ray goes on with a stream whose reader was killed. A living ingress gives a sign every 8 s; one that is stopped for less
-than this goes on with its streams.
-"""
-
-
 class Superseded(RuntimeError):
     """The attempt was aborted before its submission came, or a later attempt at the request is here."""
 
@@ -91,10 +83,9 @@ class Readers:
     ) -> list[AttemptKey]:
         """Put the deltas of a step into the channels of their readers, and what is new of the replica into all.
 
-        Returns the attempts of readers that are too far behind, or silent for `MOST_SILENCE_S`: these get no more
+        Returns the attempts of readers that are too far behind, or silent for too long: these get no more
         tokens.
         """
-        silent_since = time.monotonic() - MOST_SILENCE_S
         by_channel: dict[int, list[TokenDelta]] = {}
         for delta in deltas:
             channel, epoch = self._reader_of.get(delta.request_id, (None, -1))
@@ -106,7 +97,7 @@ class Readers:
         unread: list[AttemptKey] = []
         for ingress, channel in [*self.channels.items()]:
             found = by_channel.get(id(channel), ())
-            is_silent = bool(found) and channel.heard_at < silent_since
+            is_silent = bool(found) and channel.is_silent
             if is_silent:
                 channel.close()
             if is_silent or ((found or live is not None) and not channel.put(found, live, pages)):

@@ -7,7 +7,7 @@ import pytest
 
 from crossdock.workers.replica import channel, engine_thread
 from crossdock.workers.replica.inbox import Inbox
-from crossdock.workers.replica.readers import MOST_SILENCE_S, Superseded
+from crossdock.workers.replica.readers import Superseded
 from crossdock.workers.schedule.request import FinishReason, SamplingParams, Submission, TokenDelta
 
 from .driven import Driven, posted, run_driven
@@ -204,7 +204,7 @@ def test_reader_without_a_sign_of_life_loses_its_requests(is_alive: bool) -> Non
         reader = driven.thread.channel("other")
         work = replace(attempt(0), id="its")
         await driven.thread.submit("other", work)
-        reader.heard_at -= 1.1 * MOST_SILENCE_S
+        reader.heard_at -= 1.1 * channel.MOST_SILENCE_S
         if is_alive:
             await driven.thread.still_reads("other")
         while await driven.thread.progress("its", 0) is not None:
@@ -214,6 +214,19 @@ def test_reader_without_a_sign_of_life_loses_its_requests(is_alive: bool) -> Non
         deltas = [delta async for message in reader.messages() for delta in message.deltas]
         assert (sum(len(delta.token_ids) for delta in deltas) == work.sampling.max_tokens) == is_alive
         assert driven.engine.pages.counts().owned == 0
+
+    run_driven(main)
+
+
+def test_stream_of_a_reader_without_a_sign_of_life_ends_though_the_replica_is_idle() -> None:
+    """Serve counts the stream as a running request: this replica could not drain."""
+
+    async def main(driven: Driven) -> None:
+        messages = driven.thread.messages("quiet")
+        await anext(messages)
+        driven.thread.channels["quiet"].heard_at -= 1.1 * channel.MOST_SILENCE_S
+        assert [message async for message in messages] == []
+        assert "quiet" not in driven.thread.channels
 
     run_driven(main)
 
