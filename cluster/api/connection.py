@@ -14,7 +14,7 @@ from crossdock.cluster.api.errors import ApiError
 
 MAX_HEAD_BYTES = 64 << 10  # of request line and headers together, or of trailers; the parser has no limit
 HEAD_TIMEOUT_S = 30.0  # in which they must have arrived
-CLOSING_S = 2.0  # once the listener closes, a connection waits so long for its first request, and for its client's end
+CLOSING_S = 2.0  # after the listener has closed: for the first request of a new connection, or for its client to end it
 LINGER_S = 10.0  # an ended connection is read on for so long: a client that is still sending reads no answer
 LINGER_BYTES = 64 << 20  # … and for at most so many bytes
 _UNSENT_BYTES = 8 << 10  # that may wait for the client before the answer does; events of one step are sent together
