@@ -10,7 +10,6 @@ has; the rest is mostly libraries that all of Python's processes map.
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 import uuid
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from servers import MARK, add_server_options, cpu_seconds, crossdock_command, end, log_of, processes_of
+from servers import add_server_options, cpu_seconds, crossdock_command, end, launch, log_of, processes_of
 from tables import Row, hardware, medians, table, today, write
 
 LOOK_S = 0.05  # between two looks for new processes
@@ -100,15 +99,7 @@ def started(args: argparse.Namespace, log: Path, watch: Watch) -> Iterator[Calla
     """Start a server, and yield a function that returns the ids of its processes, once `/ready` answers 200."""
     mark, command = uuid.uuid4().hex, [part for part in crossdock_command(args) if part]
     begin = log.stat().st_size if log.exists() else 0
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, MARK: mark},
-            start_new_session=True,
-        )
+    process = launch(command, log, mark)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{args.port}", timeout=5) as http:
             while not _is_ready(http):

@@ -69,15 +69,7 @@ def serving(
     """
     mark, address = uuid.uuid4().hex, f"http://127.0.0.1:{args.port}"
     started = time.monotonic()
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, MARK: mark},
-            start_new_session=True,
-        )
+    process = launch(command, log, mark)
     try:
         while not _answers(address, model):
             if process.poll() is not None:
@@ -88,6 +80,19 @@ def serving(
         yield RunningServer(address, processes_of(process.pid, mark), time.monotonic() - started)
     finally:
         end(process, mark)
+
+
+def launch(command: Sequence[str], log: Path, mark: str) -> "subprocess.Popen[bytes]":
+    """Start a server in a session of its own. `mark` names its processes for `processes_of` and `end`."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, MARK: mark},
+            start_new_session=True,
+        )
 
 
 def _answers(address: str, model: str | None) -> bool:

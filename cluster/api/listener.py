@@ -24,22 +24,20 @@ class Listener:
         self._listening = listening
         self._connections = connections
         self._serving = serving
-        self._is_closing = False
 
     async def close(self, seconds: float) -> bool:
         """Accept no further connection, and wait until every request has its answer, but at most `seconds`.
 
         Idle connections end at once. May be called again, to wait longer. Returns whether every request was answered.
         """
-        if not self._is_closing:
-            self._is_closing = True
+        if not self._connections.is_closing:
             await self._stop_accepting()
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._serving), seconds)
         return self._serving.done()
 
     async def _stop_accepting(self) -> None:
-        """Stop to listen, and serve the connections that the kernel has accepted for this socket: it would reset them.
+        """Stop listening, and serve the connections that the kernel has accepted for this socket: it would reset them.
 
         A client that connected just now has a request on the way, though another ingress listens on the port as well.
         """
