@@ -14,8 +14,9 @@ from torch import Tensor
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.build import cpu_library
 from crossdock.kernels.choice import KernelChoice
+from crossdock.kernels.huge_pages import HugePages
 from crossdock.kernels.layer_steps import HeadSteps, add_and_norm, finish_heads, silu_and_multiply, steps_library
-from crossdock.kernels.linear import ChosenLinear, HugePages, OwnLinear, Weights, interleave, padded
+from crossdock.kernels.linear import ChosenLinear, OwnLinear, Weights, interleave, padded
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Linear layers on a CPU: one weight in the format of each kernel that a `KernelChoice` names."""
 
 import ctypes
-import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,13 +11,11 @@ from torch import Tensor
 
 from crossdock.kernels.build import cpu_flags, cpu_library
 from crossdock.kernels.choice import PREFERENCE, KernelChoice, only
+from crossdock.kernels.huge_pages import HugePages
 from crossdock.kernels.measure import Cells, Timed, measured_choice
 from crossdock.kernels.options import CpuKernels, Kernel
 
 _PANEL = 16  # outputs that lie together in a packed weight
-_HUGE_PAGE = 2 << 20
-_MAPPED_BYTES = 32 << 20  # at least so much address space at a time; memory is taken as weights are written
-_ALIGNMENT = 4096  # bytes
 _ROW_MULTIPLE = 8
 ROWS = (1, 4, 8, 16, 32, 64, 256)  # numbers of rows that are measured; 1,024 chooses as 256 does
 _MAX_BYTES = 32 << 20  # of weights measured per shape: more than stays in a core's cache, as a model's layers are
@@ -70,7 +67,7 @@ class OwnLinear:
         OSError: decoder.cpp cannot be compiled.
     """
 
-    def __init__(self, weight: Tensor, memory: "HugePages | None" = None) -> None:  # [N, K] bfloat16
+    def __init__(self, weight: Tensor, memory: HugePages | None = None) -> None:  # [N, K] bfloat16
         self._library = cpu_library("decoder")
         self.out_features, self.in_features = weight.shape
         self.packed = _pack(weight, memory or HugePages())
@@ -178,7 +175,7 @@ class ChosenLinear:
     Linears that share `memory` waste less of its pages.
     """
 
-    def __init__(self, weight: Tensor, choice: KernelChoice, memory: "HugePages | None" = None) -> None:
+    def __init__(self, weight: Tensor, choice: KernelChoice, memory: HugePages | None = None) -> None:
         self._choice = choice
         self.formats = {
             kernel: OwnLinear(weight, memory) if kernel == "own" else FORMATS[kernel](weight)
@@ -189,36 +186,11 @@ class ChosenLinear:
         return self.formats[self._choice.at(len(x))](x)
 
 
-class HugePages:
-    """Memory on pages of 2 MiB, if Linux grants them, for weights that are in use as long as each other.
-
-    A step streams through all weights. With 4 KiB pages it would also wait for the translation of addresses.
-    """
-
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-        self._taken = 0  # bytes
-
-    def take(self, num_elements: int) -> Tensor:
-        """Return uninitialised bfloat16 memory. What several tensors share is freed with the last of them."""
-        size = 2 * num_elements
-        if self._memory is None or self._taken + size > len(self._memory):
-            self._memory = mmap.mmap(
-                -1, max(-(-size // _HUGE_PAGE) * _HUGE_PAGE, _MAPPED_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )
-            self._taken = 0
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
-        tensor = torch.frombuffer(self._memory, dtype=torch.bfloat16, count=num_elements, offset=self._taken)
-        self._taken += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return tensor
-
-
 def _pack(weight: Tensor, memory: HugePages) -> Tensor:
     """Pack [N, K] into panels [N/16, K/2, 16, 2], so that each load feeds 16 outputs with two inputs."""
     N, K = weight.shape
     panels = weight.view(N // _PANEL, _PANEL, K // 2, 2).transpose(1, 2)
-    return memory.take(panels.numel()).view(panels.shape).copy_(panels)
+    return memory.take(panels.numel(), torch.bfloat16).view(panels.shape).copy_(panels)
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def main(model: str, port: int, budget: int, preload: str) -> None:
             "max_num_seqs": 32,
             "max_num_batched_tokens": budget,
             "enable_chunked_prefill": True,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": True,
         },
     )
     # More CPUs than a small machine has: Ray counts one for each actor, the router's too.

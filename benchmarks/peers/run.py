@@ -3,8 +3,8 @@
     benchmarks/peers/vllm.sh install                    # each peer first; 2 to 9 minutes
     python benchmarks/peers/run.py MODEL_DIR --servers crossdock:512 vllm:512 vllm:128 --repeats 2   # 5 minutes a pass
 
-Prints a row per server: output and prefill tokens per second, times to first token, gaps of streams (quiet and beside
-long prompts), memory and seconds to start.
+Prints a row per server: output and prefill tokens per second, times to first token, the wall time of 16 requests that
+share 2,048 tokens, gaps of streams (quiet and beside long prompts), memory and seconds to start.
 
 A server is NAME[:BUDGET]. The budget is the most tokens of one step, in order of arrival as in vLLM.
 `crossdock:adaptive` is the default of `crossdock serve`; `crossdock:unchunked` computes every prompt in one step.
@@ -33,7 +33,7 @@ from crossdock.cluster.bench.workloads import Interference
 
 HERE = Path(__file__).resolve().parent
 PEERS = ("vllm", "llamacpp", "transformers", "rayserve")
-WORKLOADS = ("chat", "prefill", "interference")
+WORKLOADS = ("chat", "prefill", "shared-prefix", "interference")
 _ADAPTIVE = 0
 _UNCHUNKED = 8192  # tokens: the longest prompt of the model that is measured, in one step
 
@@ -67,7 +67,7 @@ class ServerSpec:
             whole = ["--no-enable-chunked-prefill"] if self.budget == _UNCHUNKED else []
             fixed = ["--chunk-policy", "fixed", "--prefill-order", "fcfs", "--max-num-batched-tokens", str(self.budget)]
             policy = [*fixed, *whole] if self.budget != _ADAPTIVE else []
-            return crossdock_command(args, "--admission", "queue", *policy)
+            return crossdock_command(args, *policy)
         model = str(args.gguf if self.name == "llamacpp" and args.gguf else args.model)
         script = str(HERE / f"{self.name}.sh")
         command = [script, "serve", model, "--port", str(args.port), "--budget", str(self.budget)]
@@ -80,11 +80,11 @@ class ServerSpec:
 
 
 def measure(spec: ServerSpec, workload: str, address: str, args: argparse.Namespace) -> dict[str, Any]:
-    counts = {"chat": args.chat_requests, "prefill": args.prefill_requests, "interference": None}
+    counts = {"chat": args.chat_requests, "prefill": args.prefill_requests}
     options = BenchOptions(
         url=address,
         workload=workload,
-        num_requests=counts[workload],
+        num_requests=counts.get(workload),
         model=spec.model(args),
         tokenizer=args.model if (args.model / "tokenizer.json").is_file() else None,
         interference=Interference(long_prompts=args.long_prompts),
@@ -118,6 +118,8 @@ def figures(runs: dict[str, dict[str, Any]]) -> Row:
         row["chat gap p99"] = chat["gap_ms"].get("p99", float("nan"))
     if "prefill" in runs:
         row["prefill tok/s"] = runs["prefill"]["summary"]["prompt_tokens_per_s"]
+    if "shared-prefix" in runs:
+        row["prefix wall s"] = runs["shared-prefix"]["summary"]["duration_s"]
     if "interference" in runs:
         gaps = runs["interference"]["summary"]["interference"]
         row["quiet gap p50"] = gaps["quiet_gap_ms"].get("p50", float("nan"))
@@ -125,6 +127,7 @@ def figures(runs: dict[str, dict[str, Any]]) -> Row:
         row["interfered gap p99"] = gaps["interfered_gap_ms"].get("p99", float("nan"))
         row["long TTFT p50"] = gaps["long_ttft_ms"].get("p50", float("nan"))
     row["failed"] = sum(run["summary"]["requests_failed"] for run in runs.values())
+    row["refused"] = sum(run["summary"]["requests_refused"] for run in runs.values())
     row["others CPU %"] = 100 * max((run["others_cpu_share"] for run in runs.values()), default=0.0)
     row["client CPU %"] = 100 * max((run["client_cpu_share"] for run in runs.values()), default=0.0)
     return row

@@ -24,7 +24,7 @@ serve() {
     vllm_environment
     exec vllm serve "$model" --host 127.0.0.1 --port "$port" --dtype bfloat16 \
         --max-model-len 8192 --max-num-seqs 32 --max-num-batched-tokens "$budget" --enable-chunked-prefill \
-        --no-enable-prefix-caching "${rest[@]}"
+        "${rest[@]}"
 }
 
 source "$(dirname "${BASH_SOURCE[0]}")/peer.sh"

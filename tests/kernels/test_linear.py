@@ -10,7 +10,6 @@ from crossdock.kernels.linear import (
     FORMATS,
     ROWS,
     ChosenLinear,
-    HugePages,
     OwnLinear,
     Weights,
     interleave,
@@ -59,17 +58,6 @@ def test_chosen_linear_packs_the_weight_once_for_each_kernel_and_switches_by_row
     for rows in (1, 7, 8, 300):
         linear(torch.randn(rows, 16))
     assert calls == ["torch", "torch", "onednn", "onednn"]
-
-
-def test_weights_that_share_memory_lie_close_and_do_not_overlap() -> None:
-    memory = HugePages()
-    taken = [memory.take(num).fill_(number) for number, num in enumerate((1000, 1, 300_000, 40 << 20, 5000))]
-    for number, tensor in enumerate(taken):
-        assert tensor.eq(number).all(), number
-    first, second, third = (tensor.data_ptr() for tensor in taken[:3])
-    assert second - first == third - second == 4096
-    del memory, taken[1:]
-    assert taken[0].eq(0).all(), "the others are freed, this one is not"
 
 
 def test_interleaved_weight_alternates_sixteen_outputs() -> None:

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import CPP, Attention
+from crossdock.kernels.huge_pages import HugePages
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
@@ -68,7 +69,11 @@ class PagedModel:
                 f"attention_backend {self.attention.name}, whose tiles may not cross pages; triton reads any"
             )
         layout = self.layout(page_size)
-        pool = torch.zeros(num_pages * layout.page_elements, dtype=self.kv_dtype, device=self.device)
+        num_elements = num_pages * layout.page_elements
+        if self.device.type == "cpu":
+            pool = HugePages().take(num_elements, self.kv_dtype).zero_()  # takes the memory now, not in a step
+        else:
+            pool = torch.zeros(num_elements, dtype=self.kv_dtype, device=self.device)
 
         def tensor(view: View) -> Tensor:
             return pool.as_strided(view.shape, view.strides, view.offset)
