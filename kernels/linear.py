@@ -72,6 +72,10 @@ class OwnLinear:
         self.out_features, self.in_features = weight.shape
         self.packed = _pack(weight, memory or HugePages())
 
+    def rows(self, numbers: Tensor) -> Tensor:  # [...] int64, of outputs
+        """Return these rows of the weight as it was, [..., K]."""
+        return self.packed[numbers // _PANEL, :, numbers % _PANEL].flatten(-2)
+
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         out = torch.empty(len(x), self.out_features, dtype=torch.bfloat16)

@@ -33,6 +33,8 @@ def test_own_product_is_exact_to_rounding_and_rows_are_independent(N: int, K: in
     torch.testing.assert_close(whole.double(), exact, rtol=2**-8, atol=1e-3 * K**0.5)
     for M in (1, 2, 3, 5, 8, 13, 96, 97, 200):
         assert torch.equal(linear(x[:M]), whole[:M]), M
+    numbers = torch.randint(N, (3, 5))
+    assert torch.equal(linear.rows(numbers), weight[numbers])
     strided = torch.randn(7, 2 * K).bfloat16()[:, ::2]
     assert torch.equal(linear(strided), linear(strided.contiguous()))
 

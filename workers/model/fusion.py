@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.choice import KernelChoice
 from crossdock.kernels.decoder import DecoderLayer, DecoderShape, DecoderStack
-from crossdock.kernels.linear import ChosenLinear, Weights, linear_choice, usable_kernels
+from crossdock.kernels.linear import ChosenLinear, OwnLinear, Weights, linear_choice, usable_kernels
 from crossdock.kernels.options import CpuKernels
 
 PageViews = Sequence[tuple[Tensor, Tensor]]
@@ -45,10 +45,21 @@ class FusedHead(nn.Module):
 
     def __init__(self, weight: Tensor, choice: KernelChoice) -> None:
         super().__init__()
-        self._linear = ChosenLinear(weight, choice)
+        self.linear = ChosenLinear(weight, choice)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [1, N, E]
-        return self._linear(hidden[0])[None]
+        return self.linear(hidden[0])[None]
+
+
+class PackedEmbedding(nn.Module):
+    """The embedding of a model whose output projection has the same weight: read from there, not in memory twice."""
+
+    def __init__(self, packed: OwnLinear) -> None:
+        super().__init__()
+        self._packed = packed
+
+    def forward(self, token_ids: Tensor) -> Tensor:  # [1, T] to [1, T, E]
+        return self._packed.rows(token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +119,16 @@ def fuse(
         fused, fused_head = FusedLayers(stack, current_pages), FusedHead(head.weight, head_choice)
     except OSError as error:
         raise NotFusableError(str(error)) from error
+    embedding: Any = getattr(decoder, "embed_tokens", None)
+    is_tied = type(embedding) is nn.Embedding and embedding.weight is head.weight
     decoder.layers, model.lm_head = nn.ModuleList([fused]), fused_head
+    if is_tied and isinstance(packed := fused_head.linear.formats.get("own"), OwnLinear):
+        decoder.embed_tokens = PackedEmbedding(packed)
 
     def undo() -> None:
         decoder.layers, model.lm_head = layers, head
+        if is_tied:
+            decoder.embed_tokens = embedding
 
     return Fusion(undo, layers_choice, head_choice)
 

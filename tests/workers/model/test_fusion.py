@@ -11,7 +11,7 @@ from crossdock.kernels.build import cpu_flags
 from crossdock.kernels.choice import KernelChoice, only
 from crossdock.kernels.options import CpuKernels
 from crossdock.workers.model import fusion
-from crossdock.workers.model.fusion import FusedLayers
+from crossdock.workers.model.fusion import FusedLayers, PackedEmbedding
 from crossdock.workers.model.load import load_model, wrap_module
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.model_spec import ModelSpec
@@ -124,6 +124,17 @@ def test_fused_model_has_one_copy_of_its_weights(kernel: CpuKernels, tmp_path: P
     model = load_model(ModelSpec(str(tmp_path), dtype="bfloat16", cpu_kernels=kernel))
     assert is_fused(model)
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+@needs_own
+def test_weight_that_embedding_and_head_share_is_in_memory_once() -> None:
+    tied = wrap_module(bf16("llama", {**WIDE, "tie_word_embeddings": True}), cpu_kernels="own")
+    module: Any = tied.module
+    assert is_fused(tied)
+    assert isinstance(module.model.embed_tokens, PackedEmbedding)
+    assert max(parameter.numel() for parameter in module.parameters()) == WIDE["hidden_size"], "norms alone are left"
+    untied: Any = wrap_module(bf16("llama", {**WIDE, "tie_word_embeddings": False}), cpu_kernels="own").module
+    assert isinstance(untied.model.embed_tokens, torch.nn.Embedding)
 
 
 def test_kernel_that_cannot_run_is_refused() -> None:
