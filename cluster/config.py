@@ -9,9 +9,9 @@ from typing import Any, Literal, Self, TypeAlias, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from crossdock.cluster.api.generation_defaults import GenerationConfig
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.keys import check_keys
+from crossdock.cluster.api.body.generation_defaults import GenerationConfig
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.keys import check_keys
 from crossdock.cluster.deploy.nodes import DeployConfig
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig

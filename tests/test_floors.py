@@ -33,6 +33,12 @@ BELOW = {  # room: the rooms it may import besides itself
     "kvtransfer": set[str](),
     "kernels": set[str](),
 }
+API_ROOMS = {  # folder of cluster/api: the folders there that it may import besides itself
+    "body": set[str](),
+    "http": {"body"},
+    "text": {"body", "http"},
+    "routes": {"body", "http", "text"},
+}
 PURE = ("router", "workers/report", "workers/schedule")  # data and time come in, data goes out
 IMPURE = {"torch", "transformers", "ray", "time", "asyncio", "threading", "socket"}  # what pure rooms never import
 THIRD_PARTIES = {  # third party: the rooms or files that may import it
@@ -90,6 +96,15 @@ def _may_import(room: str, name: list[str]) -> bool:
 
 def _is_within(path: str, room: str) -> bool:
     return path == room or path.startswith(f"{room}/")
+
+
+@pytest.mark.parametrize("room", API_ROOMS)
+def test_rooms_of_the_api_import_downwards(room: str) -> None:
+    for path in (ROOT / "cluster/api" / room).glob("*.py"):
+        for name in imports(path.read_text()):
+            other = name.removeprefix("crossdock.cluster.api.").split(".")[0]
+            if other in API_ROOMS and name.startswith("crossdock.cluster.api."):
+                assert other in {room, *API_ROOMS[room]}, f"{path.name} must not import {name}"
 
 
 @pytest.mark.parametrize("path", SOURCES)

@@ -10,28 +10,28 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from crossdock.cluster.api.absent_paths import why_absent
-from crossdock.cluster.api.chats import Chats
-from crossdock.cluster.api.completions import Completions
+from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
+from crossdock.cluster.api.body.json_body import invalid_field
 from crossdock.cluster.api.errors import ApiError, ErrorAnswer, shown
-from crossdock.cluster.api.gateway_path import GatewayPath
 from crossdock.cluster.api.generation import Generations
-from crossdock.cluster.api.generation_defaults import GenerationDefaults
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.http_guard import HttpGuard
-from crossdock.cluster.api.http_json import JsonRoute, error_answer
-from crossdock.cluster.api.json_body import invalid_field
-from crossdock.cluster.api.keys import KeyRing
-from crossdock.cluster.api.limits import AskPeers, Ledger, Loan
-from crossdock.cluster.api.models import Models
-from crossdock.cluster.api.playground import Playground
-from crossdock.cluster.api.prompts import PromptEncoder
-from crossdock.cluster.api.status import Decisions, ServerStatus
-from crossdock.cluster.api.tiers import Tiers
-from crossdock.cluster.api.tokenization import Tokenization
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http.gateway_path import GatewayPath
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.http_guard import HttpGuard
+from crossdock.cluster.api.http.http_json import JsonRoute, error_answer
+from crossdock.cluster.api.http.keys import KeyRing
+from crossdock.cluster.api.http.limits import AskPeers, Ledger, Loan
+from crossdock.cluster.api.http.tiers import Tiers
+from crossdock.cluster.api.routes.absent_paths import why_absent
+from crossdock.cluster.api.routes.chats import Chats
+from crossdock.cluster.api.routes.completions import Completions
+from crossdock.cluster.api.routes.models import Models
+from crossdock.cluster.api.routes.playground import Playground
+from crossdock.cluster.api.routes.status import Decisions, ServerStatus
+from crossdock.cluster.api.routes.tokenization import Tokenization
+from crossdock.cluster.api.routes.web_assets import ASSET_HEADERS, WebAsset, web_assets
+from crossdock.cluster.api.text.prompts import PromptEncoder
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.api.tracing import Tracing, otlp_exporter
-from crossdock.cluster.api.web_assets import ASSET_HEADERS, WebAsset, web_assets
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 
 _GENERATES = ("/v1/completions", "/v1/chat/completions")

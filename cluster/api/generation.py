@@ -11,19 +11,19 @@ from typing import Any, cast
 from fastapi import Request
 from starlette.datastructures import State
 
-from crossdock.cluster.api.answers import usage
-from crossdock.cluster.api.bad_words import encode_bad_words
-from crossdock.cluster.api.choices import Choice, Output, Prompt, merge
+from crossdock.cluster.api.body.generation_body import GenerationBody
+from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
+from crossdock.cluster.api.body.stop_strings import StopTable
 from crossdock.cluster.api.errors import ApiError, shown
-from crossdock.cluster.api.generation_body import GenerationBody
-from crossdock.cluster.api.generation_defaults import GenerationDefaults
-from crossdock.cluster.api.limits import UNSTATED_OUTPUT
-from crossdock.cluster.api.models import Models
-from crossdock.cluster.api.prompts import output_limit
+from crossdock.cluster.api.http.answers import usage
+from crossdock.cluster.api.http.limits import UNSTATED_OUTPUT
+from crossdock.cluster.api.http.tiers import SLO_CLASS_HEADER, Tier, Tiers
+from crossdock.cluster.api.routes.models import Models
 from crossdock.cluster.api.slices import slices
-from crossdock.cluster.api.stop_strings import StopTable
-from crossdock.cluster.api.tiers import SLO_CLASS_HEADER, Tier, Tiers
-from crossdock.cluster.api.tokenizer import ModelTokenizer, TextStream
+from crossdock.cluster.api.text.bad_words import encode_bad_words
+from crossdock.cluster.api.text.choices import Choice, Output, Prompt, merge
+from crossdock.cluster.api.text.prompts import output_limit
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer, TextStream
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ModelCard
 from crossdock.workers.schedule.request import InvalidField, SamplingParams, Submission, TokenDelta
 

@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from crossdock.cluster.api.http_guard import as_api_error
+from crossdock.cluster.api.http.http_guard import as_api_error
 
 logger = logging.getLogger("ray.serve")
 

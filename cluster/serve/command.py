@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from crossdock.cluster.api.http_config import OPEN_TO_OTHERS
+from crossdock.cluster.api.http.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import to_yaml
 from crossdock.cluster.serve.flags import configuration, takes_flags
@@ -113,7 +113,7 @@ def _require_free(host: str, port: int) -> None:
 
 def _prepare_model(config: ClusterConfig, console: Console) -> None:
     """Fetch or convert the model here, where progress and errors are seen, before any replica needs it."""
-    from crossdock.cluster.api.generation_defaults import GenerationDefaults
+    from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
     from crossdock.workers.model.checkpoint import resolve_model
 
     with console.status(f"Preparing {escape(config.model.name)}: the first time it is fetched or converted …"):

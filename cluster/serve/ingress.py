@@ -13,12 +13,12 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.endpoints import build_api
-from crossdock.cluster.api.generation_defaults import GenerationDefaults
-from crossdock.cluster.api.http_config import OPEN_TO_OTHERS
-from crossdock.cluster.api.limits import Loan
-from crossdock.cluster.api.listener import Listener, listen
-from crossdock.cluster.api.tiers import Tiers
+from crossdock.cluster.api.http.http_config import OPEN_TO_OTHERS
+from crossdock.cluster.api.http.limits import Loan
+from crossdock.cluster.api.http.listener import Listener, listen
+from crossdock.cluster.api.http.tiers import Tiers
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.dispatch.client import follow_members
 from crossdock.cluster.dispatch.dispatcher import Dispatcher

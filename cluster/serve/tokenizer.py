@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.config import ModelConfig
 from crossdock.workers.model.checkpoint import resolve_tokenizer
 

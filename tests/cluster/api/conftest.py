@@ -8,8 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from crossdock.cluster.api.endpoints import build_api
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, eventually
 
 

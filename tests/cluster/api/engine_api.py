@@ -10,10 +10,10 @@ import httpx
 from pydantic import ByteSize
 
 from crossdock.cluster.api.endpoints import build_api
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.listener import listen
-from crossdock.cluster.api.tiers import Tiers
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.listener import listen
+from crossdock.cluster.api.http.tiers import Tiers
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import MOST_QUEUED, Dispatcher
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.replica.config import EngineConfig

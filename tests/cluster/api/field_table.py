@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from crossdock.cluster.api.bodies import ChatCompletionRequest, CompletionRequest
-from crossdock.cluster.api.constraints import STRUCTURED_OUTPUTS
-from crossdock.cluster.api.generation_body import StreamOptions
-from crossdock.cluster.api.other_fields import NO_EFFECT, REFUSED
+from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionRequest
+from crossdock.cluster.api.body.constraints import STRUCTURED_OUTPUTS
+from crossdock.cluster.api.body.generation_body import StreamOptions
+from crossdock.cluster.api.body.other_fields import NO_EFFECT, REFUSED
 
 PAGE = Path(__file__).parents[3] / "docs" / "fields.md"
 BEGIN = "<!-- The tables below are made by `python -m tests.cluster.api.field_table`. -->\n"

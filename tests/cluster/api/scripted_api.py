@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import uvicorn
 
+from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.endpoints import build_api
-from crossdock.cluster.api.generation_defaults import GenerationDefaults
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
 from crossdock.workers.schedule.request import FinishReason, Submission, TokenDelta, TokenLogprobs
 

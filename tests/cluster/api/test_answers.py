@@ -11,11 +11,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.chat_completion import ChoiceLogprobs
 from openai.types.completion_choice import Logprobs
 
-from crossdock.cluster.api import answers
-from crossdock.cluster.api.answers import AnswerEvents
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.logprobs import LogprobWriter
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http import answers
+from crossdock.cluster.api.http.answers import AnswerEvents
+from crossdock.cluster.api.text.logprobs import LogprobWriter
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import TokenLogprobs
 
 

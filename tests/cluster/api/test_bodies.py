@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from crossdock.cluster.api.bodies import ChatCompletionRequest, CompletionRequest
+from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionRequest
+from crossdock.cluster.api.body.generation_body import GenerationBody
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.generation_body import GenerationBody
 from crossdock.workers.schedule.request import Grammar, SamplingParams
 
 VOCAB = 1000

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from crossdock.cluster.api import request_body
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.http_guard import HttpGuard
-from crossdock.cluster.api.keys import KeyRing
-from crossdock.cluster.api.limits import Ledger
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http import request_body
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.http_guard import HttpGuard
+from crossdock.cluster.api.http.keys import KeyRing
+from crossdock.cluster.api.http.limits import Ledger
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.scripted_api import ScriptedDispatcher, eventually, raw, refused, serving
 
 

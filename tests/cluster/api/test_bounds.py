@@ -10,9 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from crossdock.cluster.api import bounds
-from crossdock.cluster.api.bodies import Body, CompletionRequest, DetokenizeRequest
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.body.bodies import Body, CompletionRequest, DetokenizeRequest
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import InvalidField
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, refused, serving
 

@@ -6,8 +6,8 @@ import httpx
 import openai
 import pytest
 
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import (
     Grammar,
 )

@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.scripted_api import HI, STORY, ScriptedDispatcher, complete, events, refused
 
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 from ray.exceptions import RayTaskError
 
-from crossdock.cluster.api.choices import merge
+from crossdock.cluster.api.text.choices import merge
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SuspectRequest
 from crossdock.workers.schedule.request import (
     FinishReason,

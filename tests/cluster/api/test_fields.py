@@ -9,10 +9,15 @@ from openai.types import completion_create_params
 from openai.types.chat import chat_completion_stream_options_param
 from openai.types.chat import completion_create_params as chat_create_params
 
-from crossdock.cluster.api.bodies import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from crossdock.cluster.api.body.bodies import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from crossdock.cluster.api.body.generation_body import GenerationBody
+from crossdock.cluster.api.body.other_fields import NO_EFFECT, REFUSED
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.generation_body import GenerationBody
-from crossdock.cluster.api.other_fields import NO_EFFECT, REFUSED
 from tests.cluster.api.field_table import KNOWN, PAGE, honoured, known, written_page
 from tests.cluster.api.scripted_api import HI
 

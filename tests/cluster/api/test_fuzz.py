@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from crossdock.cluster.api.endpoints import build_api
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from tests.cluster.api.engine_api import LiveApi, live_api
 

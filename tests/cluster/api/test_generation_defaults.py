@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from crossdock.cluster.api.bodies import ChatCompletionRequest, CompletionRequest, GenerationBody
-from crossdock.cluster.api.generation_defaults import GenerationConfig, GenerationDefaults
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionRequest, GenerationBody
+from crossdock.cluster.api.body.generation_defaults import GenerationConfig, GenerationDefaults
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, complete, serving
 
 CHAT = ChatCompletionRequest.parse(b'{"messages": [{"role": "user", "content": "Hi"}]}')

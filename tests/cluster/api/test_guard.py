@@ -13,11 +13,11 @@ import pytest
 from pydantic import ValidationError
 
 from crossdock.cluster.api.endpoints import build_api
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.http_guard import HttpGuard
-from crossdock.cluster.api.keys import KeyRing
-from crossdock.cluster.api.limits import Ledger
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.http_guard import HttpGuard
+from crossdock.cluster.api.http.keys import KeyRing
+from crossdock.cluster.api.http.limits import Ledger
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import (
     FinishReason,
     TokenDelta,
@@ -219,7 +219,7 @@ def test_key_with_classes_is_bound_to_them(engine: ScriptedDispatcher, tokenizer
 def test_body_that_stops_is_refused(
     engine: ScriptedDispatcher, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("crossdock.cluster.api.request_body.SILENCE_S", 0.2)
+    monkeypatch.setattr("crossdock.cluster.api.http.request_body.SILENCE_S", 0.2)
     with serving(engine, tokenizer, HttpConfig()) as http, raw(str(http.base_url)) as wire:
         wire.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\nabc")
         assert b"408" in wire.recv(4096)

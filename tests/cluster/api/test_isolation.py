@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.engine_api import EngineApi
 
 KEYS = ["a", "b", {"key": "c", "cache_group": "us"}, {"key": "d", "cache_group": "us"}]

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.keys import ApiKey, KeyRing, read_keys
-from crossdock.cluster.api.limits import ASK_S, READS_PER_MINUTE, Account, Charge, Ledger, Loan
+from crossdock.cluster.api.http.keys import ApiKey, KeyRing, read_keys
+from crossdock.cluster.api.http.limits import ASK_S, READS_PER_MINUTE, Account, Charge, Ledger, Loan
 
 CLASSES = ("interactive", "batch")
 

@@ -13,9 +13,9 @@ import httpx
 import pytest
 import uvloop
 
-from crossdock.cluster.api import connection, listener
-from crossdock.cluster.api.connection import MAX_HEAD_BYTES
-from crossdock.cluster.api.listener import listen
+from crossdock.cluster.api.http import connection, listener
+from crossdock.cluster.api.http.connection import MAX_HEAD_BYTES
+from crossdock.cluster.api.http.listener import listen
 from tests.cluster.ports import free_port
 
 LOOPS = (asyncio.new_event_loop, uvloop.new_event_loop)  # Ray's actors run on uvloop where it is installed

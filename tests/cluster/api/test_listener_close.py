@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from crossdock.cluster.api import connection
-from crossdock.cluster.api.listener import Listener, listen
+from crossdock.cluster.api.http import connection
+from crossdock.cluster.api.http.listener import Listener, listen
 from tests.cluster.api.test_listener import LOOPS, answer, echo
 from tests.cluster.ports import free_port
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from crossdock.cluster.api.body.messages import template_messages
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.messages import template_messages
 
 
 def test_messages_reach_template_as_text() -> None:

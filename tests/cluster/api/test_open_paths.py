@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from crossdock.cluster.api.endpoints import build_api
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.tokenizer import ModelTokenizer
-from crossdock.cluster.api.web_assets import web_assets
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.routes.web_assets import web_assets
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.scripted_api import ScriptedDispatcher, serving
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from crossdock.cluster.api.playground import Scenario, play
+from crossdock.cluster.api.routes.playground import Scenario, play
 from crossdock.workers.schedule.cost import StepWork
 
 POLICIES = st.sampled_from(["adaptive", "fixed", "whole"])

@@ -11,10 +11,10 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from crossdock.cluster.api.bodies import ChatCompletionRequest, CompletionRequest, TokenizeRequest
+from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from crossdock.cluster.api.endpoints import build_api
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.scripted_api import (
     HI,
     MAX_MODEL_LEN,

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.replica.engine_thread import EngineThread
 from crossdock.workers.report.profile import SchedulingProfile

@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 
 from crossdock.cluster.api.endpoints import build_api
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.scripted_api import ScriptedDispatcher
 
 RESIZE = {"at": 1.0, "pool": "mixed", "replicas": 2, "replicas_before": 1, "reason": "demand for 2", "error": None}

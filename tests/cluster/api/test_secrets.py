@@ -11,8 +11,8 @@ import pytest
 
 from crossdock.cluster.api import tracing
 from crossdock.cluster.api.endpoints import build_api
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost
 from crossdock.workers.replica.engine import Engine
 from tests.cluster.api.engine_api import all_up

@@ -6,9 +6,9 @@ from typing import Any
 import httpx
 import pytest
 
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.listener import listen
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.listener import listen
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, serving
 from tests.cluster.ports import free_port
 

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from crossdock.cluster.api.endpoints import build_api
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.limits import READS_PER_MINUTE, Loan
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.limits import READS_PER_MINUTE, Loan
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, eventually, refused, serving
 
 KEYS = [

@@ -15,16 +15,17 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from crossdock.cluster.api import json_size, stop_strings
-from crossdock.cluster.api.bodies import GenerationBody
-from crossdock.cluster.api.choices import merge
+from crossdock.cluster.api.body import stop_strings
+from crossdock.cluster.api.body.bodies import GenerationBody
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.errors import ApiError, to_json
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.http_json import long_json
-from crossdock.cluster.api.json_size import check_json_size
+from crossdock.cluster.api.http import json_size
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.http_json import long_json
+from crossdock.cluster.api.http.json_size import check_json_size
 from crossdock.cluster.api.slices import slices
-from crossdock.cluster.api.tokenizer import Detokenizer, ModelTokenizer
+from crossdock.cluster.api.text.choices import merge
+from crossdock.cluster.api.text.tokenizer import Detokenizer, ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
 from tests.cluster.api.scripted_api import VOCAB_SIZE, ScriptedDispatcher
 

@@ -9,9 +9,9 @@ from itertools import count
 import pytest
 
 from crossdock.cluster.api.endpoints import build_api
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.listener import listen
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.listener import listen
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch import connections
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, SlowReader
 from crossdock.workers.schedule.request import SamplingParams, Submission, TokenDelta

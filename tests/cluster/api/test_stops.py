@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import (
     FinishReason,
     Submission,

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from crossdock.cluster.api.endpoints import build_api
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.router.fleet import RouterConfig
 from tests.cluster.api.engine_api import EngineApi, LiveApi, all_up, live_api

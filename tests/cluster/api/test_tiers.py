@@ -4,9 +4,9 @@ import pytest
 from pydantic import ValidationError
 
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.keys import ApiKey, find_key
-from crossdock.cluster.api.tiers import Tier, Tiers
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.keys import ApiKey, find_key
+from crossdock.cluster.api.http.tiers import Tier, Tiers
 from crossdock.workers.schedule.slo import SloClass
 
 TIERS = Tiers()  # interactive, standard, batch

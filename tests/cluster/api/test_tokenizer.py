@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from crossdock.cluster.api.stop_strings import StopStrings, StopTable
-from crossdock.cluster.api.tokenizer import ModelTokenizer, TextStream
+from crossdock.cluster.api.body.stop_strings import StopStrings, StopTable
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer, TextStream
 
 ALL = ["byte_level", "llama2", "gemma", "metaspace", "wordpiece"]
 BY_BYTES = ["byte_level", "llama2", "gemma"]

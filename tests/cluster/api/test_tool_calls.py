@@ -9,8 +9,8 @@ import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from crossdock.cluster.api.body.tool_calls import CallReader, ForcedCall, forced_call
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.tool_calls import CallReader, ForcedCall, forced_call
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, refused
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}

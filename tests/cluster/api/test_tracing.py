@@ -14,9 +14,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from crossdock.cluster.api import endpoints, tracing
 from crossdock.cluster.api.endpoints import build_api
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.listener import listen
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.listener import listen
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.router.fleet import RouterConfig
 from tests.cluster.api.engine_api import all_up

@@ -10,9 +10,9 @@ import openai
 import pytest
 
 from crossdock.cluster.api import bounds
-from crossdock.cluster.api.http_config import HttpConfig
-from crossdock.cluster.api.keys import ApiKey
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.keys import ApiKey
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import Submission, TokenDelta
 from tests.cluster.api.engine_api import EngineApi
 from tests.cluster.api.scripted_api import (

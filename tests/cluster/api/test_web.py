@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from crossdock.cluster.api.tokenizer import ModelTokenizer
-from crossdock.cluster.api.web_assets import web_assets
+from crossdock.cluster.api.routes.web_assets import web_assets
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.browser import MISSING, REASON, Browser
 from tests.cluster.api.engine_api import LiveApi, live_api
 

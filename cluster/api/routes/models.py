@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import Response
 
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.http_json import Name, json_answer
+from crossdock.cluster.api.http.http_json import Name, json_answer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ModelCard
 
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeVar
 
 from crossdock.cluster.api.slices import PAUSE_S
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import TokenLogprobs
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinities; vLLM's number

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.keys import ApiKey
+from crossdock.cluster.api.http.keys import ApiKey
 
 UNSTATED_OUTPUT = 1024  # tokens that are reserved for an output whose request states no limit of its own
 READS_PER_MINUTE = 600  # GETs of one key: each asks all replicas

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Query, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from crossdock.cluster.api.http_json import json_answer
+from crossdock.cluster.api.http.http_json import json_answer
 from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost import StepCost

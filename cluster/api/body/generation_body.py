@@ -5,11 +5,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from crossdock.cluster.api import bounds, constraints
+from crossdock.cluster.api import bounds
+from crossdock.cluster.api.body import constraints
+from crossdock.cluster.api.body.json_body import Body
+from crossdock.cluster.api.body.other_fields import check_other_fields
+from crossdock.cluster.api.body.stop_strings import StopTable
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.json_body import Body
-from crossdock.cluster.api.other_fields import check_other_fields
-from crossdock.cluster.api.stop_strings import StopTable
 from crossdock.workers.schedule.request import Grammar, SamplingParams
 
 _LONGEST_TOKEN_ID = 10  # digits

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from crossdock.cluster.api.generation_body import GenerationBody
+from crossdock.cluster.api.body.generation_body import GenerationBody
 
 _FILE = "generation_config.json"
 

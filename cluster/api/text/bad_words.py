@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.slices import slices
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 
 _WORDS_AT_ONCE = 16  # each is encoded twice; about a millisecond
 

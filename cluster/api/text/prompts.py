@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from crossdock.cluster.api.bodies import ChatCompletionRequest, TokenizeRequest, check_tools
+from crossdock.cluster.api.body.bodies import ChatCompletionRequest, TokenizeRequest, check_tools
+from crossdock.cluster.api.body.generation_body import GenerationBody
+from crossdock.cluster.api.body.messages import template_messages
 from crossdock.cluster.api.bounds import TEMPLATE_CHARS, TRUNCATED_CHARS, TRUNCATED_PER_TOKEN
 from crossdock.cluster.api.errors import ApiError, shown, to_json
-from crossdock.cluster.api.generation_body import GenerationBody
 from crossdock.cluster.api.heap import Heap
-from crossdock.cluster.api.http_config import NOT_TEMPLATE_VARIABLES
-from crossdock.cluster.api.messages import template_messages
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.http.http_config import NOT_TEMPLATE_VARIABLES
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
 
 LONG_TEXT = 4096  # characters; 1 to 5 ms to encode. A longer text leaves the event loop for a thread.

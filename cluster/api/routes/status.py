@@ -8,8 +8,8 @@ from fastapi import Query, Request, Response
 from pydantic import Field
 
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.http_json import Name, json_answer, long_json_answer
-from crossdock.cluster.api.keys import ApiKey
+from crossdock.cluster.api.http.http_json import Name, json_answer, long_json_answer
+from crossdock.cluster.api.http.keys import ApiKey
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 
 # The pattern is for the description only: `_step_number` reports what is wrong in words of its own.

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 from jinja2 import TemplateSyntaxError
 
-from crossdock.cluster.api.stop_strings import StopStrings, StopTable
+from crossdock.cluster.api.body.stop_strings import StopStrings, StopTable
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ONE_EACH = "crossdock.one_each"

@@ -8,7 +8,7 @@ from typing import Any
 
 import uvicorn
 
-from crossdock.cluster.api.connection import Connections
+from crossdock.cluster.api.http.connection import Connections
 
 MOST_CONNECTIONS = 16384  # and at most half of the files that this process may open
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.keys import ApiKey
+from crossdock.cluster.api.http.keys import ApiKey
 from crossdock.workers.schedule.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass
 
 SLO_CLASS_HEADER = "X-SLO-Class"

@@ -11,12 +11,12 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from crossdock.cluster.api.answers import DONE, error_event
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.http_json import error_answer
-from crossdock.cluster.api.keys import ApiKey, KeyRing
-from crossdock.cluster.api.limits import Charge, Ledger
-from crossdock.cluster.api.request_body import RequestBodies
+from crossdock.cluster.api.http.answers import DONE, error_event
+from crossdock.cluster.api.http.http_json import error_answer
+from crossdock.cluster.api.http.keys import ApiKey, KeyRing
+from crossdock.cluster.api.http.limits import Charge, Ledger
+from crossdock.cluster.api.http.request_body import RequestBodies
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SlowReader, SuspectRequest
 from crossdock.workers.schedule.request import Overloaded
 

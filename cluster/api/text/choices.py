@@ -6,9 +6,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from crossdock.cluster.api.limits import Charge
+from crossdock.cluster.api.http.limits import Charge
 from crossdock.cluster.api.slices import slices
-from crossdock.cluster.api.tokenizer import TextStream
+from crossdock.cluster.api.text.tokenizer import TextStream
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost
 from crossdock.workers.schedule.request import FinishReason, Submission, TokenDelta, TokenLogprobs
 

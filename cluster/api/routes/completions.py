@@ -7,18 +7,18 @@ from typing import Any, cast
 
 from fastapi import Request, Response
 
-from crossdock.cluster.api.answers import DONE, AnswerEvents
-from crossdock.cluster.api.bodies import CompletionRequest
+from crossdock.cluster.api.body.bodies import CompletionRequest
+from crossdock.cluster.api.body.generation_body import check_token_ids
 from crossdock.cluster.api.bounds import OUTPUTS
-from crossdock.cluster.api.choices import Choice, Output, Prompt
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.generation import Generation, Generations
-from crossdock.cluster.api.generation_body import check_token_ids
-from crossdock.cluster.api.http_json import event_stream, json_answer, long_json, long_json_answer
-from crossdock.cluster.api.logprobs import LogprobWriter, num_entries
-from crossdock.cluster.api.prompts import LONG_TEXT, PromptEncoder, truncate
+from crossdock.cluster.api.http.answers import DONE, AnswerEvents
+from crossdock.cluster.api.http.http_json import event_stream, json_answer, long_json, long_json_answer
 from crossdock.cluster.api.slices import PAUSE_S, slices
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.text.choices import Choice, Output, Prompt
+from crossdock.cluster.api.text.logprobs import LogprobWriter, num_entries
+from crossdock.cluster.api.text.prompts import LONG_TEXT, PromptEncoder, truncate
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
 
 _TOKENS_AT_ONCE = 256  # of an echo; about a millisecond

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from crossdock.cluster.api.constraints import from_text
+from crossdock.cluster.api.body.constraints import from_text
 from crossdock.cluster.api.errors import ApiError
 from crossdock.workers.schedule.request import FinishReason, Grammar
 

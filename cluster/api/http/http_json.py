@@ -9,10 +9,10 @@ from fastapi import Path, Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope, Send
 
+from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.heap import LARGE_BODY, Heap
-from crossdock.cluster.api.json_body import Body
-from crossdock.cluster.api.json_size import check_json_size
+from crossdock.cluster.api.http.json_size import check_json_size
 from crossdock.cluster.api.slices import slices
 
 # The rest of a path. The length is for the description only: an empty name is answered like an unknown one.

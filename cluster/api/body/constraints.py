@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from crossdock.cluster.api.body.other_fields import check_other_fields
 from crossdock.cluster.api.bounds import GRAMMAR_CHARS, GUIDED_CHOICES
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.other_fields import check_other_fields
 from crossdock.workers.schedule.request import Grammar
 
 STRUCTURED_OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")

@@ -5,15 +5,15 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from crossdock.cluster.api.bodies import DetokenizeRequest, TokenizeRequest
+from crossdock.cluster.api.body.bodies import DetokenizeRequest, TokenizeRequest
+from crossdock.cluster.api.body.generation_body import check_token_ids
 from crossdock.cluster.api.bounds import DETOKENIZED
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.generation_body import check_token_ids
-from crossdock.cluster.api.http_json import json_answer, long_json_answer
-from crossdock.cluster.api.models import Models
-from crossdock.cluster.api.prompts import PromptEncoder
+from crossdock.cluster.api.http.http_json import json_answer, long_json_answer
+from crossdock.cluster.api.routes.models import Models
 from crossdock.cluster.api.slices import slices
-from crossdock.cluster.api.tokenizer import ModelTokenizer
+from crossdock.cluster.api.text.prompts import PromptEncoder
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 
 _NAMES_AT_ONCE = 1024  # tokens; under a millisecond
 _DECODED_AT_ONCE = 4096  # tokens; about a millisecond. More leave the event loop for a thread.

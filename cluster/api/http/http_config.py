@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from crossdock.cluster.api.keys import ApiKey
+from crossdock.cluster.api.http.keys import ApiKey
 
 OPEN_TO_OTHERS = (
     "No API key is set: every client that reaches %s port %d can use this server. "

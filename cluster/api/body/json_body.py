@@ -7,8 +7,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 from crossdock.cluster.api import bounds
+from crossdock.cluster.api.body.other_fields import check_other_fields
 from crossdock.cluster.api.errors import ApiError, shown
-from crossdock.cluster.api.other_fields import check_other_fields
 
 
 class Body(BaseModel):

@@ -6,10 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from crossdock.cluster.api import bounds
+from crossdock.cluster.api.body.generation_body import ALL_LOGPROBS, GenerationBody, TokenId
+from crossdock.cluster.api.body.json_body import Body
+from crossdock.cluster.api.body.tool_calls import ForcedCall, forced_call
 from crossdock.cluster.api.errors import ApiError, to_json
-from crossdock.cluster.api.generation_body import ALL_LOGPROBS, GenerationBody, TokenId
-from crossdock.cluster.api.json_body import Body
-from crossdock.cluster.api.tool_calls import ForcedCall, forced_call
 from crossdock.workers.schedule.request import Grammar
 
 _Tools = Annotated[list[dict[str, Any]], Field(max_length=bounds.TOOLS)]

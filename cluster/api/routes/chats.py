@@ -6,17 +6,17 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from crossdock.cluster.api.answers import DONE, AnswerEvents
-from crossdock.cluster.api.bodies import ChatCompletionRequest
-from crossdock.cluster.api.choices import Output, Prompt
+from crossdock.cluster.api.body.bodies import ChatCompletionRequest
+from crossdock.cluster.api.body.messages import last_assistant_text
+from crossdock.cluster.api.body.tool_calls import CallReader, whole_message
 from crossdock.cluster.api.errors import to_json
 from crossdock.cluster.api.generation import Generation, Generations
-from crossdock.cluster.api.http_json import event_stream, json_answer, long_json, long_json_answer
-from crossdock.cluster.api.logprobs import LogprobWriter, num_entries
-from crossdock.cluster.api.messages import last_assistant_text
-from crossdock.cluster.api.prompts import PromptEncoder, truncate
-from crossdock.cluster.api.tokenizer import ModelTokenizer
-from crossdock.cluster.api.tool_calls import CallReader, whole_message
+from crossdock.cluster.api.http.answers import DONE, AnswerEvents
+from crossdock.cluster.api.http.http_json import event_stream, json_answer, long_json, long_json_answer
+from crossdock.cluster.api.text.choices import Output, Prompt
+from crossdock.cluster.api.text.logprobs import LogprobWriter, num_entries
+from crossdock.cluster.api.text.prompts import PromptEncoder, truncate
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 
 _LONG_EVENT = 4096  # log-probabilities, or tokens of a prompt: a longer event is written in slices
 

@@ -1,0 +1,1 @@
+"""Speak HTTP: connections, the guard before each request, keys and limits, JSON in and out."""

@@ -1,0 +1,1 @@
+"""Answer the paths of the API, one file for each."""
