@@ -71,7 +71,7 @@ def test_recorded_decodes_equal_eager_decodes(name: str, dtype: torch.dtype) -> 
 
 def test_model_that_waits_for_the_gpu_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     model = on_gpu()
-    model.module.model.layers[2].register_forward_hook(
+    model.module.model.layers[-1].register_forward_hook(
         lambda _module, _inputs, output: output + 0 * output.max().item()
     )
     engine = Engine(model, EngineConfig(**SETTINGS))
