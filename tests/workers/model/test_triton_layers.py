@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,16 @@ from torch import Tensor
 
 from crossdock.kernels.attention import reference_paged_attention, reference_store_kv
 from crossdock.kernels.backend import Attention, choose_attention, triton_is_interpreted
-from crossdock.workers.model import probe
+from crossdock.workers.model import load, probe
+from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.triton_layers import TritonLayers
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
+from tests.workers.ranks import Ranks, saved
 
 pytestmark = pytest.mark.skipif(not triton_is_interpreted(), reason="needs Triton: pip install triton")
 
@@ -150,3 +155,38 @@ def test_step_that_fails_leaves_transformers_layers(
     assert not is_fused(model)
     assert f"{REASON}fused, they fail: RuntimeError: no such instruction" in caplog.messages
     assert model.pool is None
+
+
+def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> tuple[str, bool, list[Tensor]]:
+    """On one rank: return what computes its layers, whether projections are joined, and every token's logits."""
+    choose = load.choose_attention
+    load.choose_attention = lambda *_: attention()
+    try:
+        links = Collectives(RankPosition(rank, tensor_size, num_stages), 60.0)
+        model = load.load_model(ModelSpec(str(path), "float32"), links=links)
+    finally:
+        load.choose_attention = choose
+    torch.manual_seed(0)  # the same pages everywhere
+    linears = [module for module in model.module.modules() if isinstance(module, torch.nn.Linear)]
+    is_joined = any("forward" in vars(linear) for linear in linears)
+    return model.kernels, is_joined, through_pages(model, prompts()[:2], [[(0, 0, 5), (1, 0, 20)], [(1, 20, 23)]])
+
+
+@pytest.mark.parametrize(
+    ("has_biases", "division", "kernels"),
+    [
+        (False, (2, 1), ["triton steps", "triton steps"]),
+        (True, (2, 1), ["", "triton steps"]),  # the first rank alone has the bias of the output projection
+        (False, (1, 2), ["", ""]),
+    ],
+)
+def test_ranks_of_a_gang_give_logits_of_the_whole(
+    ranks: Ranks, tmp_path: Path, has_biases: bool, division: tuple[int, int], kernels: list[str]
+) -> None:
+    module = with_biases("llama", TWO | {"attention_bias": has_biases})
+    expected = [monolithic(module, prompt) for prompt in prompts()[:2]]
+    answers = ranks.run(2, part_logits, saved(module, tmp_path), *division)
+    assert [answer[0] for answer in answers] == kernels
+    assert kernels[0] or all(is_joined for _, is_joined, _ in answers[:1])
+    for ours, theirs in zip(answers[-1][2], expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
