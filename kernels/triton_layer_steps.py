@@ -25,7 +25,7 @@ def add_and_norm(hidden: Tensor, addend: Tensor | None, weight: Tensor, eps: flo
         SIZE=E,
         BLOCK=block,
         HAS_ADDEND=addend is not None,
-        num_warps=min(16, max(4, block // 1024)),
+        num_warps=min(16, max(4, block // 512)),
     )
     return out
 

@@ -175,12 +175,13 @@ def test_steps_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
         heads = {"Q_HEADS": 32, "KV_HEADS": 8, "PAGE": 16, "HALF": 64, "BLOCK_HALF": 64, "BLOCK_T": 8}
         nothing = dict.fromkeys(("q_norm", "k_norm", "k_scale", "v_scale"))
         cases = [
-            (ours._add_and_norm_kernel, 4, {"SIZE": 4096, "BLOCK": 4096, "HAS_ADDEND": True}),
-            (ours._add_and_norm_kernel, 8, {"SIZE": 8192, "BLOCK": 8192, "HAS_ADDEND": False, "addend": None}),
+            (ours._add_and_norm_kernel, 8, {"SIZE": 4096, "BLOCK": 4096, "HAS_ADDEND": True}),
+            (ours._add_and_norm_kernel, 16, {"SIZE": 8192, "BLOCK": 8192, "HAS_ADDEND": False, "addend": None}),
             (ours._add_and_norm_kernel, 16, {"SIZE": 16384, "BLOCK": 16384, "HAS_ADDEND": True}),
             (ours._silu_and_multiply_kernel, 4, {"SIZE": 14336, "BLOCK": 1024}),
             (ours._finish_heads_kernel, 4, heads | nothing | {"HAS_NORMS": False, "HAS_SCALES": False}),
             (ours._finish_heads_kernel, 4, heads | {"HAS_NORMS": True, "HAS_SCALES": True}),
+            (ours._finish_heads_kernel, 4, heads | {"HALF": 48, "HAS_NORMS": True, "HAS_SCALES": True}),
         ]
         for kernel, num_warps, constants in cases:
             kinds = {"T": "i32", "eps": "fp32", "slots": "*i64", "k_scale": "*fp32", "v_scale": "*fp32"}

@@ -172,6 +172,8 @@ def _use_triton_layers_if_equal(
         try:
             if not (error := _relative_error(forward(), theirs)) <= tolerance:
                 refusal = refusal or f"fused, their logits differ by {error:.1%}"
+        except NotFusableError as difference:
+            refusal = str(difference)
         except Exception as failure:  # a compiler may raise anything
             if undo is None:
                 raise

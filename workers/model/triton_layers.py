@@ -79,6 +79,8 @@ class TritonLayers(nn.Module):
         assert batch is not None
         hidden = hidden_states[0].clone()  # [T, E], changed in place
         cos, sin = (each[0].contiguous() for each in position_embeddings)  # [T, D] each
+        if cos.shape[1] != context.pages[0][0].shape[3]:
+            raise NotFusableError("only a part of each head is rotated")
         addend: Tensor | None = None
         for number, layer in enumerate(self._layers):
             k_pages, v_pages = context.pages[number]

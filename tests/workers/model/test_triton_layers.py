@@ -40,6 +40,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "phi3": ({}, "the attention differs in"),
     "gpt_oss": (SERVED["gpt_oss"] | {"layer_types": ["full_attention"] * 2}, "softcap or sinks"),
     "granite": ({"residual_multiplier": 0.3}, "their logits differ by"),
+    "glm4_moe": (SERVED["glm4_moe"], "only a part of each head is rotated"),
     "smollm3": ({"no_rope_layers": [1, 0]}, "rotates no heads"),
 }
 REASON = "decoder layers run in transformers' own code: "
