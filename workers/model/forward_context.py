@@ -29,6 +29,7 @@ class AttentionCall:
     shape: LayerShape
     window: int | None
     largest: tuple[Tensor, Tensor]  # magnitudes of each head's keys and values, [Hkv]
+    is_plain: bool  # scores have no softcap and no sinks
 
 
 @dataclass(slots=True)
@@ -55,6 +56,12 @@ def entered(context: ForwardContext) -> Iterator[None]:
         yield
     finally:
         del _current.context
+
+
+def current_context() -> ForwardContext:
+    """Return the context of this thread's forward pass."""
+    context: ForwardContext = _current.context
+    return context
 
 
 def current_pages() -> tuple[Sequence[tuple[Tensor, Tensor]], AttentionBatch]:
@@ -87,9 +94,10 @@ def _attend(
     if context.batch is None:
         shape = LayerShape(k.shape[1], k.shape[2], v.shape[2])
         largest = k.abs().amax((0, 2)), v.abs().amax((0, 2))
-        context.probe_calls.append(AttentionCall(layer, shape, sliding_window, largest))
+        is_plain = softcap is None and s_aux is None
+        context.probe_calls.append(AttentionCall(layer, shape, sliding_window, largest, is_plain))
         batch = batch_of_one_page_each(context.probe_lengths, k.device, context.attention.page_multiple)
-        page_size = _page_size_for(context.probe_lengths, context.attention.page_multiple)
+        page_size = page_size_for(context.probe_lengths, context.attention.page_multiple)
         k_pages, v_pages = (x.new_zeros(len(batch.kv_len), x.shape[1], page_size, x.shape[2]) for x in (k, v))
     else:
         (k_pages, v_pages), batch = context.pages[layer - context.first_layer], context.batch
@@ -107,7 +115,7 @@ AttentionInterface.register(ATTENTION_NAME, _attend)
 
 def batch_of_one_page_each(lengths: Sequence[int], device: torch.device, page_multiple: int = 1) -> AttentionBatch:
     """Return a batch of whole sequences from position 0, each in a page of its own that would hold the longest."""
-    longest, page_size = max(lengths), _page_size_for(lengths, page_multiple)
+    longest, page_size = max(lengths), page_size_for(lengths, page_multiple)
     slots = torch.cat([torch.arange(n) + i * page_size for i, n in enumerate(lengths)]).to(device)
     lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     starts = nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
@@ -115,5 +123,6 @@ def batch_of_one_page_each(lengths: Sequence[int], device: torch.device, page_mu
     return AttentionBatch(starts, lens, table, slots, longest, longest)
 
 
-def _page_size_for(lengths: Sequence[int], page_multiple: int) -> int:
+def page_size_for(lengths: Sequence[int], page_multiple: int) -> int:
+    """Return the page size of `batch_of_one_page_each`, in tokens."""
     return -(-max(lengths) // page_multiple) * page_multiple

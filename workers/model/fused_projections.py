@@ -32,6 +32,19 @@ def join_projections(module: nn.Module) -> Callable[[], None]:
     return undo
 
 
+def joined_weight(*linears: Any) -> Tensor | None:
+    """Return the one weight [sum of N, E] of which those of joined `linears` are views; None if they are not joined."""
+    first, num_rows = linears[0].weight, 0
+    for linear in linears:
+        weight = linear.weight
+        is_next = weight.storage_offset() == first.storage_offset() + num_rows * first.stride(0)
+        if not is_next or weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        num_rows += len(weight)
+    whole: Tensor = first.detach().as_strided((num_rows, first.shape[1]), first.stride())
+    return whole
+
+
 def _are_alike(linears: Sequence[nn.Linear]) -> bool:
     return len({(linear.in_features, linear.weight.dtype, linear.bias is None) for linear in linears}) == 1
 

@@ -22,7 +22,7 @@ CurrentPages = Callable[[], tuple[PageViews, AttentionBatch]]
 
 
 class NotFusableError(Exception):
-    """The layers are not of the one shape that the kernel knows; the message names the difference."""
+    """The layers are not of the shape that fused layers compute; the message names the difference."""
 
 
 class FusedLayers(nn.Module):
@@ -94,10 +94,7 @@ def fuse(
         ValueError: `cpu_kernels` names a kernel that cannot run here.
     """
     model: Any = module
-    decoder: Any = getattr(model, "model", None)
-    layers: Any = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise NotFusableError("the model has no model.layers")
+    decoder, layers = decoder_layers(model)
     weights = [_layer(layer, window) for layer, window in zip(layers, windows, strict=True)]
     shape = _shape(layers[0])
     if reason := shape.why_not():
@@ -144,23 +141,80 @@ def _expect(part: nn.Module | None, name: str, needed: Set[str], optional: Set[s
         raise NotFusableError(f"the {name} differs in {', '.join(sorted(wrong))}")
 
 
-def _layer(layer: Any, window: int | None) -> DecoderLayer:
+def decoder_layers(model: Any) -> tuple[Any, nn.ModuleList]:
+    """Return the module that has the decoder layers as its `layers`, and these.
+
+    Raises:
+        NotFusableError: the model has no such module.
+    """
+    decoder: Any = getattr(model, "model", None)
+    layers: Any = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise NotFusableError("the model has no model.layers")
+    return decoder, layers
+
+
+def check_attention(layer: Any) -> None:
+    """Check that a layer has Llama's parts, and that its attention and norms are of Llama's shape.
+
+    Raises:
+        NotFusableError: with the difference.
+    """
     _expect(layer, "layer", {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
     _expect(attention, "attention", {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"})
-    _expect(mlp, "mlp", {"gate_proj", "up_proj", "down_proj"})
-    if any(linear.bias is not None for linear in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
-        raise NotFusableError("the output or mlp projections have biases")
-    biases = [linear.bias for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    if any(True for _ in attention.parameters(recurse=False)):
+        raise NotFusableError("the attention has weights beside its projections")
+    if not getattr(attention, "use_rope", True):
+        raise NotFusableError("a layer rotates no heads")
+    if attention.o_proj.bias is not None:
+        raise NotFusableError("the output projection has a bias")
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     if any(norm is not None and norm.weight.numel() != attention.head_dim for norm in norms):
         raise NotFusableError("the query norm is not over single heads")
+    norms += [layer.input_layernorm, layer.post_attention_layernorm]
+    if not all(norm is None or hasattr(norm, "variance_epsilon") for norm in norms):
+        raise NotFusableError("its norms are not Llama's RMS norm")
+
+
+def check_mlp(mlp: Any) -> None:
+    """Check that an mlp is Llama's: down(silu(gate) * up), without biases.
+
+    Raises:
+        NotFusableError: with the difference.
+    """
+    _expect(mlp, "mlp", {"gate_proj", "up_proj", "down_proj"})
+    if any(linear.bias is not None for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+        raise NotFusableError("the mlp projections have biases")
+    x = torch.linspace(-4, 4, 9)  # the logits of a probe may differ little between one activation and another
+    if not torch.allclose(mlp.act_fn(x), nn.functional.silu(x), atol=1e-5):
+        raise NotFusableError("the activation is not SiLU")
+
+
+def qkv_bias(attention: Any) -> Tensor | None:
+    """Return the bias [(Hq + 2 Hkv) D] of the three input projections, if all have one.
+
+    Raises:
+        NotFusableError: only some have one.
+    """
+    biases = [linear.bias for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    given = [bias for bias in biases if bias is not None]
+    if len(given) not in (0, len(biases)):
+        raise NotFusableError("not all input projections have biases")
+    return torch.cat(given) if given else None
+
+
+def _layer(layer: Any, window: int | None) -> DecoderLayer:
+    check_attention(layer)
+    check_mlp(layer.mlp)
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     return DecoderLayer(
         input_norm=layer.input_layernorm.weight,
         q=attention.q_proj.weight,
         k=attention.k_proj.weight,
         v=attention.v_proj.weight,
-        qkv_bias=torch.cat(biases) if all(bias is not None for bias in biases) else None,
+        qkv_bias=qkv_bias(attention),
         q_norm=norms[0].weight if norms[0] is not None else None,
         k_norm=norms[1].weight if norms[1] is not None else None,
         out=attention.o_proj.weight,
@@ -175,9 +229,6 @@ def _layer(layer: Any, window: int | None) -> DecoderLayer:
 def _shape(layer: Any) -> DecoderShape:
     attention = layer.self_attn
     qk_norm = getattr(attention, "q_norm", None)
-    norms = (layer.input_layernorm, qk_norm) if qk_norm is not None else (layer.input_layernorm,)
-    if not all(hasattr(norm, "variance_epsilon") for norm in norms):
-        raise NotFusableError("its norms are not Llama's RMS norm")
     return DecoderShape(
         hidden=attention.q_proj.in_features,
         num_heads=attention.q_proj.out_features // attention.head_dim,

@@ -21,12 +21,14 @@ from crossdock.workers.model.forward_context import (
     ForwardContext,
     batch_of_one_page_each,
     current_pages,
+    page_size_for,
 )
 from crossdock.workers.model.fp8_scales import example_text, in_float32, scale_for
 from crossdock.workers.model.fused_projections import join_projections
 from crossdock.workers.model.fusion import NotFusableError, fuse
 from crossdock.workers.model.memory_fit import free_memory
 from crossdock.workers.model.model import PagedModel, text_config
+from crossdock.workers.model.triton_layers import may_use_triton_steps, use_triton_layers
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +87,11 @@ def probe(
     model.layers = [call.shape for call in calls]
     if kv_cache_dtype == "fp8":
         model.scales = _find_scales(model)  # by transformers' own layers, before any of them is replaced
-    if model.device.type == "cuda" and model.part.position.size == 1:
+    on_triton = may_use_triton_steps(model)
+    if model.device.type == "cuda" or on_triton:
         _join_projections_if_equal(model, sequences, theirs, tolerance)
+    if on_triton:
+        _use_triton_layers_if_equal(model, calls, sequences, theirs, tolerance)
     if _may_fuse(model, cpu_kernels):
         _fuse_layers_if_equal(
             model, [call.window for call in calls], sequences, theirs, tolerance, cpu_kernels, kv_bytes
@@ -135,8 +140,55 @@ def _join_projections_if_equal(model: PagedModel, sequences: _ProbeBatch, theirs
         undo()
 
 
+def _use_triton_layers_if_equal(
+    model: PagedModel,
+    calls: Sequence[AttentionCall],
+    sequences: _ProbeBatch,
+    theirs: Tensor,
+    tolerance: float,
+) -> None:
+    """Replace the decoder layers if that gives the same logits. Collective: every rank of a gang must call it."""
+
+    def forward() -> Tensor:
+        page_multiple = model.attention.page_multiple
+        batch = batch_of_one_page_each(_LENGTHS, model.device, page_multiple)
+        scales, model.scales = model.scales, []  # e4m3 would change the logits, by transformers' own layers as well
+        try:
+            model.allocate_pool(len(_LENGTHS), page_size_for(_LENGTHS, page_multiple))
+            return model.forward(sequences.token_ids, sequences.positions, batch, sequences.rows)
+        finally:
+            model.scales = scales
+            model.free_pool()
+
+    undo, refusal = None, ""
+    try:
+        if not all(call.is_plain for call in calls):
+            raise NotFusableError("attention has a softcap or sinks")
+        undo = use_triton_layers(model, [call.window for call in calls])
+    except NotFusableError as difference:
+        refusal = str(difference)
+    # A rank that keeps its own layers takes part in the check: others of its gang wait for its share of the sums.
+    if undo is not None or model.part.position.size > 1:
+        try:
+            if not (error := _relative_error(forward(), theirs)) <= tolerance:
+                refusal = refusal or f"fused, their logits differ by {error:.1%}"
+        except NotFusableError as difference:
+            refusal = str(difference)
+        except Exception as failure:  # a compiler may raise anything
+            if undo is None:
+                raise
+            refusal = f"fused, they fail: {type(failure).__name__}: {' '.join(str(failure).split())}"
+    if refusal:
+        logger.info("decoder layers run in transformers' own code: %s", refusal)
+        if undo is not None:
+            undo()
+        return
+    model.kernels = "triton steps"
+    logger.info("decoder layers are fused: steps between their products run in Triton")
+
+
 def _may_fuse(model: PagedModel, cpu_kernels: CpuKernels) -> bool:
-    """Return whether fused layers are for this model: not on GPUs, where graphs remove dispatch.
+    """Return whether all layers may be one stack of a CPU: only where attention runs in C++.
 
     Raises:
         ValueError: `cpu_kernels` names a kernel that cannot run here.

@@ -286,7 +286,7 @@ class _Gauges(Collector):
         yield _gauge("crossdock_kv_cache_info", "1; the labels are the settings of the KV pages.", labels, {info: 1})
         yield from self._requests(engine.scheduler.requests())
         yield from self._cost()
-        if engine.model.kernels:
+        if engine.model.kernels and engine.model.device.type == "cpu":
             text = "Always 1; the label says which kernels compute the matrix products of fused layers."
             yield _gauge("crossdock_cpu_kernels", text, ("kernels",), {(engine.model.kernels,): 1})
         preemptions = CounterMetricFamily(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crossdock.workers.model.fused_projections import join_projections
+from crossdock.workers.model.fused_projections import join_projections, joined_weight
 from crossdock.workers.model.load import wrap_module
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import monolithic, random_steps, through_pages
@@ -78,6 +78,18 @@ def test_joined_projections_in_any_order_equal_separate_ones(bias: bool) -> None
         (0, x),
     ]:
         check(number, given)
+
+
+def test_weight_of_joined_projections_is_whole_and_not_a_copy() -> None:
+    module = Three()
+    whole = torch.cat([module.q_proj.weight, module.k_proj.weight, module.v_proj.weight])
+    assert joined_weight(module.q_proj, module.k_proj, module.v_proj) is None
+    join_projections(module)
+    weight = joined_weight(module.q_proj, module.k_proj, module.v_proj)
+    assert weight is not None
+    assert torch.equal(weight, whole)
+    assert weight.data_ptr() == module.q_proj.weight.data_ptr()
+    assert joined_weight(module.q_proj, module.v_proj) is None
 
 
 def test_projections_that_differ_are_not_joined() -> None:

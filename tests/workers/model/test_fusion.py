@@ -40,6 +40,7 @@ FUSED: dict[str, dict[str, Any]] = {
 NOT_FUSED: dict[str, dict[str, Any]] = {
     "llama head_dim": {},  # 12 is no multiple of 32
     "granite": {**WIDE, "attention_multiplier": 0.5, "residual_multiplier": 0.3},  # same parts, other arithmetic
+    "llama gelu": {**WIDE, "hidden_act": "gelu"},
     "gemma": WIDE,  # other norms
     "gemma2": {**WIDE, "query_pre_attn_scalar": 32},
     "phi3": WIDE,

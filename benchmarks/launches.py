@@ -1,0 +1,148 @@
+"""Count the kernels that a decoder layer launches on a GPU in a decode step, without a GPU.
+
+    TRITON_INTERPRET=1 python benchmarks/launches.py
+
+Tiny models run on a CPU, Triton's kernels in its interpreter. Counted are Triton's kernels, and the operators for which
+torch would launch one; views and allocations launch nothing. An operator counts once, although a sort or a product may
+launch several kernels. A layer's count is half the difference between a model of three layers and one of one layer.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+from triton.runtime import interpreter
+
+from crossdock.kernels.backend import choose_attention
+from crossdock.workers.model import probe
+from crossdock.workers.model.forward_context import ForwardContext, batch_of_one_page_each
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.model import PagedModel
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+_TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+_WITHOUT_LAUNCH = {"detach", "empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "lift_fresh"}
+_WAITS = {  # operators for whose result, or the size of whose result, the host waits
+    *("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"),
+    *("unique_consecutive", "bincount", "grouped_mm_fallback"),
+}
+
+
+class Launches(TorchDispatchMode):
+    """Counts launches by name while it is entered, and the operators for which the host would wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self._in_kernel = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._in_kernel:
+            name = func.overloadpacket.__name__
+            if not func.is_view and name not in _WITHOUT_LAUNCH:
+                self.counts[name] += 1
+            if name in _WAITS or _has_unknown_size(name, args):
+                self.waits[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Count Triton's kernels as well; the interpreter's own use of torch does not count."""
+        run = interpreter.GridExecutor.__call__
+
+        def counted(executor: Any, *args: Any, **kwargs: Any) -> None:
+            self.counts[executor.fn.__name__] += 1
+            self._in_kernel = True
+            try:
+                run(executor, *args, **kwargs)
+            finally:
+                self._in_kernel = False
+
+        interpreter.GridExecutor.__call__ = counted
+        try:
+            yield
+        finally:
+            interpreter.GridExecutor.__call__ = run
+
+
+def _has_unknown_size(name: str, args: Any) -> bool:
+    """Return whether an operator indexes with a mask, or repeats by a tensor: the size of its result is on the GPU."""
+    if name in ("index", "index_put", "index_put_"):
+        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    return name == "repeat_interleave" and isinstance(args[-1], Tensor)
+
+
+def tiny(name: str, num_layers: int, is_fused: bool) -> PagedModel:
+    """Return a random model in float32 that is loaded as on a GPU, with or without Triton's steps."""
+    config = AutoConfig.for_model(name, **_TINY | MODELS[name], num_hidden_layers=num_layers)
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    attention = choose_attention("triton", torch.device("cpu"))
+    may_use = probe.use_triton_layers
+    if not is_fused:
+
+        def refuse(*_: Any) -> Any:
+            raise probe.NotFusableError("counted as transformers computes them")
+
+        probe.use_triton_layers = refuse
+    try:
+        model = wrap_module(module, attention=attention)
+    finally:
+        probe.use_triton_layers = may_use
+    assert bool(model.kernels) is is_fused
+    return model
+
+
+@torch.no_grad()  # in inference mode torch hands composite operators to the counter undivided
+def trace(model: PagedModel, lengths: list[int]) -> Launches:
+    """Return what one step launches that computes whole prompts of these lengths."""
+    batch = batch_of_one_page_each(lengths, model.device)
+    model.allocate_pool(len(lengths), max(lengths))
+    context = ForwardContext(model.attention, batch, model.pages)
+    ids, positions = torch.ones(sum(lengths), dtype=torch.long), torch.cat([torch.arange(n) for n in lengths])
+    with Launches() as launches, launches.kernels():
+        model.run(context, ids, positions, torch.arange(len(ids)))
+    return launches
+
+
+def per_layer(name: str, is_fused: bool) -> Counter[str]:
+    """Return the launches of one layer of a decode step of three sequences, by name."""
+    few, many = (trace(tiny(name, num_layers, is_fused), [1, 1, 1]).counts for num_layers in (1, 3))
+    assert all((many[key] - few[key]) % 2 == 0 for key in many)
+    return Counter({key: (many[key] - few[key]) // 2 for key in many if many[key] > few[key]})
+
+
+def main() -> None:
+    print(f"{'launches per layer':20}{'transformers, joined':>22}{'with Triton steps':>20}")
+    for name in MODELS:
+        before, after = (per_layer(name, is_fused).total() for is_fused in (False, True))
+        print(f"{name:20}{before:22}{after:20}")
+
+
+if __name__ == "__main__":
+    main()

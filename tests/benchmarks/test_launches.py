@@ -1,0 +1,51 @@
+"""A layer with Triton steps launches few kernels, and experts make the host wait for no GPU."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from crossdock.kernels.backend import triton_is_interpreted
+
+pytestmark = pytest.mark.skipif(not triton_is_interpreted(), reason="needs Triton: pip install triton")
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("launches")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_layer_with_triton_steps_launches_nine_kernels(launches: ModuleType, name: str) -> None:
+    fused = launches.per_layer(name, is_fused=True)
+    assert fused.total() <= 9, fused
+    assert launches.per_layer(name, is_fused=False).total() >= 30
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [9, 4]])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_run_through_grouped_products_without_waiting(
+    launches: ModuleType, name: str, lengths: list[int], is_fused: bool
+) -> None:
+    seen = launches.trace(launches.tiny(name, 1, is_fused), lengths)
+    assert not seen.waits
+    assert seen.counts["_grouped_mm"] == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about the operators that are called
+def test_operators_that_wait_are_counted(launches: ModuleType) -> None:
+    """A sum is none of them; each of the others is a mutation that the check above must detect."""
+    x = torch.tensor([1, 0, 2])
+    with torch.no_grad(), launches.Launches() as seen:
+        x.sum()
+        x.nonzero()
+        x[x > 0]
+        x.repeat_interleave(x)
+        x.sum().item()
+        torch.bincount(x)
+        x.tolist()
+    assert set(seen.waits) == {"nonzero", "index", "repeat_interleave", "_local_scalar_dense", "bincount"}
