@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from gpu.cases import Bench, Case, Once, Section
+from gpu.cases import Bench, Case, Once, Section, UnavailableError
 from gpu.models import Weights, paged, random_module
 from gpu.rows import Figures
 
@@ -26,8 +26,8 @@ VOCABULARY = 30_000  # the prompts' token ids are below this, and below the mode
 class Engines:
     """Engines on one model with random weights, one at a time: each has the memory that the one before had."""
 
-    def __init__(self, bench: Bench, name: str) -> None:
-        self._bench, self._name = bench, name
+    def __init__(self, bench: Bench, name: str, max_model_len: int | None = None) -> None:
+        self._bench, self._name, self._max_model_len = bench, name, max_model_len
         self._model = Once(self._load)
         self._engine: Engine | None = None
         self._settings: dict[str, Any] = {}
@@ -35,7 +35,7 @@ class Engines:
 
     def _load(self) -> Any:
         module = random_module(self._bench, self._name)
-        return paged(self._bench, module), Weights.of(module)
+        return paged(self._bench, module, self._max_model_len), Weights.of(module)
 
     @property
     def weights(self) -> Weights:
@@ -71,7 +71,7 @@ class Engines:
 
 def steps_of(bench: Bench, name: str) -> Iterator[Case]:
     """Yield decodes and prompts of one model."""
-    engines, sizes = Engines(bench, name), bench.sizes
+    engines, sizes = Engines(bench, name, bench.sizes.shape_len), bench.sizes
     for streams, context in sizes.decodes:
         yield Case(f"{name}: decode {streams} x {context}", partial(_decode, bench, engines, streams, context, False))
     yield Case(f"{name}: prefill {sizes.prompt}", partial(_prefill, bench, engines))
@@ -99,11 +99,15 @@ def engine(bench: Bench) -> Iterator[Case]:
 
 
 def _seconds(engine: Engine, chunk: tuple[int, int] | None, streams: int, context: int, repeats: int = 7) -> float:
-    """Return the median seconds of a step; the first run is not counted. ValueError: it does not fit into the pool."""
+    """Return the median seconds of a step; the first run is not counted.
+
+    Raises:
+        UnavailableError: the pool does not hold it.
+    """
     vocabulary = min(VOCABULARY, engine.model.vocab_size)
     step = measure_step(engine, chunk, streams, context, repeats + 1, vocabulary)
     if step is None:
-        raise ValueError(f"the pool of {engine.pages.num_pages} pages does not hold the step")
+        raise UnavailableError(f"the pool of {engine.pages.num_pages} pages does not hold the step")
     return statistics.median(step[1][1:])
 
 

@@ -50,7 +50,7 @@ def random_module(bench: Bench, name: str, **changes: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, bench.sizes.dtype))
 
 
-def paged(bench: Bench, module: Any) -> PagedModel:
+def paged(bench: Bench, module: Any, max_model_len: int | None = None) -> PagedModel:
     """Put the module behind the attention that a replica would choose; in a dry run Triton's, interpreted."""
     attention = choose_attention("triton", torch.device("cpu")) if bench.sizes.is_dry else None
-    return wrap_module(module, attention=attention)
+    return wrap_module(module, max_model_len, attention=attention)

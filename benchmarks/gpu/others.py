@@ -27,7 +27,7 @@ def others(bench: Bench) -> Iterator[Case]:
 def _transformers(bench: Bench) -> Figures:
     """Measure `generate_batch`, which makes its own pool in the free memory; the first batch warms it up."""
     module: Any = random_module(bench, next(iter(bench.sizes.models)))
-    module.eval().set_attn_implementation("sdpa")
+    module.eval().requires_grad_(False).set_attn_implementation("sdpa")
     prompts, new_tokens = batch_prompts(bench), bench.sizes.batch[2]
     # No token ends a stream: all engines generate equally many.
     config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=-1)

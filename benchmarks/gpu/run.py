@@ -69,9 +69,10 @@ def measure(args: argparse.Namespace) -> None:
         raise SystemExit("there is no CUDA device here; --dry needs none")
     rows = Rows(args.out, os.environ[_RUN])
     bench = Bench(Cpu() if args.dry else Cuda(), DRY if args.dry else REAL, rows)
-    before = rows.figures("machine", "device").get("device", bench.device.describe())
-    if before != bench.device.describe():
-        raise SystemExit(f"{args.out} has rows of {before}, and this is {bench.device.describe()}: give another --out")
+    now = sections.describe(bench)
+    for name, before in rows.figures("machine", "device").items():
+        if name != "date" and before != now[name]:
+            raise SystemExit(f"{args.out} has rows of {name} {before}, and this is {now[name]}: give another --out")
     torch.manual_seed(0)
     try:
         work(sections.of(args.calls), bench, float(os.environ[_DEADLINE]))

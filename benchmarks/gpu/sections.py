@@ -28,10 +28,11 @@ def of(calls: Sequence[str]) -> list[Section]:
 
 
 def _machine(bench: Bench) -> Iterator[Case]:
-    yield Case("device", partial(_describe, bench))
+    yield Case("device", partial(describe, bench))
 
 
-def _describe(bench: Bench) -> Figures:
+def describe(bench: Bench) -> Figures:
+    """Return the device, the versions of packages, and the commit that is measured."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "triton", "transformers", "numpy")}
     return {
         "device": bench.device.describe(),

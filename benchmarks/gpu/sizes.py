@@ -82,6 +82,7 @@ class Sizes:
     stream_context: int
     gap_prompt: int  # tokens of the prompts that arrive while streams run
     gap_seconds: float
+    shape_len: int  # max_model_len of the other models: the pool must hold one such request beside 57 GiB of weights
     batch: tuple[int, int, int]  # prompts in flight at once, their tokens, and the tokens that each gets
     page_transfer: tuple[int, int]  # bytes of a page, and pages
 
@@ -129,6 +130,7 @@ REAL = Sizes(
     stream_context=1024,
     gap_prompt=32_768,
     gap_seconds=10.0,
+    shape_len=16_384,
     batch=(64, 1024, 256),
     page_transfer=(2 << 20, 512),
 )
@@ -168,6 +170,7 @@ DRY = Sizes(
     stream_context=16,
     gap_prompt=48,
     gap_seconds=0.5,
+    shape_len=128,
     batch=(2, 8, 2),
     page_transfer=(4 << 10, 8),
 )

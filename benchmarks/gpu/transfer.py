@@ -80,9 +80,9 @@ def _nixl(bench: Bench, page_bytes: int, num_pages: int) -> Figures:
 
 
 def _content(device: str, page_bytes: int, num_pages: int) -> Tensor:
-    """Return the bytes that the source's pages hold, [pages, bytes]; no two pages are alike."""
-    at = torch.arange(num_pages * page_bytes, dtype=torch.int64, device=device)
-    return ((at * 2654435761) >> 13).to(torch.uint8).view(num_pages, page_bytes)
+    """Return the bytes that the source's pages hold, [pages, bytes]: the same in both processes, and no two alike."""
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randint(0, 256, (num_pages, page_bytes), dtype=torch.uint8, device=device, generator=generator)
 
 
 def _open(device: str, page_bytes: int, num_pages: int, role: str) -> tuple[Dock, "queue.SimpleQueue[Event]", Tensor]:

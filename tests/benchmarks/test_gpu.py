@@ -1,5 +1,6 @@
 """The benchmark of GPUs: a dry run of every section on the CPU, rows that outlive crashes, verdicts, and the kit."""
 
+import argparse
 import importlib
 import os
 import re
@@ -111,6 +112,18 @@ def test_case_after_which_the_device_is_lost_ends_the_process(gpu: Callable[[str
         gpu("cases").work(these, lost, time.time() + 60)
     assert measured == ["a", "b"]
     assert "error" in bench.rows.results()["s", "b"]
+
+
+@pytest.mark.parametrize("name", ["device", "commit", "torch"])
+def test_rows_of_another_machine_or_commit_are_refused(
+    gpu: Callable[[str], Any], bench: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = gpu("sections").describe(bench)
+    bench.rows.end("machine", "device", 0.0, figures={**figures, "date": "2000-01-01", name: "another"})
+    args = argparse.Namespace(out=bench.rows.path, dry=True, calls=[])
+    monkeypatch.setenv("CROSSDOCK_GPU_RUN", "second")
+    with pytest.raises(SystemExit, match=f"has rows of {name} another, .*: give another --out"):
+        gpu("run").measure(args)
 
 
 MEASURING = """
