@@ -223,4 +223,4 @@ def shapes(bench: Bench) -> Iterator[Case]:
 
 
 SECTIONS = [Section("engine", 440.0, engine)]
-SHAPES = Section("shapes", 240.0, shapes)
+SHAPES = Section("shapes", 200.0, shapes)

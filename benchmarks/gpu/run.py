@@ -17,6 +17,7 @@ medians of replays of a CUDA graph, over the pages of so many layers that they d
 
 import argparse
 import os
+import signal
 import sys
 import time
 import uuid
@@ -47,12 +48,14 @@ def main() -> None:
     if _RUN in os.environ:
         measure(args)
         return
+    ended: list[int] = []  # by a time limit from outside: then the process that measures must end as well
+    signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     run, deadline = uuid.uuid4().hex[:8], time.time() + args.seconds
     rows = Rows(args.out, run)
     if args.calls != ["report"]:
         values = environment(ROOT, args.cache.resolve(), args.kit, args.dry)
         values |= {_RUN: run, _DEADLINE: str(deadline)}
-        supervise([sys.executable, *sys.argv], values, rows, deadline)
+        supervise([sys.executable, *sys.argv], values, rows, deadline, lambda: bool(ended))
     print("\n" + report(rows))
 
 

@@ -5,21 +5,30 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gpu.rows import Rows
 
 _POLL_S = 0.2
 
 
-def supervise(command: Sequence[str], environment: Mapping[str, str], rows: Rows, deadline: float) -> None:
+def supervise(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    rows: Rows,
+    deadline: float,
+    is_ended: Callable[[], bool] = lambda: False,
+) -> None:
     """Run `command` until it ends well, no case is left that it could try, or `deadline` (of `time.time`) has passed.
 
     A process that crashes or hangs in a case is started again, and skips that case.
+
+    Raises:
+        SystemExit: `is_ended` has become true; the process has been killed.
     """
     while time.time() < deadline:
         started = time.monotonic()
-        reason = _run(command, environment, rows, deadline)
+        reason = _run(command, environment, rows, deadline, is_ended)
         if reason is None:
             return
         case = rows.open_case()
@@ -36,12 +45,20 @@ DEVICE_LOST = 75
 DEVICE_LOST_REASON = f"the process ended with exit code {DEVICE_LOST}"
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str], rows: Rows, deadline: float) -> str | None:
+def _run(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    rows: Rows,
+    deadline: float,
+    is_ended: Callable[[], bool],
+) -> str | None:
     """Return why the process ended; None: it has finished."""
     process = subprocess.Popen(command, env=dict(environment), start_new_session=True)
     try:
         while process.poll() is None:
             time.sleep(_POLL_S)
+            if is_ended():
+                raise SystemExit(128 + signal.SIGTERM)
             if time.time() > deadline:
                 return "the time of the call was over"
             case = rows.open_case()

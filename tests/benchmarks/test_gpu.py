@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -159,6 +160,17 @@ def test_crashes_and_hangs_are_rows_and_the_other_cases_run(gpu: Callable[[str],
         "device lost": "illegal memory access",
         "last": "has figures",
     }
+
+
+def test_time_limit_from_outside_ends_the_process_that_measures(tmp_path: Path) -> None:
+    options = ["--dry", "--out", str(tmp_path / "rows.jsonl"), "--cache", str(tmp_path / "cache")]
+    with subprocess.Popen([sys.executable, "benchmarks/gpu/run.py", "attention", *options], cwd=ROOT) as process:
+        watched = psutil.Process(process.pid)
+        while not (measuring := watched.children()):
+            time.sleep(0.01)
+        process.terminate()
+    assert process.returncode == 143
+    assert not psutil.wait_procs(measuring, timeout=60)[1]
 
 
 def test_process_that_cannot_start_is_tried_once(gpu: Callable[[str], Any], rows: Any) -> None:
