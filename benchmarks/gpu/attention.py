@@ -5,6 +5,7 @@ The pool has the layout of a served model: pages of one layer lie a page of all 
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,28 +14,42 @@ from gpu.rows import Figures
 from gpu.sizes import Lengths, Sizes
 from torch import Tensor
 
-from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import choose_attention
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
+from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.request import Request, SamplingParams
 
 
-def batch_of(lengths: Lengths, page_size: int, num_pages: int, device: str) -> tuple[AttentionBatch, Tensor]:
-    """Return a batch of (query_len, kv_len) on pages chosen at random, and the positions of its tokens [T]."""
-    per_sequence = [-(-kv // page_size) for _, kv in lengths]
-    pages = torch.randperm(num_pages)[: sum(per_sequence)].int().split(per_sequence)
-    table = torch.nn.utils.rnn.pad_sequence(list(pages), batch_first=True)
-    positions = [torch.arange(kv - query, kv) for query, kv in lengths]
-    slots = [table[number, at // page_size].long() * page_size + at % page_size for number, at in enumerate(positions)]
-    starts = torch.tensor([0, *[query for query, _ in lengths]]).cumsum(0).int()
-    batch = AttentionBatch(
-        query_start=starts.to(device),
-        kv_len=torch.tensor([kv for _, kv in lengths]).int().to(device),
-        page_table=table.to(device),
-        slots=torch.cat(slots).to(device),
-        max_query_len=max(query for query, _ in lengths),
-        max_kv_len=max(kv for _, kv in lengths),
-    )
-    return batch, torch.cat(positions).to(device)
+class _Recorder:
+    """Takes the place of a model, and keeps what its forward pass is given."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.given: Any = None
+
+    def forward(self, *given: Any) -> Tensor:
+        self.given = given
+        return torch.empty(0)
+
+
+def batch_of(lengths: Lengths, pages: Sequence[Sequence[int]], page_size: int, device: str) -> tuple[Any, Tensor]:
+    """Return the `AttentionBatch` that an engine makes of these sequences, and the positions of its tokens [T]."""
+    parts = [
+        Scheduled(Request(f"{number}", [0] * kv, SamplingParams()), kv - query, query, list(held), samples=True)
+        for number, ((query, kv), held) in enumerate(zip(lengths, pages, strict=True))
+    ]
+    num_decodes = next((at for at, (query, _) in enumerate(lengths) if query > 1), len(lengths))
+    recorder: Any = _Recorder(device)
+    StepInputs.of(Batch(parts, num_decodes), page_size)[0].run(recorder)
+    _, positions, batch, _ = recorder.given
+    return batch, positions
+
+
+def random_pages(lengths: Lengths, page_size: int, num_pages: int) -> list[list[int]]:
+    """Return pages for each sequence, chosen at random."""
+    spare = iter(torch.randperm(num_pages).tolist())
+    return [[next(spare) for _ in range(-(-kv // page_size))] for _, kv in lengths]
 
 
 class PagedLayers:
@@ -66,7 +81,8 @@ class PagedLayers:
             for layer in range(len(layout.layers))
         ]
         self.page_stride = layout.page_bytes
-        self.batch, _ = batch_of(lengths, sizes.page_size, num_pages, device)
+        pages = random_pages(lengths, sizes.page_size, num_pages)
+        self.batch, _ = batch_of(lengths, pages, sizes.page_size, device)
         num_rows = int(self.batch.query_start[-1])
         self.q = torch.randn(num_rows, sizes.heads, sizes.head_dim, dtype=dtype, device=device)
 

@@ -2,17 +2,16 @@
 
 import copy
 import importlib.util
-import itertools
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
-from gpu.attention import PagedLayers, batch_of, kernels_of
+from gpu.attention import PagedLayers, batch_of, kernels_of, random_pages
 from gpu.cases import Bench, Case, Section
 from gpu.models import paged, random_module
 from gpu.rows import Figures
@@ -54,7 +53,7 @@ def _attention(bench: Bench, lengths: Lengths) -> Figures:
 
 def _store(bench: Bench) -> Figures:
     sizes = bench.sizes
-    layers = PagedLayers(bench, [(sizes.stored, sizes.stored), (1, 5)])
+    layers = PagedLayers(bench, [(1, 5), (sizes.stored, sizes.stored)])
     k, v = (torch.randn_like(layers.q[:, : sizes.kv_heads]) for _ in range(2))
     expected = [pages.clone() for pages in layers.pages[0]]
     layers.batch.slots[::3] = -1  # not stored
@@ -72,29 +71,17 @@ def _logits(bench: Bench, name: str) -> Figures:
     exact.set_attn_implementation("eager")
     model, sizes, device = paged(bench, module), bench.sizes, bench.device.name
     model.allocate_pool(64, sizes.page_size)
-    first, second = [(40, 40), (9, 9)], [(1, 10), (23, 63)]
     ids = torch.randint(0, model.vocab_size, (73,), device=device)
     chunked, decoded = ids[:63], ids[63:]
     expected = torch.stack([exact(decoded[None]).logits[0, -1], exact(chunked[None]).logits[0, -1]])
-    table = torch.randperm(64)
-    width = -(-63 // sizes.page_size)
-    rows_of = {"chunked": table[:width].int(), "decoded": table[width : 2 * width].int()}
+    of_chunked, of_decoded = random_pages([(63, 63), (10, 10)], sizes.page_size, 64)
 
-    def run(lengths: Lengths, order: Sequence[str], token_ids: torch.Tensor) -> torch.Tensor:
-        batch, positions = batch_of(lengths, sizes.page_size, 64, device)
-        batch.page_table = torch.stack([rows_of[each] for each in order]).to(device)
-        ends = batch.query_start.tolist()
-        batch.slots = torch.cat(
-            [
-                batch.page_table[number][positions[start:end] // sizes.page_size].long() * sizes.page_size
-                + positions[start:end] % sizes.page_size
-                for number, (start, end) in enumerate(itertools.pairwise(ends))
-            ]
-        )
+    def run(lengths: Lengths, pages: list[list[int]], token_ids: torch.Tensor) -> torch.Tensor:
+        batch, positions = batch_of(lengths, pages, sizes.page_size, device)
         return model.forward(token_ids, positions, batch, batch.query_start[1:].long() - 1)
 
-    run(first, ("chunked", "decoded"), torch.cat([chunked[:40], decoded[:9]]))
-    ours = run(second, ("decoded", "chunked"), torch.cat([decoded[9:], chunked[40:]])).float()
+    run([(40, 40), (9, 9)], [of_chunked, of_decoded], torch.cat([chunked[:40], decoded[:9]]))
+    ours = run([(1, 10), (23, 63)], [of_decoded, of_chunked], torch.cat([decoded[9:], chunked[40:]])).float()
     return {"relative_error": float((ours - expected).norm() / expected.norm()), "bound": LOGITS_BOUND}
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu.attention import batch_of
+from gpu.attention import batch_of, random_pages
 from gpu.cases import Bench, Case, Once, Section
 from gpu.models import Weights, paged, random_module
 from gpu.rows import Figures
@@ -30,7 +30,8 @@ def steps(bench: Bench) -> Iterator[Case]:
 def _step(bench: Bench, loaded: Once, lengths: Lengths) -> Figures:
     model, weights = loaded()
     sizes, device = bench.sizes, bench.device
-    batch, positions = batch_of(lengths, sizes.page_size, sizes.step_pages, device.name)
+    pages = random_pages(lengths, sizes.page_size, sizes.step_pages)
+    batch, positions = batch_of(lengths, pages, sizes.page_size, device.name)
     ids = torch.randint(0, min(model.vocab_size, 30_000), (len(positions),), device=device.name)
     rows = batch.query_start[1:].long() - 1
 
