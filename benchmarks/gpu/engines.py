@@ -201,7 +201,7 @@ def batch_prompts(bench: Bench) -> list[list[int]]:
 
 def _throughput(bench: Bench, engines: Engines, settings: dict[str, Any]) -> Figures:
     """Return output tokens per second with all prompts in flight at once."""
-    engine = engines.engine(is_warm=True, **settings)
+    engine = engines.engine(is_warm=not bench.sizes.is_dry, **settings)  # the interpreter would take 5 s to calibrate
     return {"tokens_per_s": _generate(engine, batch_prompts(bench), bench.sizes.batch[2])}
 
 
