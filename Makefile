@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint deploy-check soak bench clean
+.PHONY: help setup serve test lint deploy-check soak bench gpu-kit clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,15 @@ soak: setup  ## the tests that take many minutes, and every documented command
 
 bench: setup  ## measure a running server (ARGS: its URL, and flags of `crossdock bench`)
 	$(BIN)/crossdock bench $(or $(ARGS),http://127.0.0.1:8000)
+
+# pip matches the N of manylinux_2_N exactly, so that each one in use is listed.
+GPU_PLATFORMS := $(foreach tag,manylinux2014 manylinux_2_17 manylinux_2_28 manylinux_2_31,--platform $(tag)_x86_64)
+
+gpu-kit: setup  ## .gpu-kit: packages that a GPU machine without a network lacks (docs/first-gpu-run.md)
+	rm -rf .cache/gpu-kit-wheels && mkdir -p .cache/gpu-kit-wheels
+	$(BIN)/pip download --quiet --require-hashes --no-deps --only-binary=:all: --python-version 3.12 \
+	  --implementation cp $(GPU_PLATFORMS) --dest .cache/gpu-kit-wheels -r benchmarks/gpu-kit.lock
+	$(BIN)/python benchmarks/gpu/kit.py .cache/gpu-kit-wheels .gpu-kit
 
 clean:  ## remove what tools left behind; .venv stays
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis bench-*.json bench-*.png

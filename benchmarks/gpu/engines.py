@@ -1,0 +1,226 @@
+"""Time the whole engine with random weights: decodes, prompts whole and in chunks, gaps of streams, throughput.
+
+`measure_step` is a step without the scheduler: making and sending inputs, the forward pass, sampling, and the tokens'
+way back to the host.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from gpu.cases import Bench, Case, Once, Section, UnavailableError
+from gpu.models import Weights, paged, random_module
+from gpu.rows import Figures
+
+from crossdock.workers.replica.calibrate import measure_step, warm_up
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine import Engine
+from crossdock.workers.schedule.request import SamplingParams, Submission
+
+VOCABULARY = 30_000  # the prompts' token ids are below this, and below the model's vocabulary
+
+
+class Engines:
+    """Engines on one model with random weights, one at a time: each has the memory that the one before had."""
+
+    def __init__(self, bench: Bench, name: str, max_model_len: int | None = None) -> None:
+        self._bench, self._name, self._max_model_len = bench, name, max_model_len
+        self._model = Once(self._load)
+        self._engine: Engine | None = None
+        self._settings: dict[str, Any] = {}
+        self._is_warm = False
+
+    def _load(self) -> Any:
+        module = random_module(self._bench, self._name)
+        return paged(self._bench, module, self._max_model_len), Weights.of(module)
+
+    @property
+    def weights(self) -> Weights:
+        """Return the bytes of the model's weights."""
+        return self._model()[1]
+
+    def engine(self, *, is_warm: bool = False, **settings: Any) -> Engine:
+        """Return an idle engine with these settings besides those of all; `is_warm`: it predicts steps."""
+        if self._engine is None or self._settings != settings:
+            self._drop()
+            model = self._model()[0]
+            self._engine = Engine(model, EngineConfig(**self._bench.sizes.engine, **settings))
+            self._settings, self._is_warm = settings, False
+            assert model.pool is not None
+            model.pool.normal_()
+        if is_warm and not self._is_warm:
+            warm_up(self._engine)
+            self._is_warm = True
+        return self._engine
+
+    def _drop(self) -> None:
+        if self._engine is not None:
+            self._engine.model.free_pool()
+        self._engine = None
+        self._bench.device.collect()
+
+    def free(self) -> None:
+        """Free the engine and the model."""
+        self._drop()
+        self._model.free()
+        self._bench.device.collect()
+
+
+def steps_of(bench: Bench, name: str) -> Iterator[Case]:
+    """Yield decodes and prompts of one model."""
+    engines, sizes = Engines(bench, name, bench.sizes.shape_len), bench.sizes
+    for streams, context in sizes.decodes:
+        yield Case(f"{name}: decode {streams} x {context}", partial(_decode, bench, engines, streams, context, False))
+    yield Case(f"{name}: prefill {sizes.prompt}", partial(_prefill, bench, engines))
+    yield Case(f"{name}: chunks of {sizes.chunk} beside {sizes.streams} decodes", partial(_chunks, bench, engines))
+    engines.free()
+
+
+def engine(bench: Bench) -> Iterator[Case]:
+    """Yield all figures of the first model."""
+    name = next(iter(bench.sizes.models))
+    engines, sizes = Engines(bench, name), bench.sizes
+    ahead = {"async_scheduling": True}
+    for streams, context in sizes.decodes:
+        case = f"{name}: decode {streams} x {context}"
+        yield Case(case, partial(_decode, bench, engines, streams, context, False))
+    yield Case(f"{name}: prefill {sizes.prompt}", partial(_prefill, bench, engines))
+    yield Case(f"{name}: chunks of {sizes.chunk} beside {sizes.streams} decodes", partial(_chunks, bench, engines))
+    yield Case("gaps", partial(_gaps, bench, engines, ahead))
+    yield Case("throughput, ahead", partial(_throughput, bench, engines, ahead))
+    yield Case("throughput, in turn", partial(_throughput, bench, engines, {"async_scheduling": False}))
+    for streams, context in sizes.decodes:
+        case = f"{name}: decode {streams} x {context}, eager"
+        yield Case(case, partial(_decode, bench, engines, streams, context, True))
+    engines.free()
+
+
+def _seconds(engine: Engine, chunk: tuple[int, int] | None, streams: int, context: int, repeats: int = 7) -> float:
+    """Return the median seconds of a step; the first run is not counted.
+
+    Raises:
+        UnavailableError: the pool does not hold it.
+    """
+    vocabulary = min(VOCABULARY, engine.model.vocab_size)
+    step = measure_step(engine, chunk, streams, context, repeats + 1, vocabulary)
+    if step is None:
+        raise UnavailableError(f"the pool of {engine.pages.num_pages} pages does not hold the step")
+    return statistics.median(step[1][1:])
+
+
+def _decode(bench: Bench, engines: Engines, streams: int, context: int, is_eager: bool) -> Figures:
+    engine = engines.engine(**({"enforce_eager": True} if is_eager else {"async_scheduling": True}))
+    kv_bytes = streams * context * engine.model.layout(engine.config.page_size).token_bytes
+    least = (engines.weights.read(streams) + kv_bytes) / bench.bandwidth
+    seconds = _seconds(engine, None, streams, context - 1)
+    return {"ms": seconds * 1e3, "least_ms": least * 1e3, "over_least": seconds / least}
+
+
+def _prefill(bench: Bench, engines: Engines) -> Figures:
+    engine, tokens = engines.engine(async_scheduling=True), bench.sizes.prompt
+    seconds = _seconds(engine, (0, tokens), 0, 0, 3)
+    config = engine.model.config
+    attention = 2 * config.num_attention_heads * config.head_dim * tokens**2 * config.num_hidden_layers
+    flop = engines.weights.flop(tokens, 1) + attention
+    return {"ms": seconds * 1e3, "tokens_per_s": tokens / seconds, "of_peak": flop / seconds / bench.peak}
+
+
+def _chunks(bench: Bench, engines: Engines) -> Figures:
+    """Measure a prompt in chunks beside decodes. Its throughput counts all tokens computed, those of decodes too."""
+    engine, sizes = engines.engine(async_scheduling=True), bench.sizes
+    beside = sizes.streams, sizes.stream_context - 1
+    starts = range(0, sizes.prompt, sizes.chunk)
+    alone = _seconds(engine, (0, sizes.prompt), 0, 0, 3)
+    chunks = [_seconds(engine, (start, sizes.chunk), *beside, 3) for start in starts]
+    throughput = (sizes.prompt + len(chunks) * sizes.streams) / sum(chunks)
+    return {
+        "longest_step_ms": max(chunks) * 1e3,
+        "prompt_tokens_per_s": sizes.prompt / sum(chunks),
+        "tokens_per_s": throughput,
+        "of_prefill": throughput / (sizes.prompt / alone),
+    }
+
+
+def _ids(bench: Bench, count: int, seed: int) -> list[int]:
+    most = min(VOCABULARY, next(iter(bench.sizes.models.values()))["vocab_size"])
+    ids: list[int] = np.random.default_rng(seed).integers(3, most, count).tolist()
+    return ids
+
+
+def _gaps(bench: Bench, engines: Engines, settings: dict[str, Any]) -> Figures:
+    """Measure the gaps of running streams: alone, and while long prompts arrive one after another."""
+    sizes, engine = bench.sizes, engines.engine(is_warm=True, **settings)
+    room = engine.model.max_model_len - sizes.stream_context
+    for number in range(sizes.streams):
+        params = SamplingParams(max_tokens=room, temperature=0.0, ignore_eos=True)
+        prompt = _ids(bench, sizes.stream_context, number)
+        engine.add(Submission(f"stream-{number}", prompt, params, slo_class="interactive"))
+    last: dict[str, float] = {}
+    while len(last) < sizes.streams:
+        last |= {delta.request_id: engine.clock() for delta in engine.step().deltas}
+
+    def run(is_loaded: bool, length: float) -> tuple[list[float], int, int]:
+        found, num_tokens, num_prompts, waiting = [], 0, 0, ""
+        last.clear()
+        until = engine.clock() + length
+        while engine.has_work and (engine.clock() < until or len(found) < 2 * sizes.streams):
+            if is_loaded and engine.scheduler.get(waiting) is None:
+                waiting = f"prompt-{num_prompts}"
+                num_prompts += 1
+                params = SamplingParams(max_tokens=1, temperature=0.0)
+                engine.add(Submission(waiting, _ids(bench, sizes.gap_prompt, 1000 + num_prompts), params))
+            step = engine.step()
+            now = engine.clock()
+            num_tokens += sum(part.num_tokens for part in step.batch.scheduled[step.batch.num_decodes :])
+            for delta in step.deltas:
+                if delta.request_id.startswith("stream"):
+                    if delta.request_id in last:
+                        found.append(now - last[delta.request_id])
+                    last[delta.request_id] = now
+        return sorted(found), num_tokens, num_prompts
+
+    found: Figures = {}
+    for name, is_loaded, length in (("quiet", False, sizes.gap_seconds / 4), ("loaded", True, sizes.gap_seconds)):
+        gaps, num_tokens, _ = run(is_loaded, length)
+        found |= {f"{name}_p50_ms": gaps[len(gaps) // 2] * 1e3, f"{name}_p99_ms": gaps[len(gaps) * 99 // 100] * 1e3}
+    engine.fail_all("measured")
+    if not num_tokens:
+        raise ValueError("no prompt was computed beside the streams: their gaps show nothing")
+    rate = num_tokens / sizes.gap_seconds
+    return {**found, "p99_ratio": found["loaded_p99_ms"] / found["quiet_p99_ms"], "prompt_tokens_per_s": rate}
+
+
+def batch_prompts(bench: Bench) -> list[list[int]]:
+    """Return the prompts that every server is given at once."""
+    count, length, _ = bench.sizes.batch
+    return [_ids(bench, length, 5000 + number) for number in range(count)]
+
+
+def _throughput(bench: Bench, engines: Engines, settings: dict[str, Any]) -> Figures:
+    """Return output tokens per second with all prompts in flight at once."""
+    engine = engines.engine(is_warm=not bench.sizes.is_dry, **settings)  # the interpreter would take 5 s to calibrate
+    return {"tokens_per_s": _generate(engine, batch_prompts(bench), bench.sizes.batch[2])}
+
+
+def _generate(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> float:
+    engine.pages.clear_cache()
+    started = time.perf_counter()
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+        engine.add(Submission(f"batch-{number}", prompt, params))
+    while engine.has_work:
+        engine.step()
+    return len(prompts) * new_tokens / (time.perf_counter() - started)
+
+
+def shapes(bench: Bench) -> Iterator[Case]:
+    """Yield decodes and prompts of the other models."""
+    for name in list(bench.sizes.models)[1:]:
+        yield from steps_of(bench, name)
+
+
+SECTIONS = [Section("engine", 440.0, engine)]
+SHAPES = Section("shapes", 200.0, shapes)

@@ -1,0 +1,88 @@
+"""One file with the packages that a GPU machine without a network lacks: made from wheels here, unpacked there.
+
+    make gpu-kit                                        # .gpu-kit/site.tar.xz, from benchmarks/gpu-kit.lock
+
+Imports the standard library alone: it runs before anything is unpacked.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+NAME = "site.tar.xz"
+_LEFT_OUT = ("nixl_ep_", "libucx_perftest")  # extensions for other torch versions, and UCX's own benchmark: 100 MB
+MOST_MIB = 60
+
+
+def pack(wheels: Path, kit: Path) -> Path:
+    """Write the content of all wheels into one archive. Returns its path.
+
+    Raises:
+        ValueError: a wheel has files that only an installer can place, or the archive is too large.
+    """
+    kit.mkdir(parents=True, exist_ok=True)
+    archive = kit / NAME
+    with tempfile.TemporaryDirectory() as folder:
+        for wheel in sorted(wheels.glob("*.whl")):
+            with zipfile.ZipFile(wheel) as content:
+                names = [name for name in content.namelist() if not any(part in name for part in _LEFT_OUT)]
+                if placed := [name for name in names if ".data/purelib/" in name or ".data/platlib/" in name]:
+                    raise ValueError(f"{wheel.name} has {placed[0]}, which must be installed by pip")
+                content.extractall(folder, names)
+        with tarfile.open(archive, "w:xz", preset=6) as output:
+            for path in sorted(Path(folder).iterdir()):
+                output.add(path, path.name)
+    if archive.stat().st_size > MOST_MIB << 20:
+        raise ValueError(f"{archive} has {archive.stat().st_size / 2**20:.1f} MiB, more than {MOST_MIB}")
+    return archive
+
+
+def unpack(kit: Path, site: Path) -> Path:
+    """Unpack the archive unless `site` has its content already. Returns `site`."""
+    archive = kit / NAME
+    digest, mark = hashlib.sha256(archive.read_bytes()).hexdigest(), site / ".kit"
+    if not (mark.exists() and mark.read_text() == digest):
+        shutil.rmtree(site, ignore_errors=True)
+        with tarfile.open(archive) as content:
+            content.extractall(site, filter="data")
+        mark.write_text(digest)
+    return site
+
+
+def environment(root: Path, cache: Path, kit: Path | None, is_dry: bool) -> dict[str, str]:
+    """Return the environment in which the checkout at `root` is importable as crossdock, and the kit's packages are.
+
+    Compiled kernels are kept below `cache`, for the next call on the same machine.
+    """
+    link = cache / "import" / "crossdock"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink():
+        link.symlink_to(root, target_is_directory=True)
+    paths = [str(link.parent)]
+    if kit is not None:
+        paths.append(str(unpack(kit, cache / "site")))
+    if existing := os.environ.get("PYTHONPATH"):
+        paths.append(existing)
+    values = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "USE_HUB_KERNELS": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CROSSDOCK_CACHE": str(cache / "crossdock"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+    }
+    if is_dry:
+        values |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, **values}
+
+
+if __name__ == "__main__":
+    written = pack(Path(sys.argv[1]), Path(sys.argv[2]))
+    print(f"{written}: {written.stat().st_size / 2**20:.1f} MiB")
