@@ -39,7 +39,10 @@ THIRD_PARTIES = {  # third party: the rooms or files that may import it
     "ray": ["cluster/dispatch", "cluster/serve", "workers/replica/own_node.py", "workers/replica/replica.py"],
     "nixl": ["kvtransfer/nixl.py"],
     "fastapi": ["cluster/api"],
-    "triton": ["kernels/triton_attention.py", "kernels/backend.py"],
+    "triton": [
+        *(f"kernels/triton_{name}.py" for name in ("attention", "chunks", "decodes", "scan", "store")),
+        "kernels/backend.py",
+    ],
     "flash_attn": ["kernels/flash_attention.py"],
 }
 SOURCES = sorted(

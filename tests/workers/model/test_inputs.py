@@ -26,7 +26,7 @@ def test_tensors_equal_the_packed_integers() -> None:
             assert tensor.is_contiguous()
             assert tensor.data_ptr() % 16 == 0, "else Triton compiles its kernels again"
     assert step.slots.tolist() == [2 * 8 + 4, *range(8), *range(32, 37)]
-    assert step.max_query_len == 13
+    assert (step.max_query_len, step.num_decodes) == (13, 1)
 
 
 def test_step_without_wanted_rows_has_an_empty_tensor() -> None:
