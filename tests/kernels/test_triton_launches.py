@@ -2,8 +2,12 @@
 
 import importlib.util
 import itertools
+import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,33 +29,42 @@ KERNELS = ("share_kernel", "decode_kernel", "join_kernel", "chunk_kernel", "stor
 HEADS, KV_HEADS, DIM, PAGE_SIZE = 32, 8, 128, 16  # of Llama-3.1-8B
 
 
-class Recorded:
-    """In place of a kernel: notes for each launch the key under which Triton looks for a compiled variant."""
+class Launched:
+    """What has been launched: the keys under which Triton looks for compiled variants, and programs by kernel."""
 
-    def __init__(self, kernel: Any, keys: set[tuple[str, str]]) -> None:
+    def __init__(self) -> None:
+        self.keys: set[tuple[str, str]] = set()
+        self.programs: Counter[str] = Counter()
+
+
+class Recorded:
+    """In place of a kernel: notes its launches and computes nothing."""
+
+    def __init__(self, kernel: Any, launched: Launched) -> None:
         function = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
         backend = make_backend(GPUTarget("cuda", 90, 32))
         self._bind = create_function_from_signature(function.signature, function.params, backend)
-        self._name, self._keys = kernel.fn.__name__, keys
+        self._name, self._launched = kernel.fn.__name__.removesuffix("_kernel"), launched
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         assert all(size > 0 for size in grid)
 
         def launch(*args: Any, **kwargs: Any) -> None:
             _, specialization, options = self._bind(*args, **kwargs)
-            self._keys.add((self._name, str((specialization, options))))
+            self._launched.keys.add((self._name, str((specialization, options))))
+            self._launched.programs[self._name] += math.prod(grid)
 
         return launch
 
 
 @pytest.fixture
-def keys(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
-    """The variants that have been launched. Nothing is computed."""
-    seen: set[tuple[str, str]] = set()
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """Kernels that are recorded, on a device of 132 multiprocessors."""
+    launched = Launched()
     for name in KERNELS:
-        monkeypatch.setattr(triton_attention, name, Recorded(getattr(triton_attention, name), seen))
+        monkeypatch.setattr(triton_attention, name, Recorded(getattr(triton_attention, name), launched))
     monkeypatch.setattr(triton_attention, "_num_multiprocessors", lambda _: 132)
-    return seen
+    return launched
 
 
 def launch(lengths: Sequence[tuple[int, int]], max_kv_len: int | None = None, **options: Any) -> None:
@@ -78,13 +91,13 @@ def launch(lengths: Sequence[tuple[int, int]], max_kv_len: int | None = None, **
 
 @pytest.mark.parametrize("options", [{}, {"window": 4096}, {"softcap": 50.0}], ids=str)
 def test_served_mix_launches_only_variants_compiled_by_warm_up(
-    keys: set[tuple[str, str]], options: dict[str, Any], seed: int
+    launched: Launched, options: dict[str, Any], seed: int
 ) -> None:
     """The warm-up runs one prompt of 64 tokens and its decodes, on every device and before any other step."""
     for lengths in ([(64, 64)], [(1, 65)]):
         launch(lengths, **options)
-    assert sorted(name.removesuffix("_kernel") for name, _ in keys) == sorted([*kernels_of(1, 1), "store"])
-    warm = set(keys)
+    assert sorted(name for name, _ in launched.keys) == sorted([*kernels_of(1, 1), "store"])
+    warm = set(launched.keys)
     rng = random.Random(seed)
     for streams in (0, 1, 2, 3, 16, 17, 64, 255, 256):
         for context in (1, 15, 16, 1000, 32_768, 131_072):
@@ -94,7 +107,43 @@ def test_served_mix_launches_only_variants_compiled_by_warm_up(
                 launch(decodes + chunks, **options)
     for size in (1, 2, 4, 64, 256):  # graphs
         launch([(1, 1)] * size, max_kv_len=131_072, **options)
-    assert keys == warm
+    assert launched.keys == warm
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, imported as `python benchmarks/attention_programs.py` imports its neighbours."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("attention_programs")
+
+
+def test_most_programs_have_something_to_do(benchmark: ModuleType) -> None:
+    for name, case in benchmark.CASES.items():
+        assert benchmark.after(case).share >= 0.6, name
+    shares = [benchmark.before(case).share for case in benchmark.CASES.values()]
+    assert sum(share < 0.6 for share in shares) == 3
+    assert f"| {benchmark.before(benchmark.CASES['prompt of 8,192 alone']).launched:,} |" in benchmark.report()
+
+
+def test_counted_programs_are_those_that_are_launched(benchmark: ModuleType, launched: Launched) -> None:
+    for name, case in benchmark.CASES.items():
+        launched.programs.clear()
+        launch(case.lengths, max_kv_len=benchmark.MAX_MODEL_LEN if case.is_graph else None)
+        del launched.programs["store"], launched.programs["share"]
+        assert (len(launched.programs), launched.programs.total()) == (
+            benchmark.after(case).launches,
+            benchmark.after(case).launched,
+        ), name
+
+
+def test_few_programs_are_idle_in_any_batch(benchmark: ModuleType, seed: int) -> None:
+    """Idle programs cost little where all programs run at once: two for each multiprocessor and KV head's rounding."""
+    rng = random.Random(seed)
+    for streams in range(1, 300):
+        longest = rng.choice([1, 64, 1000, 100_000])
+        case = benchmark.Case([(1, rng.randint(1, longest)) for _ in range(streams)])
+        programs = benchmark.after(case)
+        assert programs.share >= 0.6 or programs.launched - programs.useful <= 2 * 132 + 2 * KV_HEADS, case
 
 
 def shares_of(lengths: Sequence[int], parts: int, *, min_tiles: int = 1, tile: int = 16, window: int = 0) -> list[int]:
