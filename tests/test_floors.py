@@ -44,6 +44,7 @@ THIRD_PARTIES = {  # third party: the rooms or files that may import it
         "kernels/backend.py",
     ],
     "flash_attn": ["kernels/flash_attention.py"],
+    "flash_attn_interface": ["kernels/flash_attention_3.py"],
 }
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix() for folder in FLOORS for path in (ROOT / folder).rglob("*.py") if path.is_file()
