@@ -111,6 +111,7 @@ def test_values_that_are_no_numbers_are_named() -> None:
         ("--kv-cache-dtype", "fp8_e4m3", "fp8"),
         ("--attention-backend", "TRITON_ATTN", "triton"),
         ("--attention-backend", "torch_native", "torch"),
+        ("--attention-backend", "fa3", "flash_attn_3"),
     ],
 )
 def test_words_of_others_mean_ours(flag: str, theirs: str, ours: str) -> None:
