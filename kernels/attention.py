@@ -9,7 +9,8 @@ to the nearest e4m3 and clamped to `E4M3_MAX`; it is read as that number times s
 
 import ctypes
 import logging
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -29,7 +30,7 @@ _REFERENCE_ROWS = 256
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """Where the rows of one step are, built once and read by every layer. S sequences, T rows in all.
+    """Where the rows of one step are, built once for each step and read by every layer. S sequences, T rows in all.
 
     Row i of sequence s is row `query_start[s] + i` of the flat batch; its position in the sequence is
     `kv_len[s] - query_len[s] + i`.
@@ -41,6 +42,8 @@ class AttentionBatch:
     slots: Tensor  # [T] int64; page * page_size + offset, where the row's key and value are stored; negative: nowhere
     max_query_len: int
     max_kv_len: int
+    num_decodes: int = 0  # sequences at the front that have one row each; a GPU computes them apart
+    derived: dict[Hashable, Tensor] = field(default_factory=dict)  # what the first layer computes for all
 
 
 def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:

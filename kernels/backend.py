@@ -83,19 +83,32 @@ def _flash_attn(device: torch.device) -> Attention:
     return Attention("flash_attn", store_kv, paged_attention, PAGE_MULTIPLE, takes_fp8=False)
 
 
+def _flash_attn_3(device: torch.device) -> Attention:
+    _require("flash_attn_3", device, package="flash_attn_interface")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
+        raise ValueError("attention_backend flash_attn_3 runs on Hopper GPUs, and this is another; auto and triton run")
+    from crossdock.kernels.flash_attention_3 import paged_attention
+
+    store_kv = _triton(device).store_kv if has_package("triton") else attention.reference_store_kv
+    return Attention("flash_attn_3", store_kv, paged_attention, takes_fp8=False)
+
+
 _NAMED: dict[str, Callable[[torch.device], Attention]] = {
     "triton": _triton,
     "flash_attn": _flash_attn,
+    "flash_attn_3": _flash_attn_3,
     "torch": lambda _: TORCH,
 }
 
 
-def _require(package: str, device: torch.device) -> None:
-    if not has_package(package):
-        raise ValueError(f"attention_backend {package}: the package is not installed; auto chooses an installed one")
+def _require(backend: str, device: torch.device, package: str | None = None) -> None:
+    """Refuse a backend whose package is missing, by default the one of its name, or that needs a GPU."""
+    if not has_package(package or backend):
+        named = "the package" if package is None else f"the package {package}"
+        raise ValueError(f"attention_backend {backend}: {named} is not installed; auto chooses an installed one")
     if device.type == "cpu" and not triton_is_interpreted():
         raise ValueError(
-            f"attention_backend {package} needs a GPU, and the model is on a CPU; auto and torch run there"
+            f"attention_backend {backend} needs a GPU, and the model is on a CPU; auto and torch run there"
         )
 
 

@@ -5,6 +5,7 @@ from flash_attn import flash_attn_varlen_func
 from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
+from crossdock.kernels.flash_heads import require_heads
 
 PAGE_MULTIPLE = 256  # tokens: a tile of its kernels must not cross pages
 
@@ -23,20 +24,17 @@ def paged_attention(
     """`crossdock.kernels.attention.paged_attention` for 16-bit tensors on one GPU.
 
     Raises:
-        ValueError: the layer has attention sinks, keys and values of different sizes, or heads wider than 256.
+        ValueError: see `require_heads`.
     """
-    key_dim, value_dim = k_pages.shape[3], v_pages.shape[3]
-    if sinks is not None or key_dim != value_dim or key_dim > 256:
-        raise ValueError(
-            f"attention_backend flash_attn takes no attention sinks, and keys and values of one size up to 256, not "
-            f"{key_dim} and {value_dim}; choose triton"
-        )
+    require_heads("flash_attn", k_pages, v_pages, sinks)
+    if "kv_start" not in batch.derived:
+        batch.derived["kv_start"] = torch.nn.functional.pad(batch.kv_len.cumsum(0, dtype=torch.int32), (1, 0))
     out: Tensor = flash_attn_varlen_func(
         q,
         k_pages.transpose(1, 2),  # [pages, page, Hkv, D]
         v_pages.transpose(1, 2),
         batch.query_start,
-        torch.nn.functional.pad(batch.kv_len.cumsum(0, dtype=torch.int32), (1, 0)),
+        batch.derived["kv_start"],
         batch.max_query_len,
         batch.max_kv_len,
         softmax_scale=scale,

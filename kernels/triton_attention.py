@@ -1,29 +1,28 @@
-"""Attention over the paged KV pool on GPUs, in Triton: chunks and decodes in one launch, straight on the pool's layout.
+"""Attention over the paged KV pool on GPUs, in Triton, straight on the pool's layout: the launches.
 
-The query heads that share a KV head are rows of one tile, as in FlashInfer and vLLM's unified kernel. A sequence with
-few rows takes a small tile and is split along its context, as in Flash-Decoding; a second pass joins the parts. The
-softmax is online, in base 2 and float32 (FlashAttention-2).
-
-Tiles of e4m3 pages are converted to the dtype of the queries. The scale of a head's keys is multiplied into that of its
-scores, the scale of its values into its output, so that no single element is scaled.
+Decodes come first in a batch. They and the chunks after them are separate launches, with tiles of their own. No size
+that varies from step to step is part of a kernel: each kernel is compiled once for a kind of layer.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
+from crossdock.kernels.triton_chunks import chunk_kernel
+from crossdock.kernels.triton_decodes import decode_kernel, join_kernel, num_shares, share_kernel
+from crossdock.kernels.triton_store import store_kernel
 
 _LOG2_E = 1.4426950408889634
 _SMALL_ROWS = 16  # the fewest rows that tl.dot multiplies
-_MAX_SPLITS = 64
-SPLIT_TOKENS = 256  # the shortest part of a context: reading a part must outweigh storing its result
-FULL_SPLIT_TOKENS = 4096  # likewise if the batch fills the device without splits; then they are for stragglers
+PART_TOKENS = 256  # the shortest part of a context: reading a part must outweigh storing its result
 _WAVES = 2  # programs per multiprocessor that saturate memory bandwidth
+_SPARE = 4  # a batch that fills the device has a spare part for every so many decodes, for contexts longer than most
+_SEQUENCES = 256  # that `share_kernel` reads at a time
+_JOINED = 4096  # elements of partial results that `join_kernel` reads at a time: 32 registers a thread
 
 
 class Tiles(NamedTuple):
@@ -50,6 +49,35 @@ def tiles_for(key_dim: int, value_dim: int, itemsize: int, has_chunks: bool) -> 
     return Tiles(128, tokens, 8, 3) if width <= 256 else Tiles(64, tokens, 8, 2)
 
 
+def num_parts(num_decodes: int, kv_heads: int, num_multiprocessors: int) -> int:
+    """Return into how many parts the contexts of `num_decodes` sequences are cut at most, all together.
+
+    Each part is a program for each KV head. Few decodes are cut to fill the device. Many have a few spare parts, so
+    that one long context does not keep a single program busy after all others have ended. The contexts' lengths play
+    no role: a CUDA graph launches the same programs whatever they are.
+    """
+    to_fill = -(-_WAVES * num_multiprocessors // kv_heads)
+    return max(to_fill, num_decodes + -(-num_decodes // _SPARE))
+
+
+def num_joins(num_decodes: int, parts: int) -> int:
+    """Return how many of the sequences can have several parts at most."""
+    return min(num_decodes, parts - num_decodes)
+
+
+def num_blocks(num_rows: int, num_chunks: int, rows_of_tile: int, group: int) -> int:
+    """Return the programs per KV head for `num_rows` tokens in `num_chunks` chunks: at least as many as these need."""
+    return num_rows // (rows_of_tile // group) + num_chunks
+
+
+def kernels_of(num_decodes: int, num_chunks: int) -> tuple[str, ...]:
+    """Return the kernels that compute a step. A step of any size takes the same compiled ones.
+
+    So one step with a chunk and a decode, before the first request, compiles all that requests will need.
+    """
+    return ("share", "decode", "join") * (num_decodes > 0) + ("chunk",) * (num_chunks > 0)
+
+
 def store_kv(
     k: Tensor,
     v: Tensor,
@@ -65,9 +93,9 @@ def store_kv(
     _check(k_pages, v_pages, k_scale is not None, k, v)
     k, v = _adjacent(k), _adjacent(v)
     block = 16
-    _store_kernel[triton.cdiv(T, block), H](
+    store_kernel[triton.cdiv(T, block), H](
         *(k, v, k_pages, v_pages, slots, k_scale, v_scale, T),
-        *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        *(*_strides(k), *_strides(v)),
         *(k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1)),
         PAGE=k_pages.shape[2],
         **block_widths(Dk, Dv),
@@ -94,49 +122,98 @@ def paged_attention(
     _check(k_pages, v_pages, k_scale is not None, q)
     q = _adjacent(q)
     assert batch.page_table.stride(1) == 1 or batch.page_table.shape[1] == 1
-    S, group = len(batch.kv_len), Hq // Hkv
-    small_rows = max(_SMALL_ROWS, triton.next_power_of_2(group))
-    small_queries = small_rows // group
-    has_chunks = batch.max_query_len > small_queries
-    tiles = tiles_for(Dk, Dv, q.element_size(), has_chunks)
-    large_rows = max(tiles.rows, triton.next_power_of_2(group)) if has_chunks else 0
-    num_blocks = T // (large_rows // group) + S if has_chunks else S
-    splits, split_tokens = _splits(S * Hkv, batch.max_kv_len, _num_multiprocessors(q.device))
-
     out = q.new_empty(T, Hq, Dv)
-    part = q.new_empty(S, Hkv, splits, small_rows, Dv, dtype=torch.float32) if splits > 1 else out
-    part_lse = part.new_empty(part.shape[:-1]) if splits > 1 else out  # log2 of the sum of exp2
-    rows = (out, part, part_lse, batch.query_start, batch.kv_len, sinks)
-    widths = block_widths(Dk, Dv)
-    shape = {
-        "GROUP": group,
-        "SMALL": small_rows,
-        "BLOCK_N": tiles.tokens,
-        "SPLITS": splits,
-        "SPLIT_TILES": triton.cdiv(split_tokens, tiles.tokens),
+    S = len(batch.kv_len)
+    D = S if batch.max_query_len == 1 else batch.num_decodes
+    tensors = (q, k_pages, v_pages, k_scale, v_scale, batch.page_table)
+    numbers = (
+        *(scale * _LOG2_E if softcap is None else scale * 2 * _LOG2_E / softcap, *_strides(q)),
+        *(k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1), batch.page_table.stride(0)),
+    )
+    kind: dict[str, Any] = {
+        "GROUP": Hq // Hkv,
+        "PAGE": page_size,
+        **block_widths(Dk, Dv),
         "WINDOW": window or 0,
+        "SOFTCAP": (softcap or 0.0) * _LOG2_E,
         "HAS_SINKS": sinks is not None,
+        "HAS_SCALES": k_scale is not None,
     }
-    attention_kernel[num_blocks, Hkv, splits](
-        *(*rows, q, k_pages, v_pages, k_scale, v_scale, batch.page_table),
-        *(S, scale * _LOG2_E if softcap is None else scale * 2 * _LOG2_E / softcap),
-        *(q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1)),
-        batch.page_table.stride(0),
-        **shape,
-        **widths,
-        PAGE=page_size,
-        LARGE=large_rows,
-        SOFTCAP=(softcap or 0.0) * _LOG2_E,
-        HAS_SCALES=k_scale is not None,
+    if D > 0:
+        _decode(out, batch, D, sinks, tensors, numbers, kind)
+    if S > D:
+        tiles = _tiles(kind, q.element_size(), has_chunks=True)
+        chunk_kernel[num_blocks(T - D, S - D, tiles.rows, kind["GROUP"]), Hkv](
+            *(out, batch.query_start, batch.kv_len, sinks, *tensors, S, D, *numbers),
+            **kind,
+            ROWS=tiles.rows,
+            BLOCK_N=tiles.tokens,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+    return out
+
+
+def _decode(
+    out: Tensor,
+    batch: AttentionBatch,
+    D: int,
+    sinks: Tensor | None,
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...],
+    kind: dict[str, Any],
+) -> None:
+    """Launch the attention of the first D sequences, which have one row each, into their rows of `out`."""
+    (_, Hq, Dv), group = out.shape, kind["GROUP"]
+    Hkv, tiles = Hq // group, _tiles(kind, out.element_size(), has_chunks=False)
+    P = num_parts(D, Hkv, _num_multiprocessors(out.device))
+    shares = _shares(batch, D, P, tiles.tokens, kind["WINDOW"])
+    part_out = out.new_empty(P, Hkv, group, Dv, dtype=torch.float32)
+    part_lse = part_out.new_empty(P, Hkv, group)  # log2 of the sum of exp2
+    decode_kernel[P, Hkv](
+        *(out, part_out, part_lse, shares, batch.query_start, batch.kv_len, sinks, *tensors, D, *numbers),
+        **kind,
+        ROWS=tiles.rows,
+        BLOCK_N=tiles.tokens,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    if splits > 1:
-        num_queries = min(batch.max_query_len, small_queries)
-        _join_kernel[S, num_queries, Hq](
-            *rows, **shape, V_DIM=Dv, BLOCK_V=widths["BLOCK_V"], BLOCK_SPLITS=triton.next_power_of_2(splits)
+    members = int(triton.next_power_of_2(group))
+    join_kernel[num_joins(D, P), Hkv](
+        *(out, part_out, part_lse, shares, batch.query_start, sinks, D, P),
+        GROUP=group,
+        V_DIM=Dv,
+        BLOCK_V=kind["BLOCK_V"],
+        BLOCK_P=max(1, _JOINED // (members * kind["BLOCK_V"])),
+        BLOCK_G=members,
+        HAS_SINKS=sinks is not None,
+    )
+
+
+def _shares(batch: AttentionBatch, D: int, P: int, tile_tokens: int, window: int) -> Tensor:
+    """Return how the contexts of the first D sequences are cut into parts: see triton_decodes.py.
+
+    Layers with the same window cut them alike, so the first of these does it for all.
+    """
+    key = "shares", D, P, tile_tokens, window
+    if key not in batch.derived:
+        shares = batch.kv_len.new_empty(num_shares(P))
+        share_kernel[1,](
+            *(shares, batch.kv_len, D, P),
+            MIN_TILES=max(1, PART_TOKENS // tile_tokens),
+            BLOCK_N=tile_tokens,
+            WINDOW=window,
+            BLOCK_S=_SEQUENCES,
         )
-    return out
+        batch.derived[key] = shares
+    return batch.derived[key]
+
+
+def _tiles(kind: dict[str, Any], itemsize: int, has_chunks: bool) -> Tiles:
+    """Return `tiles_for` with rows enough for the query heads that share a KV head."""
+    tiles = tiles_for(kind["K_DIM"], kind["V_DIM"], itemsize, has_chunks)
+    rows = tiles.rows if has_chunks else _SMALL_ROWS
+    return tiles._replace(rows=max(rows, int(triton.next_power_of_2(kind["GROUP"]))))
 
 
 def _check(k_pages: Tensor, v_pages: Tensor, has_scales: bool, *rows: Tensor) -> None:
@@ -153,6 +230,15 @@ def _adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _strides(x: Tensor) -> tuple[int, int]:
+    """Return the strides of the tokens and of the heads of x [T, H, D].
+
+    The stride of a single token or head may be any number, and Triton compiles a kernel again for one of other factors.
+    """
+    _, H, D = x.shape
+    return x.stride(0) if len(x) > 1 else H * D, x.stride(1) if H > 1 else D
+
+
 def block_widths(key_dim: int, value_dim: int) -> dict[str, int]:
     """Return the head dimensions, and the powers of two that hold them."""
     return {"K_DIM": key_dim, "V_DIM": value_dim, "BLOCK_K": _power_of_2(key_dim), "BLOCK_V": _power_of_2(value_dim)}
@@ -162,242 +248,9 @@ def _power_of_2(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
 
 
-def _splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> tuple[int, int]:
-    """Return into how many parts a context is split at most, and the fewest tokens of a part."""
-    to_fill = -(-_WAVES * num_multiprocessors // num_programs)
-    tokens = SPLIT_TOKENS if to_fill > 1 else FULL_SPLIT_TOKENS
-    longest = -(-max_kv_len // tokens)
-    return min(longest, _MAX_SPLITS if to_fill == 1 else min(to_fill, _MAX_SPLITS)), tokens
-
-
 @lru_cache
 def _num_multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":  # Triton's interpreter
         return 4
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
-
-
-@triton.jit(do_not_specialize=["T"])
-def _store_kernel(
-    k, v, k_pages, v_pages, slots, k_scale, v_scale, T,
-    k_token, k_head, v_token, v_head, k_page, k_page_head, v_page, v_page_head,
-    PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HAS_SCALES: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    head = tl.program_id(1)
-    slot = tl.load(slots + token, mask=token < T, other=-1)
-    live = (slot >= 0)[:, None]
-    token, page, offset = token.to(tl.int64)[:, None], (slot // PAGE)[:, None], (slot % PAGE)[:, None]
-    i = tl.arange(0, BLOCK_K)[None, :]
-    x = tl.load(k + token * k_token + head * k_head + i, mask=live & (i < K_DIM))
-    if HAS_SCALES:
-        x = _quantised(x, k_scale + head, k_pages)
-    tl.store(k_pages + page * k_page + head * k_page_head + offset * K_DIM + i, x, mask=live & (i < K_DIM))
-    i = tl.arange(0, BLOCK_V)[None, :]
-    x = tl.load(v + token * v_token + head * v_head + i, mask=live & (i < V_DIM))
-    if HAS_SCALES:
-        x = _quantised(x, v_scale + head, v_pages)
-    tl.store(v_pages + page * v_page + head * v_page_head + offset * V_DIM + i, x, mask=live & (i < V_DIM))
-
-
-@triton.jit
-def _quantised(x, scale, pages):
-    x = tl.div_rn(x.to(tl.float32), tl.load(scale))
-    return tl.minimum(tl.maximum(x, -448.0), 448.0).to(pages.dtype.element_ty)
-
-
-@triton.jit
-def _scan(
-    acc, total, top, q, position, begin, end, first, scale,
-    k_pages, v_pages, pages, k_page, v_page,
-    PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Continue the online softmax over the tiles of [begin, end); tokens before `first` are never read."""
-    i, j = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
-    for tile in tl.range(begin, end, BLOCK_N):
-        token = tile + tl.arange(0, BLOCK_N)
-        if MASKED:
-            live = (token >= first) & (token < end)
-            page = tl.load(pages + token // PAGE, mask=live, other=0).to(tl.int64)
-            k_live, v_live = live[:, None] & (i < K_DIM), live[:, None] & (j < V_DIM)
-        else:
-            page = tl.load(pages + token // PAGE).to(tl.int64)
-            k_live, v_live = i < K_DIM, j < V_DIM
-        k_at = k_pages + (page * k_page + (token % PAGE) * K_DIM)[:, None] + i
-        v_at = v_pages + (page * v_page + (token % PAGE) * V_DIM)[:, None] + j
-        k = tl.load(k_at) if not MASKED and K_DIM == BLOCK_K else tl.load(k_at, mask=k_live, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
-        if SOFTCAP > 0:
-            scores = SOFTCAP - 2 * SOFTCAP / (tl.exp2(scores) + 1)  # tanh
-        if MASKED:
-            visible = position[:, None] >= token[None, :]
-            if WINDOW > 0:
-                visible = visible & (position[:, None] - token[None, :] < WINDOW)
-            scores = tl.where(visible, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        keep = tl.exp2(top - new_top)
-        total = total * keep + tl.sum(weights, 1)
-        v = tl.load(v_at) if not MASKED and V_DIM == BLOCK_V else tl.load(v_at, mask=v_live, other=0.0)
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * keep[:, None], input_precision="ieee")
-        top = new_top
-    return acc, total, top
-
-
-@triton.jit
-def _attend(
-    out, part, part_lse, sinks, q, start, length, kv_len, first_token, head, begin, end, place, scale, out_scale,
-    k_pages, v_pages, pages, q_token, q_head, k_page, v_page,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, IS_CHUNK: tl.constexpr, IS_PART: tl.constexpr,
-):  # fmt: skip
-    """Compute a tile of query rows, from `first_token` of its sequence on, over the context in [begin, end)."""
-    QUERIES: tl.constexpr = ROWS // GROUP
-    row = tl.arange(0, ROWS)
-    token, row_head = first_token + row // GROUP, head * GROUP + row % GROUP
-    live = (token < length) & (row < QUERIES * GROUP)
-    position = kv_len - length + token
-    i, j = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
-    q_at = q + ((start + token).to(tl.int64) * q_token + row_head * q_head)[:, None] + i
-    rows = tl.load(q_at, mask=live[:, None] & (i < K_DIM), other=0.0)
-    acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], -1e30, tl.float32)  # finite: a row that sees nothing of a tile must not become NaN
-    if HAS_SINKS and not IS_PART:
-        top = tl.load(sinks + row_head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
-        total += 1.0
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(kv_len - length + first_token - WINDOW + 1, 0)
-    elif IS_CHUNK:  # first the tiles that every row sees in full
-        open_end = (kv_len - length + first_token + 1) // BLOCK_N * BLOCK_N
-        acc, total, top = _scan(
-            acc, total, top, rows, position, begin, open_end, first, scale,
-            k_pages, v_pages, pages, k_page, v_page,
-            PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, SOFTCAP, False,
-        )  # fmt: skip
-        begin = open_end
-    acc, total, top = _scan(
-        acc, total, top, rows, position, begin, end, first, scale,
-        k_pages, v_pages, pages, k_page, v_page,
-        PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, SOFTCAP, True,
-    )  # fmt: skip
-    total = tl.where(total > 0, total, 1.0)
-    acc = acc * (out_scale / total)[:, None]
-    if IS_PART:
-        place = place * ROWS + row
-        tl.store(part + place[:, None] * V_DIM + j, acc, mask=live[:, None] & (j < V_DIM))
-        tl.store(part_lse + place, top + tl.log2(total), mask=live)
-    else:
-        heads = tl.num_programs(1) * GROUP
-        out_at = out + (((start + token).to(tl.int64) * heads + row_head) * V_DIM)[:, None] + j
-        tl.store(out_at, acc.to(out.dtype.element_ty), mask=live[:, None] & (j < V_DIM))
-
-
-@triton.jit
-def _parts_of(length, kv_len, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SPLIT_TILES: tl.constexpr,
-              WINDOW: tl.constexpr):  # fmt: skip
-    """Return where the context of a sequence with few rows begins, and the tokens in a part of the context."""
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(kv_len - length - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    return begin, tl.maximum(tl.cdiv(tl.cdiv(kv_len - begin, BLOCK_N), SPLITS), SPLIT_TILES) * BLOCK_N
-
-
-@triton.jit(do_not_specialize=["S", "table_row"])
-def attention_kernel(
-    out, part, part_lse, query_start, kv_lens, sinks, q, k_pages, v_pages, k_scale, v_scale, page_table,
-    S, scale, q_token, q_head, k_page, k_head, v_page, v_head, table_row,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    SMALL: tl.constexpr, LARGE: tl.constexpr, SPLITS: tl.constexpr, SPLIT_TILES: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
-):  # fmt: skip
-    """Compute one KV head for a block of a sequence's query tokens; if they are few, for one part of their context."""
-    # Chunks come last in a batch, and the last block of a chunk sees most: the longest programs start first.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    head, split = tl.program_id(1), tl.program_id(2)
-    sequence, number = block, 0
-    if LARGE > 0:
-        # Sequence s owns the blocks from query_start[s] // QUERIES + s on: at least as many as it needs.
-        QUERIES: tl.constexpr = LARGE // GROUP
-        sequence, above = block * 0, block * 0 + S
-        while above - sequence > 1:
-            middle = (sequence + above) // 2
-            is_beyond = tl.load(query_start + middle) // QUERIES + middle > block
-            sequence = tl.where(is_beyond, sequence, middle)
-            above = tl.where(is_beyond, middle, above)
-        number = block - tl.load(query_start + sequence) // QUERIES - sequence
-    start = tl.load(query_start + sequence)
-    length = tl.load(query_start + sequence + 1) - start
-    kv_len = tl.load(kv_lens + sequence)
-    pages = page_table + tl.cast(sequence, tl.int64) * table_row
-    k_pages += tl.cast(head, tl.int64) * k_head
-    v_pages += tl.cast(head, tl.int64) * v_head
-    out_scale = 1.0
-    if HAS_SCALES:
-        scale *= tl.load(k_scale + head)
-        out_scale = tl.load(v_scale + head)
-    if LARGE > 0:
-        first_token = number * QUERIES
-        if (length > SMALL // GROUP) & (split == 0) & (first_token < length):
-            begin = 0
-            if WINDOW > 0:
-                begin = tl.maximum(kv_len - length + first_token - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-            end = tl.minimum(kv_len - length + first_token + QUERIES, kv_len)
-            _attend(
-                out, part, part_lse, sinks, q, start, length, kv_len, first_token, head, begin, end, 0, scale,
-                out_scale, k_pages, v_pages, pages, q_token, q_head, k_page, v_page,
-                GROUP, PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, HAS_SINKS, SOFTCAP, LARGE, True, False,
-            )  # fmt: skip
-    begin, tokens = _parts_of(length, kv_len, BLOCK_N, SPLITS, SPLIT_TILES, WINDOW)
-    begin += split * tokens
-    if (length <= SMALL // GROUP) & (length > 0) & (number == 0) & (begin < kv_len):
-        place = (tl.cast(sequence, tl.int64) * tl.num_programs(1) + head) * SPLITS + split
-        _attend(
-            out, part, part_lse, sinks, q, start, length, kv_len, 0, head, begin, tl.minimum(begin + tokens, kv_len),
-            place, scale, out_scale, k_pages, v_pages, pages, q_token, q_head, k_page, v_page,
-            GROUP, PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, HAS_SINKS, SOFTCAP, SMALL, False, SPLITS > 1,
-        )  # fmt: skip
-
-
-@triton.jit
-def _join_kernel(
-    out, part, part_lse, query_start, kv_lens, sinks,
-    GROUP: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    SMALL: tl.constexpr, SPLITS: tl.constexpr, SPLIT_TILES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-):  # fmt: skip
-    """Join the parts of one row of a sequence with few rows, each weighted by its sum."""
-    sequence, token, q_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(query_start + sequence)
-    length = tl.load(query_start + sequence + 1) - start
-    if (length <= SMALL // GROUP) & (token < length):
-        kv_len = tl.load(kv_lens + sequence)
-        begin, tokens = _parts_of(length, kv_len, BLOCK_N, SPLITS, SPLIT_TILES, WINDOW)
-        split = tl.arange(0, BLOCK_SPLITS)
-        live = begin + split * tokens < kv_len
-        kv_heads = tl.num_programs(2) // GROUP
-        place = (tl.cast(sequence, tl.int64) * kv_heads + q_head // GROUP) * SPLITS + split
-        place = place * SMALL + token * GROUP + q_head % GROUP
-        lse = tl.load(part_lse + place, mask=live, other=float("-inf"))
-        top = tl.max(lse, 0)
-        if HAS_SINKS:
-            sink = tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634
-            top = tl.maximum(top, sink)
-        weights = tl.exp2(lse - top)
-        total = tl.sum(weights, 0)
-        if HAS_SINKS:
-            total += tl.exp2(sink - top)
-        j = tl.arange(0, BLOCK_V)
-        values = tl.load(
-            part + place[:, None] * V_DIM + j[None, :], mask=live[:, None] & (j < V_DIM)[None, :], other=0.0
-        )
-        result = tl.sum(values * weights[:, None], 0) / total
-        out_at = out + ((start + token).to(tl.int64) * tl.num_programs(2) + q_head) * V_DIM + j
-        tl.store(out_at, result.to(out.dtype.element_ty), mask=j < V_DIM)

@@ -45,8 +45,12 @@ THIRD_PARTIES = {  # third party: the rooms or files that may import it
     "ray": ["cluster/dispatch", "cluster/serve", "workers/replica/own_node.py", "workers/replica/replica.py"],
     "nixl": ["kvtransfer/nixl.py"],
     "fastapi": ["cluster/api"],
-    "triton": ["kernels/triton_attention.py", "kernels/triton_layer_steps.py", "kernels/backend.py"],
+    "triton": [
+        *(f"kernels/triton_{name}.py" for name in ("attention", "chunks", "decodes", "layer_steps", "scan", "store")),
+        "kernels/backend.py",
+    ],
     "flash_attn": ["kernels/flash_attention.py"],
+    "flash_attn_interface": ["kernels/flash_attention_3.py"],
 }
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix() for folder in FLOORS for path in (ROOT / folder).rglob("*.py") if path.is_file()

@@ -339,6 +339,7 @@ _WORDS_OF_OTHERS = {  # setting: words of vLLM and SGLang, and ours
         "TRITON_ATTN": "triton",
         "TORCH_SDPA": "torch",
         "fa2": "flash_attn",
+        "fa3": "flash_attn_3",
         "torch_native": "torch",
     },
 }

@@ -95,6 +95,7 @@ class Case:
             slots=slots,
             max_query_len=max(q for q, _ in self.lengths),
             max_kv_len=max(kv for _, kv in self.lengths),
+            num_decodes=next((s for s, (q, _) in enumerate(self.lengths) if q > 1), S),
         )
 
     def fill(self) -> None:

@@ -13,15 +13,44 @@ from torch import Tensor
 
 from crossdock.kernels import backend
 from crossdock.kernels.backend import TORCH, choose_attention
+from crossdock.kernels.options import AttentionBackend
 
 from .test_attention import MIXED, Case
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
 
+def longhand(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: list[int], pages: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Return what either package computes from its arguments, after what both check."""
+    assert q.shape[2] == v.shape[3]
+    assert q.shape[2] % 8 == 0
+    assert k.stride(3) == v.stride(3) == q.stride(2) == 1
+    assert starts.dtype == pages.dtype == torch.int32
+    assert options["causal"]
+    left, right = options["window_size"]
+    assert right == (0 if left >= 0 else -1)
+    out = q.new_empty(q.shape)
+    for s, table in enumerate(pages.long()):
+        length = lengths[s]
+        keys, values = (x[table].flatten(0, 1)[:length].transpose(0, 1) for x in (k, v))  # [Hkv, L, D]
+        rows = q[starts[s] : starts[s + 1]].transpose(0, 1)
+        distance = torch.arange(length - rows.shape[1], length)[:, None] - torch.arange(length)
+        visible = (distance >= 0) & (distance <= (left if left >= 0 else length))
+        group = q.shape[1] // k.shape[2]
+        scores = rows @ keys.repeat_interleave(group, 0).transpose(1, 2) * options["softmax_scale"]
+        if options["softcap"]:
+            scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        out[starts[s] : starts[s + 1]] = (weights @ values.repeat_interleave(group, 0)).transpose(0, 1)
+    return out
+
+
 @pytest.fixture
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """Replace the package by one that checks arguments like its csrc/flash_attn/flash_api.cpp, and computes attention.
+    """Replace both packages by ones that check their arguments, as csrc/flash_attn/flash_api.cpp of 2.8 and
+    hopper/flash_api.cpp of 3 do, and compute attention.
 
     Gives the options of every call.
     """
@@ -35,37 +64,51 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]
         kv_starts: Tensor,
         longest: int,
         longest_kv: int,
+        *,
+        block_table: Tensor,
         **options: Any,
     ) -> Tensor:
         assert k.shape[1] % 256 == 0
-        assert k.stride(3) == v.stride(3) == q.stride(2) == 1
-        assert starts.dtype == kv_starts.dtype == options["block_table"].dtype == torch.int32
-        assert (longest, longest_kv) == (int(starts.diff().max()), int(kv_starts.diff().max()))
-        assert options["causal"]
+        assert kv_starts.dtype == torch.int32
+        lengths = kv_starts.diff().tolist()
+        assert (longest, longest_kv) == (int(starts.diff().max()), max(lengths))
+        calls.append({**options, "kv_starts": kv_starts})
+        return longhand(q, k, v, starts, lengths, block_table, options)
+
+    def flash_attn_with_kvcache(
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        cache_seqlens: Tensor,
+        page_table: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        **options: Any,
+    ) -> Tensor:
+        assert cache_seqlens.dtype == torch.int32
+        assert cache_seqlens.is_contiguous()
+        assert cu_seqlens_q.is_contiguous()
+        assert page_table.stride(1) == 1
+        assert page_table.shape[0] == len(cache_seqlens) == len(cu_seqlens_q) - 1
+        assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+        assert set(options) <= {"softmax_scale", "causal", "window_size", "softcap"}
         calls.append(options)
-        left = options["window_size"][0]
-        out = q.new_empty(q.shape)
-        for s, table in enumerate(options["block_table"].long()):
-            length = int(kv_starts[s + 1] - kv_starts[s])
-            keys, values = (x[table].flatten(0, 1)[:length].transpose(0, 1) for x in (k, v))  # [Hkv, L, D]
-            rows = q[starts[s] : starts[s + 1]].transpose(0, 1)
-            distance = torch.arange(length - rows.shape[1], length)[:, None] - torch.arange(length)
-            visible = (distance >= 0) & (distance <= (left if left >= 0 else length))
-            group = q.shape[1] // k.shape[2]
-            scores = rows @ keys.repeat_interleave(group, 0).transpose(1, 2) * options["softmax_scale"]
-            if options["softcap"]:
-                scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-            weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-            out[starts[s] : starts[s + 1]] = (weights @ values.repeat_interleave(group, 0)).transpose(0, 1)
-        return out
+        return longhand(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens.tolist(), page_table, options)
 
     module: Any = ModuleType("flash_attn")
     module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", module)
+    module = ModuleType("flash_attn_interface")
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
     has_package = backend.has_package
-    monkeypatch.setattr(backend, "has_package", lambda package: package == "flash_attn" or has_package(package))
+    names = ("flash_attn", "flash_attn_interface")
+    monkeypatch.setattr(backend, "has_package", lambda package: package in names or has_package(package))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     yield calls
-    sys.modules.pop("crossdock.kernels.flash_attention", None)
+    for name in ("flash_attention", "flash_attention_3"):
+        sys.modules.pop(f"crossdock.kernels.{name}", None)
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
@@ -106,12 +149,17 @@ def test_backend_that_cannot_run_is_refused_with_reason(monkeypatch: pytest.Monk
         choose_attention("triton", CPU)
 
 
+FLASH: list[AttentionBackend] = ["flash_attn", "flash_attn_3"]
+
+
 @pytest.mark.parametrize("shape", [{}, {"window": 24}, {"softcap": 3.0}, {"q_heads": 9, "kv_heads": 3}], ids=str)
+@pytest.mark.parametrize("name", FLASH)
 def test_flash_attn_gets_valid_arguments_and_matches_longhand(
-    flash_attn: list[dict[str, Any]], shape: dict[str, Any], seed: int
+    flash_attn: list[dict[str, Any]], name: AttentionBackend, shape: dict[str, Any], seed: int
 ) -> None:
-    chosen = choose_attention("flash_attn", CUDA)
-    case = Case(MIXED, page_size=chosen.page_multiple, seed=seed, **shape)
+    chosen = choose_attention(name, CUDA)
+    case = Case(MIXED, page_size={"flash_attn": 256, "flash_attn_3": 16}[name], seed=seed, **shape)
+    assert case.page_size % chosen.page_multiple == 0
     case.pool.zero_()  # the replacement multiplies masked elements too
     case.fill()
     out = chosen.paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
@@ -119,12 +167,44 @@ def test_flash_attn_gets_valid_arguments_and_matches_longhand(
     assert len(flash_attn) == 1
 
 
-@pytest.mark.parametrize("shape", [{"sinks": True}, {"k_dim": 48}, {"k_dim": 512, "v_dim": 512}], ids=str)
-def test_flash_attn_with_unsupported_heads_is_refused(flash_attn: list[dict[str, Any]], shape: dict[str, Any]) -> None:
-    case = Case([(1, 9)], page_size=256, **shape)
+def test_flash_attn_sums_the_contexts_once_for_all_layers(flash_attn: list[dict[str, Any]]) -> None:
+    case = Case(MIXED, page_size=256)
     chosen = choose_attention("flash_attn", CUDA)
-    with pytest.raises(ValueError, match="attention_backend flash_attn takes no attention sinks"):
+    for _ in range(3):
         chosen.paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
+    assert len({id(call["kv_starts"]) for call in flash_attn}) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ({"sinks": True}, "takes no attention sinks"),
+        ({"k_dim": 48}, "keys and values of one size up to 256, not 48 and 32"),
+        ({"k_dim": 512, "v_dim": 512}, "not 512 and 512"),
+        ({"k_dim": 100, "v_dim": 100}, "takes head sizes that are multiples of 8, not 100"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", FLASH)
+def test_flash_attn_with_unsupported_heads_is_refused(
+    flash_attn: list[dict[str, Any]], name: AttentionBackend, shape: dict[str, Any], reason: str
+) -> None:
+    case = Case([(1, 9)], page_size=256, **shape)
+    chosen = choose_attention(name, CUDA)
+    with pytest.raises(ValueError, match=f"attention_backend {name} .*{reason}"):
+        chosen.paged_attention(case.q, case.k_pages, case.v_pages, case.batch, **case.arguments())
+    assert not flash_attn
+
+
+def test_flash_attn_3_without_package_or_hopper_is_refused(
+    flash_attn: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(ValueError, match="attention_backend flash_attn_3 runs on Hopper GPUs"):
+        choose_attention("flash_attn_3", CUDA)
+    without(monkeypatch, "flash_attn_interface")
+    with pytest.raises(ValueError, match="flash_attn_3: the package flash_attn_interface is not installed"):
+        choose_attention("flash_attn_3", CUDA)
     assert not flash_attn
 
 
@@ -134,8 +214,9 @@ def test_fp8_pages_are_read_only_by_torch_and_triton(
     with caplog.at_level(logging.INFO, backend.__name__):
         assert choose_attention("auto", CPU, "fp8") is TORCH
     assert caplog.messages == ["attention runs in plain torch, several times slower: our C++ takes no fp8 pages"]
-    with pytest.raises(ValueError, match="kv_cache_dtype fp8: attention_backend flash_attn takes no such pages"):
-        choose_attention("flash_attn", CUDA, "fp8")
+    for name in FLASH:
+        with pytest.raises(ValueError, match=f"kv_cache_dtype fp8: attention_backend {name} takes no such pages"):
+            choose_attention(name, CUDA, "fp8")
     assert not flash_attn
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs Triton: pip install triton")

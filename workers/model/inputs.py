@@ -76,6 +76,12 @@ class StepInputs:
     def max_query_len(self) -> int:
         return int(np.diff(self.query_start).max())
 
+    @property
+    def num_decodes(self) -> int:
+        """Return how many sequences at the front of the step have one row."""
+        has_more = np.diff(self.query_start) != 1
+        return int(has_more.argmax()) if has_more.any() else len(has_more)
+
     def on(self, device: torch.device, previous_tokens: Tensor | None = None) -> "StepTensors":
         """Copy the step to `device`. To a GPU it is one copy, for which the host does not wait.
 
@@ -103,7 +109,8 @@ class StepInputs:
 
     def run(self, model: PagedModel, previous_tokens: Tensor | None = None) -> Tensor:
         """Compute this rank's part of the step; return logits [N, vocab] on the last stage. See `on`."""
-        return self.on(model.device, previous_tokens).run(model, self.max_query_len, int(self.kv_len.max()))
+        longest = self.max_query_len, int(self.kv_len.max())
+        return self.on(model.device, previous_tokens).run(model, *longest, self.num_decodes)
 
 
 class StepTensors(NamedTuple):
@@ -117,8 +124,10 @@ class StepTensors(NamedTuple):
     kv_len: Tensor
     page_table: Tensor
 
-    def run(self, model: PagedModel, max_query_len: int, max_kv_len: int) -> Tensor:
-        batch = AttentionBatch(self.query_start, self.kv_len, self.page_table, self.slots, max_query_len, max_kv_len)
+    def run(self, model: PagedModel, max_query_len: int, max_kv_len: int, num_decodes: int = 0) -> Tensor:
+        batch = AttentionBatch(
+            *(self.query_start, self.kv_len, self.page_table, self.slots, max_query_len, max_kv_len, num_decodes)
+        )
         return model.forward(self.token_ids, self.positions, batch, self.wanted)
 
 

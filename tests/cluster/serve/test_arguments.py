@@ -111,6 +111,7 @@ def test_values_that_are_no_numbers_are_named() -> None:
         ("--kv-cache-dtype", "fp8_e4m3", "fp8"),
         ("--attention-backend", "TRITON_ATTN", "triton"),
         ("--attention-backend", "torch_native", "torch"),
+        ("--attention-backend", "fa3", "flash_attn_3"),
     ],
 )
 def test_words_of_others_mean_ours(flag: str, theirs: str, ours: str) -> None:
@@ -120,7 +121,9 @@ def test_words_of_others_mean_ours(flag: str, theirs: str, ours: str) -> None:
 def test_words_that_mean_nothing_here_are_refused_with_ours() -> None:
     refused = run("config", "--attention-backend", "FLASHINFER")
     assert refused.exit_code == 2
-    assert "engine.attention_backend: must be 'auto', 'triton', 'flash_attn' or 'torch'" in refused.stderr
+    assert (
+        "engine.attention_backend: must be 'auto', 'triton', 'flash_attn', 'flash_attn_3' or 'torch'" in refused.stderr
+    )
 
 
 def test_json_values_and_lists_are_read() -> None:
