@@ -1,7 +1,7 @@
 """The settings of one replica: its model, its engine and its KV transfers. No torch, no ray."""
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
@@ -10,6 +10,8 @@ from crossdock.workers.model.memory_budget import MemoryBudget
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.config import SchedulerConfig
+
+Device: TypeAlias = Literal["cpu", "cuda"]
 
 _GIB = 1 << 30
 
@@ -132,6 +134,7 @@ class ReplicaSpec:
     pipeline_parallel_size: int = 1
     rank_timeout_s: float = 60.0  # a rank that takes longer for its part of one step counts as hung
     start_timeout_s: float = 900.0  # until all ranks have loaded their parts
+    device: Device | None = None  # of each rank; None: a GPU where torch finds one, else the CPU
 
     @property
     def num_ranks(self) -> int:

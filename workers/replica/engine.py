@@ -18,6 +18,7 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
+from crossdock.workers.replica.device import device_of
 from crossdock.workers.replica.gang import Gang
 from crossdock.workers.replica.pipeline import FinishedStep, Pipeline
 from crossdock.workers.replica.pool_layout import held_layers, pool_spec
@@ -297,6 +298,6 @@ def load_engine(spec: ReplicaSpec) -> Engine:
         ValueError: the model or its settings cannot be served; the message names the field.
     """
     torch.set_num_threads(spec.num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of(spec)
     model = load_model(spec.model, device, kv_bytes=spec.engine.budget.known(device) or 0)
     return Engine(model, spec.engine, resolve_tokenizer(spec.tokenizer, spec.model.path))
