@@ -131,9 +131,9 @@ class Pipeline:
 
     def _launch(self, batch: Batch, inputs: tuple[StepInputs, list[range]], now: float) -> StepInFlight:
         """Have the device compute `batch`; it begins where the tokens of the step before are known to the device."""
-        before = self.newest
-        logits, rows = self.runner.finish(inputs, before.device_tokens if before is not None else None)
-        drawn = self.sampler.draw(batch, logits)
+        previous_tokens = self.newest.device_tokens if self.newest is not None else None
+        logits, rows = self.runner.finish(inputs, previous_tokens)
+        drawn = self.sampler.draw(batch, logits, previous_tokens)
         if drawn is None:
             return StepInFlight(batch, now, partial(self._sample, batch, logits, rows))
         return StepInFlight(batch, now, partial(self._read, batch, drawn), device_tokens=drawn.on_device)
