@@ -1,13 +1,14 @@
 """Execute batches on this rank and on all others: one flat forward pass over any mix of chunks and decodes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from crossdock.workers.model.graphs import DecodeGraphs
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.step_messages import StepSender
 from crossdock.workers.schedule.batch import Batch
 
 
@@ -19,12 +20,16 @@ class Runner:
     page_size: int
     notify_ranks: Callable[[bytes], None] | None = None
     graphs: DecodeGraphs | None = None
+    _sender: StepSender = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_sender", StepSender(self.page_size))  # frozen
 
     def begin(self, batch: Batch) -> tuple[StepInputs, list[range]]:
         """Send a batch to the other ranks, which may compute it from now on."""
         step = StepInputs.of(batch, self.page_size)
         if self.notify_ranks is not None:
-            self.notify_ranks(step[0].pack())
+            self.notify_ranks(self._sender.pack(step[0], [part.request.id for part in batch.scheduled]))
         return step
 
     def finish(
