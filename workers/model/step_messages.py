@@ -37,12 +37,13 @@ class StepSender:
         self._tables = _grown(self._tables, 0, width, _UNKNOWN)
         reach = -(-inputs.kv_len // self.page_size)
         differs = inputs.page_table != self._tables[places, :width]
-        rows, columns = np.nonzero(differs & (np.arange(width) < reach[:, None]))
+        differs &= np.arange(width, dtype=np.int32) < reach[:, None]
+        changed = np.flatnonzero(differs).astype(np.int32)
+        rows, columns = np.divmod(changed, width)
         entries = inputs.page_table[rows, columns]
         self._tables[places[rows], columns] = entries
         arrays = [getattr(inputs, name) for name in (*_LONG, *_SHORT)]
-        changes = [places, rows.astype(np.int32), columns.astype(np.int32), entries]
-        data: bytes = msgpack.packb([width, *(array.tobytes() for array in (*arrays, *changes))])
+        data: bytes = msgpack.packb([width, *(array.tobytes() for array in (*arrays, places, changed, entries))])
         return data
 
     def _place(self, requests: Sequence[str]) -> NDArray[np.int32]:
@@ -69,9 +70,10 @@ class StepReceiver:
         """Return the step. Entries of its page table past a sequence's tokens are arbitrary pages of the pool."""
         width, *packed = msgpack.unpackb(data)
         token_ids, positions, slots, wanted = (np.frombuffer(array, np.int64) for array in packed[: len(_LONG)])
-        query_start, kv_len, places, rows, columns, entries = (
+        query_start, kv_len, places, changed, entries = (
             np.frombuffer(array, np.int32) for array in packed[len(_LONG) :]
         )
+        rows, columns = np.divmod(changed, width)
         self._tables = _grown(self._tables, int(places.max()) + 1, width, 0)
         self._tables[places[rows], columns] = entries
         table = self._tables[places, :width]
