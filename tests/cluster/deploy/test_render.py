@@ -306,3 +306,11 @@ def test_gpus_that_configuration_leaves_open_follow_the_nodes() -> None:
     assert [pool["num_gpus"] for pool in application["args"]["pools"]] == [1, 0]
     (application,) = serve_config(load(None, {"pools": pools}))["applications"]
     assert all("num_gpus" not in pool for pool in application["args"]["pools"])
+
+
+def test_compiled_kernels_outlive_a_pod_that_has_a_volume() -> None:
+    spec = service(kuberay(fleet()))["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]
+    (container,) = spec["containers"]
+    cache = next(each["value"] for each in container["env"] if each["name"] == "CROSSDOCK_CACHE")
+    volume = next(mount["name"] for mount in container["volumeMounts"] if cache.startswith(mount["mountPath"] + "/"))
+    assert any("persistentVolumeClaim" in each for each in spec["volumes"] if each["name"] == volume)
