@@ -7,6 +7,7 @@ from torch import Tensor
 
 from crossdock.workers.model.graphs import DecodeGraphs
 from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.mixed_graphs import MixedGraphs
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.step_messages import StepSender
 from crossdock.workers.schedule.batch import Batch
@@ -20,6 +21,7 @@ class Runner:
     page_size: int
     notify_ranks: Callable[[bytes], None] | None = None
     graphs: DecodeGraphs | None = None
+    mixed_graphs: MixedGraphs | None = None
     _sender: StepSender = field(init=False)
 
     def __post_init__(self) -> None:
@@ -32,6 +34,15 @@ class Runner:
             self.notify_ranks(self._sender.pack(step[0], [part.request.id for part in batch.scheduled]))
         return step
 
+    def is_usual(self, inputs: StepInputs) -> bool:
+        """Return whether a step is computed as others of its size are: its seconds then predict theirs.
+
+        A step with more sequences than CUDA graphs have room for takes several times as long to launch.
+        """
+        if self.mixed_graphs is None or (self.graphs is not None and self.graphs.covers(inputs)):
+            return True
+        return not self.mixed_graphs.misses(inputs)
+
     def finish(
         self, step: tuple[StepInputs, list[range]], previous_tokens: Tensor | None = None
     ) -> tuple[Tensor, list[range]]:
@@ -43,4 +54,6 @@ class Runner:
         inputs, rows = step
         if self.graphs is not None and self.graphs.covers(inputs):
             return self.graphs.run(inputs, previous_tokens), rows
+        if self.mixed_graphs is not None and self.mixed_graphs.covers(inputs):
+            return self.mixed_graphs.run(inputs, previous_tokens), rows
         return inputs.run(self.model, previous_tokens), rows

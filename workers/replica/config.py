@@ -60,7 +60,7 @@ class EngineConfig(SchedulerConfig):
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Share of the GPU's memory that a rank may use in all, if kv_cache_memory is null."
     )
-    enforce_eager: bool = Field(False, description="On GPUs: decode steps without CUDA graphs.")
+    enforce_eager: bool = Field(False, description="On GPUs: no steps as CUDA graphs.")
     async_scheduling: bool | None = Field(
         None, description="Begin a step before the tokens of the one before it are known; null: on a GPU of its own."
     )

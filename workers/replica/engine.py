@@ -15,6 +15,7 @@ from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.model.graphs import decode_graphs
 from crossdock.workers.model.kv_memory import count_pages_that_fit
 from crossdock.workers.model.load import load_model
+from crossdock.workers.model.mixed_graphs import mixed_graphs
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
@@ -74,10 +75,11 @@ class Engine:
         self.grammars = GrammarCompiler(self.tokenizer_dir, model.vocab_size, model.eos_token_ids)
         self._sampler = StepSampler(tuple(model.eos_token_ids))
         broadcast = self.gang.run_step if self.gang is not None else None
-        graphs = None
+        graphs, sizes = None, (config.page_size, config.max_num_seqs)
         if not config.enforce_eager:
-            graphs = decode_graphs(model, config.page_size, config.max_num_seqs)
-        runner = Runner(model, config.page_size, broadcast, graphs)
+            graphs = decode_graphs(model, *sizes)
+        mixed = mixed_graphs(model, *sizes, config.max_num_batched_tokens, graphs)
+        runner = Runner(model, config.page_size, broadcast, graphs, mixed)
         self.pipeline = Pipeline(runner, self._sampler, self.clock, self._runs_ahead())
         if self.gang is not None:
             self.gang.allocate_pools(num_pages)
@@ -275,7 +277,7 @@ class Engine:
         if self.cost_fit is None:
             return 0.0
         predicted = self.cost_fit.cost.seconds(step.batch.work)
-        if step.batch.is_scored:
+        if step.batch.is_scored or not step.is_usual:
             return predicted
         if step.is_alone:
             self.cost_fit.observe(step.batch.work, step.ended - step.started)

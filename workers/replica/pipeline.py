@@ -30,6 +30,7 @@ class StepInFlight:
     started: float  # seconds, on the engine's clock
     result: Callable[[], dict[str, SampledToken]]  # waits for the end of the step
     is_alone: bool = True  # no other step was in flight meanwhile: its duration is its cost
+    is_usual: bool = True  # computed as others of its size are, see `Runner.is_usual`
     device_tokens: Tensor | None = None  # [N] sampled ids on the device; None: the next step must wait for the host
     recomputed: set[str] = field(default_factory=set)  # requests whose part began with a wrong token and is void
 
@@ -43,6 +44,7 @@ class FinishedStep(NamedTuple):
     ended: float
     interval: float  # seconds since it began or the step before it ended, whichever was later
     is_alone: bool
+    is_usual: bool
     is_full: bool  # every stage had a step to compute since the step before it ended
 
 
@@ -92,6 +94,7 @@ class Pipeline:
             for other in self._steps:
                 other.is_alone = False
             step = StepInFlight(batch, now, partial(self._compute, batch, inputs), is_alone=not self._steps)
+        step.is_usual = self.runner.is_usual(inputs[0])
         self._steps.append(step)
 
     def finish(self) -> FinishedStep:
@@ -104,7 +107,7 @@ class Pipeline:
             for later in self._steps:
                 later.started = ended  # the device computes one step after the other
         interval, self._ended = ended - max(step.started, self._ended), ended
-        return FinishedStep(step.batch, sampled, step.started, ended, interval, step.is_alone, is_full)
+        return FinishedStep(step.batch, sampled, step.started, ended, interval, step.is_alone, step.is_usual, is_full)
 
     def compute(self, batch: Batch) -> dict[str, SampledToken]:
         """Execute `batch` from its begin to its end, with no step in flight."""
