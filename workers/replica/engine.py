@@ -269,6 +269,9 @@ class Engine:
         `intervals`: (interval, seconds alone) of the steps of a full pipeline.
         """
         self.cost_fit, self.intervals = StepCostFit(sweep), IntervalShare(intervals)
+        pipeline = self.pipeline
+        if self.gang is not None and self.model.device.type == "cuda" and pipeline.deadline is None:
+            pipeline.deadline = self.gang.step_deadline()  # not before: first steps compile kernels, for minutes
         self.scheduler.learn(self.cost_fit.cost, self.cost_fit.overrun, self.intervals.share)
         return self.cost_fit
 

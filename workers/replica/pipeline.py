@@ -18,6 +18,7 @@ from torch import Tensor
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.sampling.sampler import PendingTokens
+from crossdock.workers.replica.step_deadline import StepDeadline
 from crossdock.workers.replica.step_sampler import StepSampler
 from crossdock.workers.schedule.batch import Batch, SampledToken
 
@@ -56,6 +57,7 @@ class Pipeline:
     sampler: StepSampler
     clock: Callable[[], float]  # seconds
     is_ahead: bool  # steps begin before the host has the tokens of the step before
+    deadline: StepDeadline | None = None  # told of every step; None: calls between ranks have a deadline of their own
     _steps: deque[StepInFlight] = field(default_factory=deque)
     _ended: float = 0.0  # when the last step did
 
@@ -87,6 +89,8 @@ class Pipeline:
 
     def begin(self, batch: Batch, now: float) -> None:
         """Begin to execute `batch`, behind the steps in flight."""
+        if self.deadline is not None:
+            self.deadline.begin()
         inputs = self.runner.begin(batch)
         if self.is_ahead:
             step = self._launch(batch, inputs, now)
@@ -101,7 +105,10 @@ class Pipeline:
         """Wait for the oldest step in flight."""
         is_full = len(self._steps) == self.depth > 1 and not self.is_ahead and self._steps[0].started < self._ended
         step = self._steps.popleft()
-        sampled = {id_: token for id_, token in step.result().items() if id_ not in step.recomputed}
+        result = step.result()
+        if self.deadline is not None:
+            self.deadline.end()
+        sampled = {id_: token for id_, token in result.items() if id_ not in step.recomputed}
         ended = self.clock()
         if self.is_ahead:
             for later in self._steps:

@@ -19,6 +19,8 @@ from crossdock.workers.replica.device import device_of
 from crossdock.workers.replica.rank_network import gloo_on, use_interface_of
 from crossdock.workers.replica.step_sizes import sized
 
+_LAST_RESORT = 2.0  # times `rank_timeout_s`
+
 
 class RankFailed(RuntimeError):
     """A rank of the replica could not start, has ended or hangs; the message is that rank's own where it sent one."""
@@ -53,7 +55,12 @@ def load_rank(
     use_interface_of(host)
     gloo = gloo_on(host)
     dist.init_process_group(gloo, store=store, rank=position.rank, world_size=position.size, timeout=timeout)
-    links = Collectives(position, spec.rank_timeout_s, "nccl" if device == "cuda" else gloo)
+    # NCCL's watchdog aborts the process. The driver's StepDeadline comes first, and names the reason.
+    links = (
+        Collectives(position, _LAST_RESORT * spec.rank_timeout_s, "nccl")
+        if device == "cuda"
+        else Collectives(position, spec.rank_timeout_s, gloo)
+    )
     phases.done("joined the others")
 
     def loaded() -> None:
