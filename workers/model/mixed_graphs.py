@@ -20,8 +20,8 @@ from crossdock.workers.model.model import PagedModel
 
 logger = logging.getLogger(__name__)
 
-_DECODES = (8, 32, 64, 128, 256)  # beside more decodes, computing takes longer than launching
-_CHUNK_TOKENS = (32, 64, 128, 256, 512)  # the same holds for more tokens
+_DECODES = (8, 64, 256)  # far apart: steps wait for the weights, whatever the padding, and every graph holds memory
+_CHUNK_TOKENS = (64, 128, 256, 512)  # with more, computing takes longer than launching
 _CHUNKS = 8  # sequences for chunks in every graph, one of them for padding; few steps have more
 
 

@@ -1,4 +1,4 @@
-"""Edits of the logits before temperature: bias, penalties and masks, each for all rows together, in place.
+"""Edits of the logits before temperature, in place: bias and penalties of all rows together, then masks.
 
 A row's last token may be known to the device alone: the step that draws it has not been read yet. Such a token is `~i`
 on the host, and penalties look it up in row i of the tokens that the step before has drawn.
@@ -99,11 +99,11 @@ class _Used:
 
 
 def _mask(scores: Tensor, rows: Sequence[SampleRow], edited: Sequence[int]) -> None:
-    """Set the scores of tokens that a row must not use to -inf."""
-    vocab_size, device = scores.shape[-1], scores.device
-    found = [(i, forbidden) for i in edited if (forbidden := rows[i].forbidden_on(device, vocab_size)) is not None]
-    if not found:
-        return
-    masked, masks = zip(*found, strict=True)
-    at = copy_to(device, torch.tensor(masked))
-    scores[at] = scores[at].masked_fill_(torch.stack(masks), -torch.inf)
+    """Set the scores of tokens that a row must not use to -inf: row by row, in place, which moves no scores.
+
+    Most masks stay on the device between steps.
+    """
+    for i in edited:
+        forbidden = rows[i].forbidden_on(scores.device, scores.shape[-1])
+        if forbidden is not None:
+            scores[i].masked_fill_(forbidden, -torch.inf)
