@@ -16,7 +16,7 @@ from crossdock.cluster.deploy.nodes import DeployConfig
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.model.checkpoint import model_name
-from crossdock.workers.replica.config import EngineConfig, ReplicaSpec, TransferConfig
+from crossdock.workers.replica.config import Device, EngineConfig, ReplicaSpec, TransferConfig
 from crossdock.workers.report.profile import Role
 
 Dtype: TypeAlias = Literal["auto", "bfloat16", "float16", "float32"]
@@ -81,7 +81,12 @@ class PoolConfig(BaseModel):
     replicas: int = Field(1, ge=1, description="Number of replicas; the minimum, if max_replicas is set.")
     max_replicas: int | None = Field(None, ge=1, description="Number that the pool may grow to; null: none.")
     num_cpus: int = Field(0, ge=0, description="Cores of each rank; 0 reserves none and uses all.")
-    num_gpus: float = Field(0, ge=0, description="GPUs of each rank.")
+    num_gpus: float | None = Field(
+        None,
+        ge=0,
+        description="GPUs of each rank; 0.5 where two replicas of one rank share a GPU; 0 runs on CPUs; null: 1 where "
+        "Ray finds GPUs, else 0.",
+    )
     tensor_parallel_size: int = Field(1, ge=1, description="Ranks that divide every layer of a replica.")
     pipeline_parallel_size: int = Field(1, ge=1, description="Consecutive stages of layers that a replica is cut into.")
     placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = Field(
@@ -117,6 +122,26 @@ class PoolConfig(BaseModel):
         if self.most < self.replicas:
             raise ValueError(f"max_replicas ({self.most}) must be at least replicas ({self.replicas})")
         return self
+
+    @model_validator(mode="after")
+    def _check_num_gpus(self) -> Self:
+        if self.num_gpus is None or self.num_gpus in (0, 1) or (self.num_gpus < 1 and self.num_ranks == 1):
+            return self
+        if self.num_gpus > 1:
+            raise ValueError(
+                f"num_gpus ({self.num_gpus:g}) is of each rank, which uses one GPU; tensor_parallel_size uses more"
+            )
+        raise ValueError(
+            f"num_gpus ({self.num_gpus:g}) must be 1 or 0 where a replica has several ranks, here {self.num_ranks}: "
+            f"two ranks cannot communicate on one GPU"
+        )
+
+    @property
+    def device(self) -> Device | None:
+        """The device of every rank; None: the one that torch finds."""
+        if self.num_gpus is None:
+            return None
+        return "cuda" if self.num_gpus else "cpu"
 
     @model_validator(mode="before")
     @classmethod
@@ -161,6 +186,7 @@ class ClusterConfig(BaseModel):
             tensor_parallel_size=pool.tensor_parallel_size,
             pipeline_parallel_size=pool.pipeline_parallel_size,
             rank_timeout_s=pool.rank_timeout_s,
+            device=pool.device,
         )
 
     @model_validator(mode="before")
@@ -200,7 +226,7 @@ class ClusterConfig(BaseModel):
             together = pool.num_ranks if pool.placement == "STRICT_PACK" else 1
             ranks = f" of each of {together} ranks, which placement STRICT_PACK keeps together" * (together > 1)
             for resource, present, needed in (
-                ("gpus", node.gpus, pool.num_gpus),
+                ("gpus", node.gpus, pool.num_gpus or 0),
                 ("cpus", node.cpus, pool.num_cpus),
             ):
                 if needed * together > present:

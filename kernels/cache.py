@@ -16,6 +16,14 @@ def cache_dir() -> Path:
     return Path.home() / ".cache" / "crossdock"
 
 
+def keep_triton_kernels() -> None:
+    """Have Triton keep what it compiles in the cache directory, unless TRITON_CACHE_DIR names another.
+
+    Call it before a kernel runs. Triton's own default is ~/.triton, which a container loses with its end.
+    """
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_dir() / "triton"))
+
+
 def read_cached(path: Path, key: str) -> Any:
     """Return the JSON value that `write_cached` wrote under this key; None if there is none, or no whole file."""
     try:

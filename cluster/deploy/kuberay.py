@@ -146,6 +146,10 @@ def _pod(config: ClusterConfig, container: str, resources: dict[str, Any], ports
         volumes.append({"name": "models", "persistentVolumeClaim": {"claimName": deploy.model_claim}})
         mounts.append({"name": "models", "mountPath": "/models"})
         environment["HF_HOME"] = "/models"
+    if deploy.cache_claim is not None:
+        volumes.append({"name": "cache", "persistentVolumeClaim": {"claimName": deploy.cache_claim}})
+        mounts.append({"name": "cache", "mountPath": "/cache"})
+        environment["CROSSDOCK_CACHE"] = "/cache/crossdock"
     return {
         "automountServiceAccountToken": False,  # Ray runs the code of who reaches it
         "restartPolicy": "Never",  # the autoscaler mistakes a restarted pod for another node

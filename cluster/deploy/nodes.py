@@ -75,6 +75,11 @@ class DeployConfig(BaseModel):
     model_claim: str | None = Field(
         None, description="Kubernetes: volume claim with models, mounted at /models on every node; null: none."
     )
+    cache_claim: str | None = Field(
+        None,
+        description="Kubernetes: writable volume claim at /cache on every node for compiled kernels, which a pod else "
+        "loses with its end; null: none.",
+    )
     upgrade: Literal["NewCluster", "None"] = Field(
         "None", description="KubeRay, when nodes change: NewCluster starts a second cluster, None waits for you."
     )

@@ -3,6 +3,7 @@
 from typing import Any
 
 from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.serve.gpus import with_num_gpus
 
 IMPORT_PATH = "crossdock.cluster.serve.app:build"
 
@@ -18,6 +19,9 @@ def serve_config(config: ClusterConfig, *, host: str | None = None) -> dict[str,
             "http.api_keys: keys must not be written into manifests; put them into a file that every node has, and "
             "name it by http.api_keys_file"
         )
+    gpus = {node.pool: node.gpus for node in config.deploy.nodes}
+    if gpus:  # else the cluster's own GPUs decide, where it starts
+        config = with_num_gpus(config, lambda pool: gpus.get(pool.name, 0) > 0)
     application: dict[str, Any] = {
         "name": "crossdock",
         "route_prefix": "/",

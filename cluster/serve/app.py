@@ -7,11 +7,13 @@ Deployments are named, not imported: only a process that runs one of them loads 
 
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.dispatch.pinning import PinningRouter
+from crossdock.cluster.serve.gpus import with_num_gpus
 
 APP_NAME = "crossdock"
 INGRESS = "crossdock.cluster.serve.ingress.ServedIngress"
@@ -23,7 +25,12 @@ _TINY_BUNDLE = 0.001  # CPUs; Ray accepts no bundle without resources
 
 
 def build(args: ClusterConfig) -> serve.Application:
-    """Return the application of a configuration. Serve validates a mapping against `ClusterConfig`."""
+    """Return the application of a configuration. Serve validates a mapping against `ClusterConfig`.
+
+    Where `num_gpus` is null, the pool's ranks have a GPU each if Ray's cluster has any now.
+    """
+    num_gpus = visible_gpus()
+    args = with_num_gpus(args, lambda _: num_gpus > 0)
     engines = {pool.name: engine_deployment(args, pool) for pool in args.pools}
     ingress = serve.deployment(
         name="ingress",
@@ -39,6 +46,11 @@ def build(args: ClusterConfig) -> serve.Application:
     return ingress.bind(args, engines, scaler.bind(args, engines))
 
 
+def visible_gpus() -> float:
+    """Return how many GPUs Ray's cluster has now; 0 without a Ray."""
+    return float(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0.0
+
+
 def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Application:
     """Return the deployment of one pool's replicas."""
     spec = config.replica_spec(pool)
@@ -48,7 +60,7 @@ def engine_deployment(config: ClusterConfig, pool: PoolConfig) -> serve.Applicat
         max_ongoing_requests=_NEVER_QUEUE,
         ray_actor_options={
             "num_cpus": pool.num_cpus,
-            "num_gpus": pool.num_gpus,
+            "num_gpus": pool.num_gpus or 0,
             **({"label_selector": pool.node_labels} if pool.node_labels and pool.num_ranks == 1 else {}),
             # The engine shares its cores with the ingress: spinning OpenMP threads would starve both
             # (a 50 ms step became 1.2 s; PASSIVE has to be there before torch is imported).

@@ -193,6 +193,13 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             help="Consecutive stages of layers of a replica, in all pools.",
         ),
         Flag(
+            "--device",
+            kind=str,
+            metavar="auto|cpu|cuda",
+            help="Device of all ranks: cuda gives each a GPU (pools.*.num_gpus 1), cpu none; auto: a GPU where there "
+            "are any.",
+        ),
+        Flag(
             "--verbose",
             ("--verbose/--no-verbose",),
             kind=bool,
@@ -246,6 +253,8 @@ def _overrides(values: dict[str, Any]) -> dict[str, object]:
         values["model.path"] = _at_revision(values.get("model.path"), revision)
     if "pools" in values:
         values["pools"] = _parse_pools(values["pools"])
+    if (device := values.pop("--device", None)) is not None:
+        values["pools.*.num_gpus"] = _gpus_of(device)
     return values | dict(_parse_setting(setting) for setting in settings)
 
 
@@ -266,6 +275,14 @@ def _chunked_prefill(size: int, values: Mapping[str, Any]) -> dict[str, object]:
     if budget is not None and budget != size:
         raise ValueError(f"{flag} and --max-num-batched-tokens {budget} are the same setting; give one of them")
     return {"engine.max_num_batched_tokens": size, "engine.enable_chunked_prefill": True}
+
+
+def _gpus_of(device: str) -> int | None:
+    """Return the GPUs of each rank that `--device` means; None: by the machine."""
+    numbers = {"auto": None, "cpu": 0, "cuda": 1}
+    if device not in numbers:
+        raise ValueError(f"--device: {device!r} must be one of {', '.join(numbers)}")
+    return numbers[device]
 
 
 def _listed(text: str) -> list[str]:

@@ -19,7 +19,8 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from crossdock.cluster.config import ClusterConfig
-from crossdock.cluster.serve.app import APP_NAME, build
+from crossdock.cluster.serve.app import APP_NAME, build, visible_gpus
+from crossdock.cluster.serve.gpus import check_gpus_suffice, with_num_gpus
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE
 from crossdock.cluster.serve.ray_processes import without_unused_processes
 from crossdock.cluster.serve.stop_signals import StopRequest, StopSignal, ignore_signals
@@ -57,6 +58,7 @@ def serve_forever(
         stop.check()
         if not os.environ.get("RAY_ADDRESS"):
             config = _on_one_node(config)
+            _require_gpus(config)
         location = ProxyLocation.Disabled if config.http.direct else ProxyLocation.EveryNode
         starting(STARTING[1])
         http = config.http
@@ -132,6 +134,15 @@ def _on_one_node(config: ClusterConfig) -> ClusterConfig:
     transfer = config.transfer.model_copy(update={"host": config.transfer.host or _LOOPBACK})
     http = config.http.model_copy(update={"direct": True})
     return config.model_copy(update={"http": http, "transfer": transfer})
+
+
+def _require_gpus(config: ClusterConfig) -> None:
+    """Raise StartFailed if this machine has too few GPUs for all ranks."""
+    num_gpus = visible_gpus()
+    try:
+        check_gpus_suffice(with_num_gpus(config, lambda _: num_gpus > 0), num_gpus)
+    except ValueError as error:
+        raise StartFailed(str(error)) from None
 
 
 def _is_running() -> bool:

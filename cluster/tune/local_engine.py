@@ -41,7 +41,7 @@ def _gang_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
 
     path = resolve_model(spec.model.path)
     check_division(path, spec.tensor_parallel_size, spec.pipeline_parallel_size)
-    gpus = _gpus(spec.num_ranks)
+    gpus = _gpus(spec)
     gang = Gang(spec, "127.0.0.1", lambda _why: None)  # a lost rank fails the driver's next step, with the reason
     driver = gang.position.rank
     spawn = multiprocessing.get_context("spawn")
@@ -79,15 +79,19 @@ def _follow(spec: "ReplicaSpec", rank: int, address: "GangAddress", gpu: str | N
     follow(spec, rank, address)
 
 
-def _gpus(num_ranks: int) -> list[str | None]:
-    """Return the name of a GPU for each rank; None for each where there are none. ValueError: there are too few."""
+def _gpus(spec: "ReplicaSpec") -> list[str | None]:
+    """Return the name of a GPU for each rank; None for each where it uses none. ValueError: there are too few."""
     import torch
 
+    num_ranks = spec.num_ranks
     num_gpus = torch.cuda.device_count()  # does not begin to use them: each rank still may choose
-    if not num_gpus:
+    if not num_gpus or spec.device == "cpu":
         return [None] * num_ranks
     if num_gpus < num_ranks:
-        raise ValueError(f"a replica of {num_ranks} ranks needs a GPU for each; this machine has {num_gpus}")
+        raise ValueError(
+            f"tensor_parallel_size {spec.tensor_parallel_size} * pipeline_parallel_size {spec.pipeline_parallel_size}: "
+            f"a replica of {num_ranks} ranks needs a GPU for each; this machine has {num_gpus}"
+        )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(number) for number in range(num_gpus)]
     return list(names[:num_ranks])

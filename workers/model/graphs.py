@@ -66,7 +66,7 @@ class DecodeGraphs:
         width = -(-model.max_model_len // page_size)
         none, none32 = np.zeros(0, np.int64), np.zeros(0, np.int32)
         nothing = StepInputs(none, none, none, none, np.zeros(1, np.int32), none32, np.zeros((0, width), np.int32))
-        self._model = model
+        self._model, self.record = model, record
         self._inputs = padded(nothing, max_num_seqs).on(model.device)
         self._logits = torch.empty_like(self._forward(max_num_seqs))  # one for all graphs
         self._sizes = batch_sizes(max_num_seqs)
@@ -111,7 +111,9 @@ def decode_graphs(model: PagedModel, page_size: int, max_num_seqs: int) -> Decod
         graphs = DecodeGraphs(model, page_size, max_num_seqs, _recorder())
     except Exception as error:  # a model's own code may raise anything where it may not wait for the GPU
         logger.warning("decode steps run without CUDA graphs: %s: %s", type(error).__name__, error)
+        model.graphs = f"none: {type(error).__name__}: {error}"
         return None
+    model.graphs = "decodes"
     logger.info("recorded CUDA graphs of decode steps in %.1f s", time.monotonic() - started)
     return graphs
 

@@ -1,11 +1,10 @@
-"""A batch as integers, in one message for all ranks, and as tensors, in one copy to each device."""
+"""A batch as integers, and as tensors, in one copy to each device. step_messages.py sends it to other ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-import msgpack
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,7 +19,7 @@ _ALIGNMENT = 16  # bytes: Triton compiles a kernel again for pointers that are l
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """All that a rank needs to compute a step: integers, sent in one message."""
+    """All that a rank needs to compute a step, as integers."""
 
     token_ids: NDArray[np.int64]  # [T]; `~i`: the token that the previous step draws in its row i
     positions: NDArray[np.int64]  # [T]
@@ -37,40 +36,28 @@ class StepInputs:
         A part that samples has its last token's row. A part whose request wants prompt logprobs has every token's.
         """
         token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
         wanted: list[int] = []
         rows: list[range] = []
         for part in batch.scheduled:
-            end = part.start + part.num_tokens
-            first = len(token_ids)
-            token_ids += part.request.token_ids[part.start : end]
-            positions += range(part.start, end)
-            slots += _slots(part, page_size)
+            token_ids += part.request.token_ids[part.start : part.start + part.num_tokens]
             rows.append(range(len(wanted), len(wanted) + _num_rows(part)))
-            wanted += range(first + part.num_tokens - _num_rows(part), first + part.num_tokens)
+            wanted += range(len(token_ids) - _num_rows(part), len(token_ids))
+        starts = np.array([part.start for part in batch.scheduled], np.int64)
+        lengths = np.array([part.num_tokens for part in batch.scheduled], np.int64)
+        query_start = np.concatenate([[0], lengths.cumsum()])
+        kv_len, table = starts + lengths, _page_table(batch.scheduled, page_size)
+        positions = np.arange(len(token_ids)) + np.repeat(starts - query_start[:-1], lengths)
+        pages = table[np.repeat(np.arange(len(lengths)), lengths), positions // page_size]
         inputs = cls(
             token_ids=np.array(token_ids, np.int64),
-            positions=np.array(positions, np.int64),
-            slots=np.array(slots, np.int64),
+            positions=positions,
+            slots=pages.astype(np.int64) * page_size + positions % page_size,
             wanted=np.array(wanted, np.int64),
-            query_start=np.array([0, *accumulate(part.num_tokens for part in batch.scheduled)], np.int32),
-            kv_len=np.array([part.start + part.num_tokens for part in batch.scheduled], np.int32),
-            page_table=_page_table(batch.scheduled, page_size),
+            query_start=query_start.astype(np.int32),
+            kv_len=kv_len.astype(np.int32),
+            page_table=table,
         )
         return inputs, rows
-
-    def pack(self) -> bytes:
-        arrays = [getattr(self, name) for name in self.__slots__]
-        data: bytes = msgpack.packb([array.tobytes() for array in arrays])
-        return data
-
-    @classmethod
-    def unpack(cls, data: bytes) -> "StepInputs":
-        arrays = msgpack.unpackb(data)
-        token_ids, positions, slots, wanted = (np.frombuffer(array, np.int64) for array in arrays[:4])
-        query_start, kv_len, page_table = (np.frombuffer(array, np.int32) for array in arrays[4:])
-        return cls(token_ids, positions, slots, wanted, query_start, kv_len, page_table.reshape(len(kv_len), -1))
 
     @property
     def max_query_len(self) -> int:
@@ -131,19 +118,15 @@ class StepTensors(NamedTuple):
         return model.forward(self.token_ids, self.positions, batch, self.wanted)
 
 
-def _slots(part: Scheduled, page_size: int) -> list[int]:
-    return [
-        part.pages[position // page_size] * page_size + position % page_size
-        for position in range(part.start, part.start + part.num_tokens)
-    ]
-
-
 def _page_table(parts: Sequence[Scheduled], page_size: int) -> NDArray[np.int32]:
-    """Return the pages of every part, [S, P]: as many as this step's tokens reach, short rows filled with page 0."""
+    """Return the pages of every part, [S, P]: as many as this step's tokens reach, short rows filled with page 0.
+
+    The pool keeps pages as C integers, so that a row is one copy of memory.
+    """
     reach = [-(-(part.start + part.num_tokens) // page_size) for part in parts]
     table = np.zeros((len(parts), max(reach)), np.int32)
     for row, part, num_pages in zip(table, parts, reach, strict=True):
-        row[:num_pages] = part.pages[:num_pages]
+        row[:num_pages] = np.asarray(part.pages)[:num_pages]
     return table
 
 

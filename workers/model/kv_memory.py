@@ -10,6 +10,7 @@ from crossdock.workers.model.graphs import DecodeGraphs
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.memory_budget import MemoryBudget
 from crossdock.workers.model.memory_fit import size_of
+from crossdock.workers.model.mixed_graphs import MixedGraphs
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
@@ -39,7 +40,8 @@ def _measured(model: PagedModel, budget: MemoryBudget, page_size: int) -> int:
     """Return the bytes of a GPU that the largest possible steps leave for pages.
 
     These are a step of `max_num_batched_tokens` prompt tokens with every token's logits, as prompt logprobs want them,
-    and `max_num_seqs` rows sampled in the way that takes most memory; and a step of as many decodes.
+    and `max_num_seqs` rows sampled in the way that takes most memory; and a step of as many decodes,
+    or of decodes and a chunk that is recorded.
     """
     step = largest_step(budget.max_num_batched_tokens, model.max_model_len, page_size)
     model.allocate_pool(int(step.page_table.max()) + 1, page_size)
@@ -50,10 +52,17 @@ def _measured(model: PagedModel, budget: MemoryBudget, page_size: int) -> int:
             row = SampleRow(SamplingParams(top_p=0.9), [0], 1)  # with equal logits every head is too narrow
             sample(logits.new_zeros(budget.max_num_seqs, logits.shape[1]), [row] * budget.max_num_seqs)
 
-    def decode() -> None:
-        DecodeGraphs(model, page_size, budget.max_num_seqs, lambda _: lambda: None)  # runs each size once
+    def recorded() -> None:
+        sizes = model, page_size, budget.max_num_seqs
 
-    transient = _peak(prefill) + _peak(decode)  # a graph holds its memory, and a step may be both
+        def skip(_: Callable[[], None]) -> Callable[[], None]:
+            return lambda: None
+
+        kept = DecodeGraphs(*sizes, skip)  # runs the largest once, and keeps its inputs and logits
+        MixedGraphs(*sizes, budget.max_num_batched_tokens, skip)
+        del kept
+
+    transient = _peak(prefill) + _peak(recorded)  # a graph holds its memory, and a step may be both
     model.free_pool()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

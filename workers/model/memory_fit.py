@@ -64,7 +64,7 @@ def _advice(config: Any, position: RankPosition, dtype: torch.dtype, kv_bytes: i
 
 def used() -> str:
     """Return how much memory this process uses, as text for logs."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return f"{size_of(torch.cuda.memory_allocated())} of GPU memory in use"
     return f"{size_of(_kib('/proc/self/status', 'VmRSS'))} of memory in use"
 

@@ -32,6 +32,7 @@ class PagedModel:
     scales: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Of each layer here, if pages are e4m3: of keys and of values, [Hkv] float32, powers of two."""
     kernels: str = ""  # which compute the products of fused layers, as text; empty: transformers' own code does
+    graphs: str = ""  # which steps run as CUDA graphs, as text, and why others do not; empty: none, and none could
     variant: str = ""  # sets it apart from others of the same weights whose keys and values differ
     used_by_others: int = 0  # bytes of the GPU in use when loading began, without those of torch in this process
 

@@ -1,13 +1,15 @@
 """Execute batches on this rank and on all others: one flat forward pass over any mix of chunks and decodes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from crossdock.workers.model.graphs import DecodeGraphs
 from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.mixed_graphs import MixedGraphs
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.step_messages import StepSender
 from crossdock.workers.schedule.batch import Batch
 
 
@@ -19,13 +21,27 @@ class Runner:
     page_size: int
     notify_ranks: Callable[[bytes], None] | None = None
     graphs: DecodeGraphs | None = None
+    mixed_graphs: MixedGraphs | None = None
+    _sender: StepSender = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_sender", StepSender(self.page_size))  # frozen
 
     def begin(self, batch: Batch) -> tuple[StepInputs, list[range]]:
         """Send a batch to the other ranks, which may compute it from now on."""
         step = StepInputs.of(batch, self.page_size)
         if self.notify_ranks is not None:
-            self.notify_ranks(step[0].pack())
+            self.notify_ranks(self._sender.pack(step[0], [part.request.id for part in batch.scheduled]))
         return step
+
+    def is_usual(self, inputs: StepInputs) -> bool:
+        """Return whether a step is computed as others of its size are: its seconds then predict theirs.
+
+        A step with more sequences than CUDA graphs have room for takes several times as long to launch.
+        """
+        if self.mixed_graphs is None or (self.graphs is not None and self.graphs.covers(inputs)):
+            return True
+        return not self.mixed_graphs.misses(inputs)
 
     def finish(
         self, step: tuple[StepInputs, list[range]], previous_tokens: Tensor | None = None
@@ -38,4 +54,6 @@ class Runner:
         inputs, rows = step
         if self.graphs is not None and self.graphs.covers(inputs):
             return self.graphs.run(inputs, previous_tokens), rows
+        if self.mixed_graphs is not None and self.mixed_graphs.covers(inputs):
+            return self.mixed_graphs.run(inputs, previous_tokens), rows
         return inputs.run(self.model, previous_tokens), rows

@@ -1,7 +1,7 @@
 """The settings of one replica: its model, its engine and its KV transfers. No torch, no ray."""
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
@@ -10,6 +10,8 @@ from crossdock.workers.model.memory_budget import MemoryBudget
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.config import SchedulerConfig
+
+Device: TypeAlias = Literal["cpu", "cuda"]
 
 _GIB = 1 << 30
 
@@ -58,7 +60,7 @@ class EngineConfig(SchedulerConfig):
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Share of the GPU's memory that a rank may use in all, if kv_cache_memory is null."
     )
-    enforce_eager: bool = Field(False, description="On GPUs: decode steps without CUDA graphs.")
+    enforce_eager: bool = Field(False, description="On GPUs: no steps as CUDA graphs.")
     async_scheduling: bool | None = Field(
         None, description="Begin a step before the tokens of the one before it are known; null: on a GPU of its own."
     )
@@ -132,6 +134,7 @@ class ReplicaSpec:
     pipeline_parallel_size: int = 1
     rank_timeout_s: float = 60.0  # a rank that takes longer for its part of one step counts as hung
     start_timeout_s: float = 900.0  # until all ranks have loaded their parts
+    device: Device | None = None  # of each rank; None: a GPU where torch finds one, else the CPU
 
     @property
     def num_ranks(self) -> int:

@@ -15,9 +15,11 @@ from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.model.graphs import decode_graphs
 from crossdock.workers.model.kv_memory import count_pages_that_fit
 from crossdock.workers.model.load import load_model
+from crossdock.workers.model.mixed_graphs import mixed_graphs
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
+from crossdock.workers.replica.device import device_of
 from crossdock.workers.replica.gang import Gang
 from crossdock.workers.replica.pipeline import FinishedStep, Pipeline
 from crossdock.workers.replica.pool_layout import held_layers, pool_spec
@@ -73,10 +75,11 @@ class Engine:
         self.grammars = GrammarCompiler(self.tokenizer_dir, model.vocab_size, model.eos_token_ids)
         self._sampler = StepSampler(tuple(model.eos_token_ids))
         broadcast = self.gang.run_step if self.gang is not None else None
-        graphs = None
+        graphs, sizes = None, (config.page_size, config.max_num_seqs)
         if not config.enforce_eager:
-            graphs = decode_graphs(model, config.page_size, config.max_num_seqs)
-        runner = Runner(model, config.page_size, broadcast, graphs)
+            graphs = decode_graphs(model, *sizes)
+        mixed = mixed_graphs(model, *sizes, config.max_num_batched_tokens, graphs)
+        runner = Runner(model, config.page_size, broadcast, graphs, mixed)
         self.pipeline = Pipeline(runner, self._sampler, self.clock, self._runs_ahead())
         if self.gang is not None:
             self.gang.allocate_pools(num_pages)
@@ -266,6 +269,9 @@ class Engine:
         `intervals`: (interval, seconds alone) of the steps of a full pipeline.
         """
         self.cost_fit, self.intervals = StepCostFit(sweep), IntervalShare(intervals)
+        pipeline = self.pipeline
+        if self.gang is not None and self.model.device.type == "cuda" and pipeline.deadline is None:
+            pipeline.deadline = self.gang.step_deadline()  # not before: first steps compile kernels, for minutes
         self.scheduler.learn(self.cost_fit.cost, self.cost_fit.overrun, self.intervals.share)
         return self.cost_fit
 
@@ -274,7 +280,7 @@ class Engine:
         if self.cost_fit is None:
             return 0.0
         predicted = self.cost_fit.cost.seconds(step.batch.work)
-        if step.batch.is_scored:
+        if step.batch.is_scored or not step.is_usual:
             return predicted
         if step.is_alone:
             self.cost_fit.observe(step.batch.work, step.ended - step.started)
@@ -297,6 +303,6 @@ def load_engine(spec: ReplicaSpec) -> Engine:
         ValueError: the model or its settings cannot be served; the message names the field.
     """
     torch.set_num_threads(spec.num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of(spec)
     model = load_model(spec.model, device, kv_bytes=spec.engine.budget.known(device) or 0)
     return Engine(model, spec.engine, resolve_tokenizer(spec.tokenizer, spec.model.path))

@@ -10,8 +10,8 @@ import traceback
 import torch.distributed as dist
 
 from crossdock.kvtransfer.dock import Dock
-from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.step_messages import StepReceiver
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.pool_layout import held_layers, pool_spec
 from crossdock.workers.replica.rank_loader import load_rank, position_of
@@ -85,10 +85,11 @@ def _work(
     """Do what the driver asks, in order, until it asks to end."""
     num_pages = 0
     dock: Dock | None = None
+    steps = StepReceiver()
     while True:
         match inbox.get():
             case RunStep(inputs):
-                StepInputs.unpack(inputs).run(model)
+                steps.unpack(inputs).run(model)
             case AllocatePool(num_pages):
                 model.allocate_pool(num_pages, spec.engine.page_size)
             case OpenDock(by_rank, name, role, transfer):

@@ -39,6 +39,7 @@ from crossdock.workers.replica.rank_messages import (
 )
 from crossdock.workers.replica.rank_network import GangStore, listen_on
 from crossdock.workers.replica.rank_socket import GangAddress, RankSocket
+from crossdock.workers.replica.step_deadline import StepDeadline
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,11 @@ class Gang:
         for follower in self._followers.values():
             with contextlib.suppress(OSError):
                 follower.socket.send(data)
+
+    def step_deadline(self) -> StepDeadline:
+        """Return a deadline for steps from now on: `rank_timeout_s` without the end of one ends the gang."""
+        seconds = self.spec.rank_timeout_s
+        return StepDeadline(seconds, lambda: self._lost(f"a rank hangs: no step has ended for {seconds:g} s"))
 
     def fail(self, error: BaseException) -> None:
         """End the gang: the driver's own part of a step raised, mostly because another rank is gone, which comes first

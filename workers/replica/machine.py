@@ -18,7 +18,8 @@ _NOTABLE = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")  # ins
 def describe_machine(model: PagedModel) -> dict[str, Any]:
     """Return what the rank of `model` runs on and with, as JSON; sizes in bytes.
 
-    `kernels`: of the products of fused layers; empty: transformers' own code computes the layers. `weights`: in the
+    `kernels`: of the products of fused layers; empty: transformers' own code computes the layers. `graphs`: which steps
+    are CUDA graphs, and why others are not; empty on a CPU. `weights`: in the
     dtype in which they are loaded, once. `pool`: the KV pages.
     """
     is_cpu, pool = model.device.type == "cpu", model.pool
@@ -31,6 +32,7 @@ def describe_machine(model: PagedModel) -> dict[str, Any]:
         "kv_dtype": str(model.kv_dtype).removeprefix("torch."),
         "attention": model.attention.name,
         "kernels": model.kernels,
+        "graphs": model.graphs,
         "weights": measure_part(model.config, model.part.position, model.dtype),
         "pool": pool.nbytes,
     }

@@ -18,6 +18,7 @@ from torch import Tensor
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.sampling.sampler import PendingTokens
+from crossdock.workers.replica.step_deadline import StepDeadline
 from crossdock.workers.replica.step_sampler import StepSampler
 from crossdock.workers.schedule.batch import Batch, SampledToken
 
@@ -30,6 +31,7 @@ class StepInFlight:
     started: float  # seconds, on the engine's clock
     result: Callable[[], dict[str, SampledToken]]  # waits for the end of the step
     is_alone: bool = True  # no other step was in flight meanwhile: its duration is its cost
+    is_usual: bool = True  # computed as others of its size are, see `Runner.is_usual`
     device_tokens: Tensor | None = None  # [N] sampled ids on the device; None: the next step must wait for the host
     recomputed: set[str] = field(default_factory=set)  # requests whose part began with a wrong token and is void
 
@@ -43,6 +45,7 @@ class FinishedStep(NamedTuple):
     ended: float
     interval: float  # seconds since it began or the step before it ended, whichever was later
     is_alone: bool
+    is_usual: bool
     is_full: bool  # every stage had a step to compute since the step before it ended
 
 
@@ -54,6 +57,7 @@ class Pipeline:
     sampler: StepSampler
     clock: Callable[[], float]  # seconds
     is_ahead: bool  # steps begin before the host has the tokens of the step before
+    deadline: StepDeadline | None = None  # told of every step; None: calls between ranks have a deadline of their own
     _steps: deque[StepInFlight] = field(default_factory=deque)
     _ended: float = 0.0  # when the last step did
 
@@ -85,6 +89,8 @@ class Pipeline:
 
     def begin(self, batch: Batch, now: float) -> None:
         """Begin to execute `batch`, behind the steps in flight."""
+        if self.deadline is not None:
+            self.deadline.begin()
         inputs = self.runner.begin(batch)
         if self.is_ahead:
             step = self._launch(batch, inputs, now)
@@ -92,19 +98,23 @@ class Pipeline:
             for other in self._steps:
                 other.is_alone = False
             step = StepInFlight(batch, now, partial(self._compute, batch, inputs), is_alone=not self._steps)
+        step.is_usual = self.runner.is_usual(inputs[0])
         self._steps.append(step)
 
     def finish(self) -> FinishedStep:
         """Wait for the oldest step in flight."""
         is_full = len(self._steps) == self.depth > 1 and not self.is_ahead and self._steps[0].started < self._ended
         step = self._steps.popleft()
-        sampled = {id_: token for id_, token in step.result().items() if id_ not in step.recomputed}
+        result = step.result()
+        if self.deadline is not None:
+            self.deadline.end()
+        sampled = {id_: token for id_, token in result.items() if id_ not in step.recomputed}
         ended = self.clock()
         if self.is_ahead:
             for later in self._steps:
                 later.started = ended  # the device computes one step after the other
         interval, self._ended = ended - max(step.started, self._ended), ended
-        return FinishedStep(step.batch, sampled, step.started, ended, interval, step.is_alone, is_full)
+        return FinishedStep(step.batch, sampled, step.started, ended, interval, step.is_alone, step.is_usual, is_full)
 
     def compute(self, batch: Batch) -> dict[str, SampledToken]:
         """Execute `batch` from its begin to its end, with no step in flight."""
@@ -131,9 +141,9 @@ class Pipeline:
 
     def _launch(self, batch: Batch, inputs: tuple[StepInputs, list[range]], now: float) -> StepInFlight:
         """Have the device compute `batch`; it begins where the tokens of the step before are known to the device."""
-        before = self.newest
-        logits, rows = self.runner.finish(inputs, before.device_tokens if before is not None else None)
-        drawn = self.sampler.draw(batch, logits)
+        previous_tokens = self.newest.device_tokens if self.newest is not None else None
+        logits, rows = self.runner.finish(inputs, previous_tokens)
+        drawn = self.sampler.draw(batch, logits, previous_tokens)
         if drawn is None:
             return StepInFlight(batch, now, partial(self._sample, batch, logits, rows))
         return StepInFlight(batch, now, partial(self._read, batch, drawn), device_tokens=drawn.on_device)

@@ -15,8 +15,11 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.memory_fit import used
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import ReplicaSpec
+from crossdock.workers.replica.device import device_of
 from crossdock.workers.replica.rank_network import gloo_on, use_interface_of
 from crossdock.workers.replica.step_sizes import sized
+
+_LAST_RESORT = 2.0  # times `rank_timeout_s`
 
 
 class RankFailed(RuntimeError):
@@ -42,16 +45,22 @@ def load_rank(
     one line per phase of the start, for the log.
 
     Raises:
+        ValueError: the spec wants a GPU, and torch finds none.
         DoesNotFit: there is not enough memory; the message says how much is missing, and what would fit.
     """
     phases = _Phases(report)
     torch.set_num_threads(spec.num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of(spec)
     timeout = timedelta(seconds=spec.start_timeout_s)
     use_interface_of(host)
     gloo = gloo_on(host)
     dist.init_process_group(gloo, store=store, rank=position.rank, world_size=position.size, timeout=timeout)
-    links = Collectives(position, spec.rank_timeout_s, "nccl" if device == "cuda" else gloo)
+    # NCCL's watchdog aborts the process. The driver's StepDeadline comes first, and names the reason.
+    links = (
+        Collectives(position, _LAST_RESORT * spec.rank_timeout_s, "nccl")
+        if device == "cuda"
+        else Collectives(position, spec.rank_timeout_s, gloo)
+    )
     phases.done("joined the others")
 
     def loaded() -> None:

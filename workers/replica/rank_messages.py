@@ -33,7 +33,7 @@ class AllocatePool:
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Compute this rank's part of a step; `inputs` is a packed `StepInputs`."""
+    """Compute this rank's part of a step; `inputs` is a step that `StepSender` packed."""
 
     inputs: bytes
 

@@ -46,16 +46,18 @@ class StepSampler:
         """Return and drop the prompt logprobs of a request; None where it wants none or had them already."""
         return self._prompt_logprobs.pop(request_id, None)
 
-    def draw(self, batch: Batch, logits: Tensor) -> PendingTokens | None:
+    def draw(self, batch: Batch, logits: Tensor, previous_tokens: Tensor | None = None) -> PendingTokens | None:
         """Begin to draw the tokens of `batch` on the device, without waiting for them.
 
-        `logits`: [N, vocab]. Returns None where the host has to sample: for logprobs, and for penalties and grammars,
-        which depend on the token before.
+        `logits`: [N, vocab]. `previous_tokens` [N'], on the device, are those of the step before, if it is in flight.
+        Returns None where the host has to sample: for logprobs, and for grammars and bad words of several tokens, for
+        which it needs the token before.
         """
         rows = [self._rows[part.request.id] for part in batch.scheduled]
         if not all(row.is_plain for row in rows):
             return None
-        return PendingTokens(logits, [row for part, row in zip(batch.scheduled, rows, strict=True) if part.samples])
+        sampling = [row for part, row in zip(batch.scheduled, rows, strict=True) if part.samples]
+        return PendingTokens(logits, sampling, previous_tokens)
 
     def sample(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, SampledToken]:
         """Return the sampled token of each request, by id, and collect the logprobs of prompts.

@@ -69,8 +69,8 @@ class StepCost(BaseModel):
     different kernels compute the two: so the price of a row changes at `bend_rows`. Below the bend, a row costs
     `per_early_row` more than beyond it, or less where that is negative.
 
-    Where decodes alone run as a CUDA graph, a step with a chunk is launched kernel by kernel. Launching takes
-    `least_with_chunk` seconds, however little the kernels do.
+    Where decodes alone run as a CUDA graph and a step with a chunk does not, it is launched kernel by kernel. Launching
+    takes `least_with_chunk` seconds, however little the kernels do. It is 0 where small chunks run as graphs too.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

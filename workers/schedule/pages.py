@@ -62,7 +62,7 @@ class PagePool:
         self._new = range(num_pages)  # free, and never used before
         self._free = deque[int]()  # free, and used before
         self._num_owners = [0] * num_pages
-        self._owned: dict[str, list[int]] = {}
+        self._owned: dict[str, array[int]] = {}  # as C integers: a step copies them, see `StepInputs.of`
         self._hash_of: list[PageHash | None] = [None] * num_pages  # by page; None: not indexed
         self._index: dict[PageHash, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # indexed and unowned, least recently used first
@@ -136,7 +136,7 @@ class PagePool:
             )
             self._cached.pop(page, None)
             self._num_owners[page] += 1
-        self._owned.setdefault(owner, []).extend(pages)
+        self._owned.setdefault(owner, array("i")).extend(pages)
 
     def allocate(self, owner: str, num_pages: int) -> list[int]:
         """Give `owner` so many pages; without free ones, evict the least recently used cached pages."""
@@ -146,7 +146,7 @@ class PagePool:
         pages += [self._free.popleft() if self._free else self._evict() for _ in range(num_pages - len(pages))]
         for page in pages:
             self._num_owners[page] = 1
-        self._owned.setdefault(owner, []).extend(pages)
+        self._owned.setdefault(owner, array("i")).extend(pages)
         return pages
 
     def index(self, owner: str, hashes: Sequence[PageHash], first: int) -> None:
@@ -167,14 +167,14 @@ class PagePool:
 
         Indexed pages stay in the index until they are evicted, the ends of prefixes first.
         """
-        return self._give_back(self._owned.pop(owner, []))
+        return self._give_back(self._owned.pop(owner, ()))
 
     def quarantine(self, owner: str, first: int = 0) -> int:
         """Release the pages of `owner`, but quarantine those from number `first` on that have no other owner.
 
         Quarantined pages are not used before `end_quarantine(owner)`. Returns how many there are.
         """
-        held = self._owned.pop(owner, [])
+        held = self._owned.pop(owner, ())
         alone = [page for page in held[first:] if self._num_owners[page] == 1]
         tainted = set(alone)
         self._give_back([page for page in held if page not in tainted])

@@ -68,6 +68,7 @@ def test_nodes_have_the_labels_and_gpus_that_replicas_need() -> None:
     types = ray_up(config)["available_node_types"]
     for pool in config.pools:
         assert pool.node_labels
+        assert pool.num_gpus
         assert groups[pool.name]["labels"] == types[pool.name]["labels"] == pool.node_labels
         limits = groups[pool.name]["template"]["spec"]["containers"][0]["resources"]["limits"]
         assert float(limits["nvidia.com/gpu"]) >= pool.num_gpus
@@ -292,3 +293,24 @@ def test_render_in_another_directory_prints_the_same() -> None:
     assert json.dumps(list(yaml.safe_load_all(shown.stdout)))  # no aliases, dates or other YAML beyond JSON
     assert "&id" not in shown.stdout
     assert copy.deepcopy(kuberay(fleet())) == list(yaml.safe_load_all(shown.stdout))
+
+
+def test_gpus_that_configuration_leaves_open_follow_the_nodes() -> None:
+    """Pods may start before those with GPUs: the application must not take their absence for a cluster of CPUs."""
+    pools = [{"name": "prefill"}, {"name": "decode"}]
+    nodes = [
+        {"pool": "prefill", "cpus": 4, "gpus": 2, "memory": "8Gi"},
+        {"pool": "decode", "cpus": 4, "memory": "8Gi"},
+    ]
+    (application,) = serve_config(load(None, {"pools": pools, "deploy": {"nodes": nodes}}))["applications"]
+    assert [pool["num_gpus"] for pool in application["args"]["pools"]] == [1, 0]
+    (application,) = serve_config(load(None, {"pools": pools}))["applications"]
+    assert all("num_gpus" not in pool for pool in application["args"]["pools"])
+
+
+def test_compiled_kernels_outlive_a_pod_that_has_a_volume() -> None:
+    spec = service(kuberay(fleet()))["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]
+    (container,) = spec["containers"]
+    cache = next(each["value"] for each in container["env"] if each["name"] == "CROSSDOCK_CACHE")
+    volume = next(mount["name"] for mount in container["volumeMounts"] if cache.startswith(mount["mountPath"] + "/"))
+    assert any("persistentVolumeClaim" in each for each in spec["volumes"] if each["name"] == volume)

@@ -33,6 +33,7 @@ VALUES = {  # an example of a value, as vLLM or SGLang take it; others take none
     "--chunked-prefill-size": "8192",
     "--config": "",
     "--default-chat-template-kwargs": '{"enable_thinking": false}',
+    "--device": "cuda",
     "--dtype": "bfloat16",
     "--generation-config": "vllm",
     "--gpu-memory-utilization": "0.8",

@@ -12,6 +12,7 @@ from crossdock.workers.model.graphs import DecodeGraphs, decode_graphs
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.kv_memory import GPU_RESERVE_BYTES
 from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.mixed_graphs import MixedGraphs, mixed_graphs
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
 from crossdock.workers.replica.calibrate import warm_up
@@ -76,6 +77,33 @@ def test_layers_have_triton_steps(name: str, dtype: torch.dtype) -> None:
     assert on_gpu(name, dtype).kernels == "triton steps"
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float32), ("qwen3_moe", torch.bfloat16)])
+def test_recorded_chunks_equal_eager_chunks(name: str, dtype: torch.dtype) -> None:
+    model = on_gpu(name, dtype)
+    model.allocate_pool(64, PAGE_SIZE)
+    recorded = mixed_graphs(model, PAGE_SIZE, 12, 128, decode_graphs(model, PAGE_SIZE, 12))
+    assert recorded is not None
+    assert recorded.most_tokens == 128
+    generator = torch.Generator().manual_seed(1)
+    most = [(5, 1)] * 12 + [(40, 30), (0, 3)]
+    for parts in ([(40, 1), (5, 1), (0, 23)], [(0, 9)], [(16, 128)], most, [(8, 1), (200, 5)]):
+        ids = [torch.randint(3, 120, (start + tokens,), generator=generator).tolist() for start, tokens in parts]
+        requests = [Request(f"{i}", each, SamplingParams()) for i, each in enumerate(ids)]
+        spare = iter((torch.randperm(63, generator=generator) + 1).tolist())
+        pages = [[next(spare) for _ in range(-(-len(each) // PAGE_SIZE))] for each in ids]
+        whole = [Scheduled(r, 0, len(r.token_ids), p, True) for r, p in zip(requests, pages, strict=True)]
+        mixed = [Scheduled(r, *part, p, True) for r, part, p in zip(requests, parts, pages, strict=True)]
+        StepInputs.of(Batch(whole, 0), PAGE_SIZE)[0].run(model)
+        step = StepInputs.of(Batch(mixed, 0), PAGE_SIZE)[0]
+        before = model.pool.clone()
+        assert recorded.covers(step)
+        got = recorded.run(step).clone()
+        error = 1e-3 if dtype is torch.float32 else 5e-2
+        torch.testing.assert_close(model.pool, before, atol=error, rtol=error)  # only the step is written, again
+        theirs = step.run(model)
+        assert (got - theirs).norm() <= error * theirs.norm()
+
+
 def test_model_that_waits_for_the_gpu_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     model = on_gpu()
     model.module.model.layers[-1].register_forward_hook(
@@ -108,6 +136,7 @@ def test_engine_with_and_without_graphs_gives_same_tokens() -> None:
         settings = SETTINGS | {"enforce_eager": enforce_eager, "async_scheduling": is_ahead}
         engine = Engine(on_gpu(), EngineConfig(**settings))
         assert isinstance(engine.pipeline.runner.graphs, DecodeGraphs) is not enforce_eager
+        assert isinstance(engine.pipeline.runner.mixed_graphs, MixedGraphs) is not enforce_eager
         warm_up(engine)
         answers.append(tokens(engine))
     assert answers[0] == answers[1] == answers[2] == answers[3]

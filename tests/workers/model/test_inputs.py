@@ -1,13 +1,15 @@
-"""A step's integers arrive unchanged at every rank and on every device."""
+"""A step's integers are those of its batch, and arrive unchanged on every device."""
 
 from unittest.mock import create_autospec
 
 import numpy as np
+import pytest
 import torch
 
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Request, SamplingParams
 
 
@@ -18,18 +20,24 @@ def mixed_step() -> StepInputs:
     return StepInputs.of(Batch(parts, 1), 8)[0]
 
 
-def test_tensors_equal_the_packed_integers() -> None:
+def test_tensors_equal_the_integers() -> None:
     step = mixed_step()
-    received = StepInputs.unpack(step.pack())
-    for tensors in (step.on(torch.device("cpu")), received.on(torch.device("cpu"))):
-        for name in StepInputs.__slots__:
-            array, tensor = getattr(step, name), getattr(tensors, name)
-            assert tensor.dtype == getattr(torch, array.dtype.name)
-            assert np.array_equal(tensor.numpy(), array), name
-            assert tensor.is_contiguous()
-            assert tensor.data_ptr() % 16 == 0, "else Triton compiles its kernels again"
+    tensors = step.on(torch.device("cpu"))
+    for name in StepInputs.__slots__:
+        array, tensor = getattr(step, name), getattr(tensors, name)
+        assert tensor.dtype == getattr(torch, array.dtype.name)
+        assert np.array_equal(tensor.numpy(), array), name
+        assert tensor.is_contiguous()
+        assert tensor.data_ptr() % 16 == 0, "else Triton compiles its kernels again"
+    assert step.token_ids.tolist() == [60, *range(78, 91)]
+    assert step.positions.tolist() == [20, *range(8, 21)]
     assert step.slots.tolist() == [2 * 8 + 4, *range(8), *range(32, 37)]
+    assert step.wanted.tolist() == [0]
+    assert step.query_start.tolist() == [0, 1, 14]
+    assert step.kv_len.tolist() == [21, 21]
+    assert step.page_table.tolist() == [[3, 1, 2], [5, 0, 4]]
     assert (step.max_query_len, step.num_decodes) == (13, 1)
+    assert [getattr(step, name).dtype for name in StepInputs.__slots__] == [np.int64] * 4 + [np.int32] * 3
 
 
 def test_model_is_told_how_many_decodes_come_first() -> None:
@@ -48,7 +56,23 @@ def test_model_is_told_how_many_decodes_come_first() -> None:
         assert (batch.num_decodes, batch.max_kv_len) == (expected, max(part.start + part.num_tokens for part in parts))
 
 
-def test_step_without_wanted_rows_has_an_empty_tensor() -> None:
+def test_pages_of_a_pool_are_those_of_a_list() -> None:
+    """And the pool may grow an owner's pages afterwards: the step holds no view of them."""
+    request = Request("a", list(range(40)), SamplingParams())
+    pool = PagePool(20, 8)
+    pool.allocate("other", 7)
+    pool.allocate("a", 4)
+    of_pool = StepInputs.of(Batch([Scheduled(request, 5, 20, pool.pages_of("a"), True)], 0), 8)[0]
+    of_list = StepInputs.of(Batch([Scheduled(request, 5, 20, [7, 8, 9, 10], True)], 0), 8)[0]
+    pool.allocate("a", 9)
+    for name in StepInputs.__slots__:
+        assert np.array_equal(getattr(of_pool, name), getattr(of_list, name)), name
+    assert of_pool.slots.tolist() == list(range(7 * 8 + 5, 7 * 8 + 25))
+
+
+@pytest.mark.parametrize("samples", [False, True])
+def test_wanted_rows_are_those_that_sample(samples: bool) -> None:
     request = Request("prompt", list(range(30)), SamplingParams())
-    step = StepInputs.of(Batch([Scheduled(request, 0, 8, [1], False)], 0), 8)[0]
-    assert step.on(torch.device("cpu")).wanted.shape == (0,)
+    step, rows = StepInputs.of(Batch([Scheduled(request, 0, 8, [1], samples)], 0), 8)
+    assert step.on(torch.device("cpu")).wanted.shape == (samples,)
+    assert rows == [range(samples)]

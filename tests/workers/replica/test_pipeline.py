@@ -32,10 +32,12 @@ KINDS: list[dict[str, Any]] = [
     {"min_p": 0.1, "min_tokens": 9},
     {"logit_bias": ((5, 4.0), (9, -3.0)), "allowed_token_ids": tuple(range(2, 60))},
     {"stop_token_ids": tuple(range(20, 40)), "temperature": 1.5},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.2, "temperature": 0.0},
+    {"frequency_penalty": 0.7, "repetition_penalty": 1.1, "min_tokens": 12, "top_p": 0.9},
 ]
 NOT_PLAIN: list[dict[str, Any]] = [
-    {"repetition_penalty": 1.3},
-    {"presence_penalty": 0.5, "frequency_penalty": 0.2},
+    {"bad_words": ((5, 6), (7, 8, 9))},
     {"logprobs": 2},
     {"prompt_logprobs": 1, "temperature": 0.0},
 ]
@@ -142,10 +144,17 @@ def test_step_ahead_begins_before_the_tokens_of_the_step_before_are_read(order: 
         ahead.step()
     assert "".join(order) == "b" + "br" * 5 + "r", "and none behind the step that is known to be the last"
     order.clear()
-    ahead.add(Submission("a", [5, 6], SamplingParams(max_tokens=5, ignore_eos=True, presence_penalty=0.1)))
+    params: list[dict[str, Any]] = [{"presence_penalty": 0.1, "repetition_penalty": 1.2}, {"min_tokens": 4}, {}]
+    for number, each in enumerate(params):
+        ahead.add(Submission(f"{number}", [5, 6], SamplingParams(max_tokens=5, ignore_eos=True, **each)))
     while ahead.has_work:
         ahead.step()
-    assert "".join(order) == "b" * 5, "a request whose tokens change the next logits waits for them"
+    assert "".join(order) == "b" + "br" * 4 + "r", "penalties and min_tokens look back on the device"
+    order.clear()
+    ahead.add(Submission("a", [5, 6], SamplingParams(max_tokens=5, ignore_eos=True, bad_words=((7, 8),))))
+    while ahead.has_work:
+        ahead.step()
+    assert "".join(order) == "b" * 5, "a request that needs its last token on the host waits for it"
 
 
 def test_steps_ahead_take_the_time_between_their_ends() -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from crossdock.workers.model.sampling.devices import copy_to
@@ -23,10 +24,14 @@ class TokenCounts:
         self._ids = np.zeros(64, np.int64)
         self._counts = np.zeros(64, np.float32)
 
-    def catch_up(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Count the new tokens; return the distinct ids [U] and how often each is in the output [U]."""
-        assert len(token_ids) >= self._num_counted, "tokens were taken back"
-        for position in range(self._num_counted, len(token_ids)):
+    def catch_up(self, token_ids: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Count the new tokens; return the distinct ids [U] and how often each is in the output [U].
+
+        A last token below 0 is not known yet, and not counted. The arrays are valid until the next call.
+        """
+        num_known = len(token_ids) - (len(token_ids) > 0 and token_ids[-1] < 0)
+        assert num_known >= self._num_counted, "tokens were taken back"
+        for position in range(self._num_counted, num_known):
             token_id = token_ids[position]
             slot = self._slots.setdefault(token_id, len(self._slots))
             if slot == len(self._ids):
@@ -34,9 +39,9 @@ class TokenCounts:
                 self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
             self._ids[slot] = token_id
             self._counts[slot] += position >= self._num_prompt_tokens
-        self._num_counted = len(token_ids)
+        self._num_counted = num_known
         used = len(self._slots)
-        return torch.from_numpy(self._ids[:used]), torch.from_numpy(self._counts[:used])
+        return self._ids[:used], self._counts[:used]
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +49,7 @@ class SampleRow:
     """One row of logits and the request it belongs to. Kept between steps or made again, it gives the same tokens.
 
     `token_ids` is the request's own growing list, prompt first. The next sampled token has position `len(token_ids)`.
+    Its last token is below 0 while only the device knows it.
     """
 
     params: SamplingParams
@@ -51,8 +57,9 @@ class SampleRow:
     num_prompt_tokens: int
     eos_token_ids: Sequence[int] = ()  # masked, with stop_token_ids, until min_tokens are out
     allowed: Tensor | None = None  # [V] bool, the grammar's mask for this step
-    counts: TokenCounts | None = field(default=None, repr=False)  # set when penalties first need it
-    _bias: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    _counts: TokenCounts | None = field(default=None, repr=False)  # set when penalties first need it
+    _bias: tuple[NDArray[np.int64], NDArray[np.float32]] | None = field(default=None, repr=False)
+    _forbidden: tuple[bool, Tensor] | None = field(default=None, repr=False)  # `must_continue`, and the mask then
     _choosable: Tensor | None = field(default=None, repr=False)
     _continuing: Tensor | None = field(default=None, repr=False)
     _not_bad: Tensor | None = field(default=None, repr=False)
@@ -72,12 +79,16 @@ class SampleRow:
         return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
     @property
+    def ends_unread(self) -> bool:
+        """Whether only the device knows the last token."""
+        return len(self.token_ids) > 0 and self.token_ids[-1] < 0
+
+    @property
     def is_plain(self) -> bool:
         """Whether the row needs no previous token on the host, and only the token is wanted."""
         params = self.params
         reports = params.logprobs is not None or params.prompt_logprobs is not None
-        looks_back = self.is_penalized or params.grammar is not None or any(len(word) > 1 for word in params.bad_words)
-        return not (looks_back or reports)
+        return not (reports or params.grammar is not None or self._has_long_bad_words)
 
     @property
     def must_continue(self) -> bool:
@@ -96,12 +107,59 @@ class SampleRow:
             or self.allowed is not None
         )
 
-    def bias_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    @property
+    def bias(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the token ids of logit_bias [B] and their biases [B], built at the first call."""
         if self._bias is None:
             ids, bias = zip(*self.params.logit_bias, strict=True)
-            self._bias = copy_to(device, torch.tensor(ids)), copy_to(device, torch.tensor(bias))
+            self._bias = np.array(ids, np.int64), np.array(bias, np.float32)
         return self._bias
+
+    def used_tokens(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return the distinct tokens used so far [U], and how often each is in the output [U]. See `TokenCounts`."""
+        if self._counts is None:
+            self._counts = TokenCounts(self.num_prompt_tokens)
+        return self._counts.catch_up(self.token_ids)
+
+    def forbidden_on(self, device: torch.device, vocab_size: int) -> Tensor | None:
+        """Return the tokens that the row must not use now, [V] bool on `device`; None: it may use all.
+
+        Kept between steps, unless a grammar or the previous tokens decide.
+        """
+        continues = self.must_continue
+        if self._forbidden is not None and self._forbidden[0] is continues:
+            return self._forbidden[1]
+        mask = self._usable(vocab_size)
+        if mask is None:
+            return None
+        forbidden = copy_to(device, mask.logical_not())
+        if self.allowed is None and not self._has_long_bad_words:
+            self._forbidden = continues, forbidden
+        return forbidden
+
+    def _usable(self, vocab_size: int) -> Tensor | None:
+        """Return the tokens that the row may use, [V] bool on the CPU; None for all.
+
+        The grammar comes first, then allowed_token_ids, then min_tokens, then bad_words. A mask that would leave no
+        token of those before it is dropped, so that there is always a token, and never one that breaks the grammar.
+        """
+        masks = [] if self.allowed is None else [self.allowed]
+        if self.params.allowed_token_ids:
+            masks.append(self.choosable(vocab_size))
+        if self.must_continue:
+            masks.append(self.continuing(vocab_size))
+        if self.params.bad_words:
+            masks.append(self.without_bad_words(vocab_size))
+        combined = None
+        for mask in masks:
+            narrowed = mask if combined is None else combined & mask
+            if combined is None or narrowed.any():
+                combined = narrowed
+        return combined
+
+    @property
+    def _has_long_bad_words(self) -> bool:
+        return any(len(word) > 1 for word in self.params.bad_words)
 
     def choosable(self, vocab_size: int) -> Tensor:
         """Return the tokens of allowed_token_ids, [V] bool on the CPU, built at the first call."""

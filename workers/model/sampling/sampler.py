@@ -56,9 +56,9 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[DrawnToken]:
 class PendingTokens:
     """Tokens of plain rows, drawn on the device while the host does other work. They equal those of `sample`."""
 
-    def __init__(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
-        """Begin to draw from `logits` [N, V], which may change afterwards."""
-        self._scores, self._rows = edited_scores(logits, rows, copy=True), rows
+    def __init__(self, logits: Tensor, rows: Sequence[SampleRow], previous_tokens: Tensor | None = None) -> None:
+        """Begin to draw from `logits` [N, V], which may change afterwards. `previous_tokens`: see `edited_scores`."""
+        self._scores, self._rows = edited_scores(logits, rows, True, previous_tokens), rows
         width = min(HEAD_WIDTHS[-1], logits.shape[-1])
         self.on_device = _draw(self._scores, rows, width) if rows else logits.new_empty(0, dtype=torch.int64)
         """Token ids [N] on the device, below 0 where the host must draw from more of the row."""

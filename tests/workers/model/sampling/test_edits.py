@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from crossdock.workers.model.sampling.edits import edit
+from crossdock.workers.model.sampling.edits import edited_scores
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
 from crossdock.workers.schedule.request import SamplingParams
@@ -18,9 +18,81 @@ from .rows import EOS, draw, make_row, random_logits
 
 
 def edited(logits: Tensor, row: SampleRow) -> Tensor:
-    scores = logits.float().clone()
-    edit(scores, row)
+    return edited_scores(logits[None], [row])[0]
+
+
+def edited_alone(logits: Tensor, row: SampleRow) -> Tensor:
+    """Edit one row in plain torch: bias, penalties, then the tokens that `row` forbids."""
+    scores, params = logits.float().clone(), row.params
+    for token_id, bias in params.logit_bias:
+        scores[token_id] += bias
+    output = list(row.token_ids)[row.num_prompt_tokens :]
+    for token_id in set(row.token_ids):
+        count, score = output.count(token_id), scores[token_id]
+        score = score / params.repetition_penalty if score > 0 else score * params.repetition_penalty
+        scores[token_id] = score - (
+            torch.tensor(params.frequency_penalty) * count + torch.tensor(params.presence_penalty) * (count > 0)
+        )
+    ends = [*EOS, *params.stop_token_ids] if len(output) < params.min_tokens else []
+    for token_id in {*ends, *(word[0] for word in params.bad_words)}:
+        scores[token_id] = -torch.inf
     return scores
+
+
+EDITS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.3},
+    {"repetition_penalty": 0.7, "presence_penalty": -0.4, "frequency_penalty": 1.1, "min_tokens": 12},
+    {"min_tokens": 6, "stop_token_ids": (11,)},
+    {"logit_bias": ((3, 4.5), (40, -2.25)), "frequency_penalty": 0.1},
+    {"bad_words": ((5,), (9,)), "logit_bias": ((5, 30.0),)},
+]
+
+
+def growing_rows(rng: random.Random, count: int = 30) -> list[SampleRow]:
+    return [
+        SampleRow(SamplingParams(**EDITS[i % len(EDITS)]), [rng.randrange(50) for _ in range(5 + i)], 4, EOS)
+        for i in range(count)
+    ]
+
+
+def test_rows_edited_together_equal_rows_edited_alone() -> None:
+    """Bit for bit, over several steps, whatever the other rows ask for."""
+    rng = random.Random(1)
+    rows = growing_rows(rng)
+    for step in range(5):
+        logits = random_logits(len(rows), 50, seed=step)
+        expected = torch.stack([edited_alone(each, row) for each, row in zip(logits, rows, strict=True)])
+        assert torch.equal(edited_scores(logits, rows), expected)
+        for row in rows:
+            row.token_ids.append(rng.randrange(50))  # type: ignore[attr-defined]
+
+
+def test_last_tokens_that_only_the_device_knows_are_penalised_like_known_ones() -> None:
+    """Whether a token is new to its row or not, and beside rows whose last token the host knows."""
+    rng = random.Random(2)
+    rows = growing_rows(rng)
+    for step in range(8):
+        logits = random_logits(len(rows), 50, seed=step)
+        drawn = [rng.choice([*row.token_ids, rng.randrange(50)]) for row in rows]
+        expected = [[*row.token_ids, token] for row, token in zip(rows, drawn, strict=True)]
+        known = [SampleRow(row.params, ids, 4, EOS) for row, ids in zip(rows, expected, strict=True)]
+        order = list(range(len(rows)))
+        rng.shuffle(order)
+        previous_tokens = torch.tensor([drawn[i] for i in order])
+        for i, row in enumerate(rows):  # as the scheduler does while the step before is in flight
+            row.token_ids.append(~order.index(i) if i % 3 or not step else drawn[i])  # type: ignore[attr-defined]
+        found = edited_scores(logits, rows, previous_tokens=previous_tokens)
+        assert torch.equal(found, edited_scores(logits, known))
+        assert torch.equal(found[3], edited_alone(logits[3], known[3]))
+        for row, token in zip(rows, drawn, strict=True):
+            row.token_ids[-1] = token  # type: ignore[index]
+
+
+def test_last_token_that_the_host_must_draw_again_is_no_error() -> None:
+    row = SampleRow(SamplingParams(repetition_penalty=1.3), [4, 5, ~0], 1, EOS)
+    assert edited_scores(random_logits(1, 50), [row], previous_tokens=torch.tensor([-1])).isfinite().all()
 
 
 def test_repetition_penalty_equals_transformers() -> None:
@@ -49,7 +121,6 @@ def test_token_counts_of_growing_request_catch_up() -> None:
     for _ in range(60):
         assert torch.equal(edited(logits, kept), edited(logits, SampleRow(params, token_ids, 40)))
         token_ids.extend(rng.randrange(1000) for _ in range(rng.randrange(10)))
-    assert kept.counts is not None
 
 
 def test_logit_bias_is_added() -> None:

@@ -1,0 +1,122 @@
+"""GPUs follow the device: one for each rank where Ray finds any, a clear error where there are too few."""
+
+from typing import Any
+
+import pytest
+
+from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.config_file import ConfigError, load
+from crossdock.cluster.serve import app, lifetime
+from crossdock.cluster.serve.flags import PANELS, configuration
+from crossdock.cluster.serve.gpus import check_gpus_suffice, with_num_gpus
+
+
+def with_flags(**given: Any) -> ClusterConfig:
+    names = [flag.parameter for flags in PANELS.values() for flag in flags]
+    return configuration(dict.fromkeys(names) | given)
+
+
+def built(config: ClusterConfig, num_gpus: float, monkeypatch: pytest.MonkeyPatch) -> list[tuple[ClusterConfig, Any]]:
+    """Return the resolved configuration, and each pool's deployment, as on a cluster with so many GPUs."""
+    made = []
+
+    def engine_deployment(config: ClusterConfig, pool: Any) -> Any:
+        made.append((config, deployment(config, pool)))
+        return made[-1][1]
+
+    deployment = app.engine_deployment
+    monkeypatch.setattr(app, "visible_gpus", lambda: num_gpus)
+    monkeypatch.setattr(app, "engine_deployment", engine_deployment)
+    app.build(config)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "visible", "asked", "device"),
+    [(None, 0, 0, "cpu"), (None, 2, 1, "cuda"), (0, 2, 0, "cpu"), (1, 0, 1, "cuda"), (0.5, 1, 0.5, "cuda")],
+)
+def test_replica_of_one_rank_asks_for_gpu_where_there_is_one(
+    num_gpus: float | None, visible: float, asked: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(None, {"pools": [{"name": "mixed", "num_gpus": num_gpus}]})
+    ((resolved, application),) = built(config, visible, monkeypatch)
+    options = application._bound_deployment.ray_actor_options
+    assert options["num_gpus"] == asked
+    assert resolved.replica_spec(resolved.pools[0]).device == device
+
+
+def test_every_rank_of_gang_has_gpu_in_its_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(None, {"pools": [{"name": "mixed", "tensor_parallel_size": 4}]})
+    for visible, gpus in ((8, [1, 1, 1, 1]), (0, [0, 0, 0, 0])):
+        with monkeypatch.context() as patch:
+            ((_, application),) = built(config, visible, patch)
+        bundles = application._bound_deployment._replica_config.placement_group_bundles
+        assert [bundle.get("GPU", 0) for bundle in bundles] == gpus
+
+
+def test_configuration_that_leaves_gpus_open_leaves_device_to_torch() -> None:
+    config = load()
+    assert config.pools[0].num_gpus is None
+    assert config.replica_spec(config.pools[0]).device is None
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        ({"tensor_parallel_size": 2, "num_gpus": 0.5}, r"num_gpus \(0.5\) must be 1 or 0 .* several ranks, here 2"),
+        ({"num_gpus": 2}, r"num_gpus \(2\) is of each rank"),
+        ({"num_gpus": 1.5}, r"num_gpus \(1.5\) is of each rank"),
+        ({"num_gpus": -1}, "pools.0.num_gpus"),
+    ],
+)
+def test_number_that_ranks_cannot_use_is_refused(pool: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(None, {"pools": [{"name": "mixed", **pool}]})
+
+
+@pytest.mark.parametrize(
+    ("pools", "num_gpus", "named"),
+    [
+        ([{"name": "mixed", "tensor_parallel_size": 4}], 1, "pools.mixed.tensor_parallel_size 4"),
+        ([{"name": "mixed", "replicas": 2}], 1, "pools.mixed.replicas 2"),
+        ([{"name": "mixed", "replicas": 1, "max_replicas": 3}], 2, "pools.mixed.max_replicas 3"),
+        ([{"name": "prefill"}, {"name": "decode"}], 1, "pools.decode.replicas 1"),
+        ([{"name": "mixed", "num_gpus": 1}], 0, "pools.mixed.num_gpus 1"),
+    ],
+)
+def test_machine_with_too_few_gpus_names_the_settings(pools: list[Any], num_gpus: int, named: str) -> None:
+    config = with_num_gpus(load(None, {"pools": pools}), lambda _: num_gpus > 0)
+    with pytest.raises(ValueError, match=f"this machine has {num_gpus}") as error:
+        check_gpus_suffice(config, num_gpus)
+    assert named in str(error.value)
+
+
+def test_server_on_machine_with_too_few_gpus_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifetime, "visible_gpus", lambda: 1.0)
+    lifetime._require_gpus(load())
+    with pytest.raises(lifetime.StartFailed, match="tensor_parallel_size 4"):
+        lifetime._require_gpus(load(None, {"pools.*.tensor_parallel_size": 4}))
+
+
+@pytest.mark.parametrize(
+    ("pools", "num_gpus"),
+    [
+        ([{"name": "mixed", "tensor_parallel_size": 4, "replicas": 2}], 8),
+        ([{"name": "mixed", "replicas": 2, "num_gpus": 0.5}], 1),
+        ([{"name": "mixed", "tensor_parallel_size": 4}], 0),
+        ([{"name": "prefill"}, {"name": "decode", "num_gpus": 0, "tensor_parallel_size": 2}], 1),
+    ],
+)
+def test_machine_with_enough_gpus_is_accepted(pools: list[Any], num_gpus: int) -> None:
+    check_gpus_suffice(with_num_gpus(load(None, {"pools": pools}), lambda _: num_gpus > 0), num_gpus)
+
+
+@pytest.mark.parametrize(("device", "num_gpus"), [("auto", None), ("cpu", 0), ("cuda", 1)])
+def test_device_flag_means_gpus_of_each_rank_in_every_pool(device: str, num_gpus: int | None) -> None:
+    config = with_flags(device=device, pools="prefill=1,decode=2xtp2")
+    assert [pool.num_gpus for pool in config.pools] == [num_gpus, num_gpus]
+
+
+def test_unknown_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="--device: 'tpu' must be one of auto, cpu, cuda"):
+        with_flags(device="tpu")

@@ -1,0 +1,71 @@
+"""Other ranks receive every step as the driver made it, though only changes of its page tables travel."""
+
+import random
+
+import numpy as np
+
+from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.step_messages import StepReceiver, StepSender
+from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.request import Request, SamplingParams
+
+PAGE_SIZE = 4
+
+
+def step_of(parts: list[tuple[str, int, int, list[int]]]) -> tuple[StepInputs, list[str]]:
+    """Return a step of parts (request, start, tokens, pages), and the names of its requests."""
+    scheduled = [
+        Scheduled(Request(name, list(range(start + tokens)), SamplingParams()), start, tokens, pages, True)
+        for name, start, tokens, pages in parts
+    ]
+    return StepInputs.of(Batch(scheduled, 0), PAGE_SIZE)[0], [name for name, *_ in parts]
+
+
+def check(received: StepInputs, sent: StepInputs, num_pages: int) -> None:
+    for name in StepInputs.__slots__[:-1]:
+        assert np.array_equal(getattr(received, name), getattr(sent, name)), name
+        assert getattr(received, name).dtype == getattr(sent, name).dtype
+    assert received.page_table.shape == sent.page_table.shape
+    assert received.page_table.dtype == sent.page_table.dtype
+    for row, (ours, theirs) in enumerate(zip(received.page_table, sent.page_table, strict=True)):
+        reach = -(-sent.kv_len[row] // PAGE_SIZE)
+        assert np.array_equal(ours[:reach], theirs[:reach])
+    assert (received.page_table >= 0).all()
+    assert (received.page_table < num_pages).all()
+
+
+def test_any_history_of_steps_is_received() -> None:
+    """Requests come, grow, lose their pages, return with others and end, among more names than there are rows."""
+    rng, num_pages = random.Random(3), 50
+    sender, receiver = StepSender(PAGE_SIZE), StepReceiver()
+    held: dict[str, list[int]] = {}
+    for _ in range(300):
+        names = rng.sample([f"{number}" for number in range(40)], rng.randrange(1, 9))
+        parts = []
+        for name in names:
+            if rng.random() < 0.2:
+                held.pop(name, None)  # preempted, or another request of that name
+            pages = held.setdefault(name, [])
+            start = max(len(pages) * PAGE_SIZE - rng.randrange(4), 0)
+            tokens = rng.randrange(1, 9)
+            while len(pages) * PAGE_SIZE < start + tokens:
+                pages.append(rng.randrange(num_pages))
+            parts.append((name, start, tokens, list(pages)))
+        sent, requests = step_of(parts)
+        check(receiver.unpack(sender.pack(sent, requests)), sent, num_pages)
+
+
+def test_new_sender_needs_no_new_receiver() -> None:
+    """A receiver's rows may hold anything where a sender begins: nothing is taken for known, page 0 neither."""
+    receiver = StepReceiver()
+    for pages in ([7, 8, 9], [0, 0, 5], [1, 0, 0]):
+        sent, requests = step_of([("a", 8, 4, pages)])
+        check(receiver.unpack(StepSender(PAGE_SIZE).pack(sent, requests)), sent, 10)
+
+
+def test_message_of_a_decode_has_no_page_that_was_sent() -> None:
+    sender, pages = StepSender(PAGE_SIZE), list(range(2000))
+    sizes = [len(sender.pack(*step_of([("a", start, 1, pages)]))) for start in (7990, 7991, 7992)]
+    assert sizes[0] > 2 * 4 * 1998, "a place and a page for each entry of a new request"
+    assert sizes[1] < 200
+    assert sizes[1] < sizes[2] < 200, "a new page"

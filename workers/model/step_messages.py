@@ -1,0 +1,90 @@
+"""Steps as messages from the driver to the other ranks. Of the page tables only the entries that changed travel.
+
+A stream's table grows by one entry in as many steps as a page has tokens. Sent whole, the tables of 256 streams of 512
+pages each are 512 KiB in every step, for every follower.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from crossdock.workers.model.inputs import StepInputs
+
+_LONG = ("token_ids", "positions", "slots", "wanted")  # int64
+_SHORT = ("query_start", "kv_len")  # int32
+_UNKNOWN = -1  # an entry that the receiver may have in any state
+
+
+@dataclass(slots=True, eq=False)
+class StepSender:
+    """Packs steps. Every receiver must unpack all of them, in order."""
+
+    page_size: int
+    _tables: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))  # as receivers have them
+    _places: OrderedDict[str, int] = field(default_factory=OrderedDict)  # row of each request, least recent first
+
+    def pack(self, inputs: StepInputs, requests: Sequence[str]) -> bytes:
+        """Return a step as a message. `requests`: the name of the request of each of its sequences.
+
+        A name only decides which row is compared with which: after a request whose row is taken by another, more
+        entries differ and are sent.
+        """
+        places, width = self._place(requests), inputs.page_table.shape[1]
+        self._tables = _grown(self._tables, 0, width, _UNKNOWN)
+        reach = -(-inputs.kv_len // self.page_size)
+        differs = inputs.page_table != self._tables[places, :width]
+        differs &= np.arange(width, dtype=np.int32) < reach[:, None]
+        changed = np.flatnonzero(differs).astype(np.int32)
+        rows, columns = np.divmod(changed, width)
+        entries = inputs.page_table[rows, columns]
+        self._tables[places[rows], columns] = entries
+        arrays = [getattr(inputs, name) for name in (*_LONG, *_SHORT)]
+        data: bytes = msgpack.packb([width, *(array.tobytes() for array in (*arrays, places, changed, entries))])
+        return data
+
+    def _place(self, requests: Sequence[str]) -> NDArray[np.int32]:
+        """Return a row for each request: its own of the step before, else a new one, or one that is used no more."""
+        most = max(len(self._tables), 2 * len(requests))
+        self._tables = _grown(self._tables, most, 0, _UNKNOWN)
+        for request in requests:
+            if request in self._places:
+                self._places.move_to_end(request)
+        for request in requests:
+            if request not in self._places:
+                is_full = len(self._places) == most
+                self._places[request] = self._places.popitem(last=False)[1] if is_full else len(self._places)
+        return np.array([self._places[request] for request in requests], np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class StepReceiver:
+    """Unpacks the steps of one sender after the other."""
+
+    _tables: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+
+    def unpack(self, data: bytes) -> StepInputs:
+        """Return the step. Entries of its page table past a sequence's tokens are arbitrary pages of the pool."""
+        width, *packed = msgpack.unpackb(data)
+        token_ids, positions, slots, wanted = (np.frombuffer(array, np.int64) for array in packed[: len(_LONG)])
+        query_start, kv_len, places, changed, entries = (
+            np.frombuffer(array, np.int32) for array in packed[len(_LONG) :]
+        )
+        rows, columns = np.divmod(changed, width)
+        self._tables = _grown(self._tables, int(places.max()) + 1, width, 0)
+        self._tables[places[rows], columns] = entries
+        table = self._tables[places, :width]
+        return StepInputs(token_ids, positions, slots, wanted, query_start, kv_len, table)
+
+
+def _grown(tables: NDArray[np.int32], num_rows: int, width: int, fill: int) -> NDArray[np.int32]:
+    """Return `tables` with at least so many rows and entries in each; new ones are `fill`."""
+    rows, columns = tables.shape
+    if num_rows <= rows and width <= columns:
+        return tables
+    larger = np.full((max(num_rows, rows), max(width, columns)), fill, np.int32)
+    larger[:rows, :columns] = tables
+    return larger
