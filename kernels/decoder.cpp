@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 using bf16 = uint16_t;
@@ -116,11 +117,25 @@ struct Barrier {
 // --- matrix products: out[t, n] = sum_k x[t, k] * w[n, k] -----------------------------------------------------------
 // Weights are packed in panels of 16 outputs, [N/16][K/2][16][2], so that one load feeds 16 lanes with two k each.
 
+// Panels that a thread multiplies next. While a tile is computed from the caches, it fetches one of them from memory:
+// with 4 to 64 rows, memory and arithmetic take about as long, and without this one waits for the other.
+struct Ahead {
+    const bf16* panel = nullptr;
+    int64_t count = 0;
+
+    const bf16* next(int64_t size) {
+        if (count == 0) return nullptr;
+        --count;
+        return std::exchange(panel, panel + size);
+    }
+};
+
 template <int MB, int NB>
-inline void tile(const bf16* x, int64_t ldx, const bf16* w, int64_t panel, int K, __m512 (&acc)[MB][NB]) {
+inline void tile(const bf16* x, int64_t ldx, const bf16* w, int64_t panel, int K, const bf16* fetched, __m512 (&acc)[MB][NB]) {
     for (int m = 0; m < MB; ++m)
         for (int n = 0; n < NB; ++n) acc[m][n] = _mm512_setzero_ps();
     for (int k = 0; k < K; k += 2) {
+        if (fetched) _mm_prefetch(reinterpret_cast<const char*>(fetched + int64_t(k) * 16), _MM_HINT_T1);
         __m512bh b[NB];
         for (int n = 0; n < NB; ++n)
             b[n] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(w + n * panel + int64_t(k) * 16));
@@ -134,19 +149,19 @@ inline void tile(const bf16* x, int64_t ldx, const bf16* w, int64_t panel, int K
 }
 
 template <int MB, int NB, class Write>
-inline void rows(const bf16* x, int64_t ldx, const bf16* w, int64_t panel, int K, int64_t t, int64_t n, Write& write) {
+inline void rows(const bf16* x, int64_t ldx, const bf16* w, int64_t panel, int K, int64_t t, int64_t n, Ahead& ahead, Write& write) {
     __m512 acc[MB][NB];
-    tile<MB, NB>(x + t * ldx, ldx, w, panel, K, acc);
+    tile<MB, NB>(x + t * ldx, ldx, w, panel, K, ahead.next(panel), acc);
     for (int m = 0; m < MB; ++m) write(t + m, n, acc[m]);
 }
 
 template <int NB, class Write>
-void block(const bf16* x, int64_t ldx, const bf16* w, int64_t panel, int K, int64_t t, int64_t end, int64_t n, Write& write) {
+void block(const bf16* x, int64_t ldx, const bf16* w, int64_t panel, int K, int64_t t, int64_t end, int64_t n, Ahead ahead, Write& write) {
     constexpr int MB = 24 / NB;
-    for (; t + MB <= end; t += MB) rows<MB, NB>(x, ldx, w, panel, K, t, n, write);
-    for (; t + 4 <= end; t += 4) rows<4, NB>(x, ldx, w, panel, K, t, n, write);
-    for (; t + 2 <= end; t += 2) rows<2, NB>(x, ldx, w, panel, K, t, n, write);
-    for (; t < end; ++t) rows<1, NB>(x, ldx, w, panel, K, t, n, write);
+    for (; t + MB <= end; t += MB) rows<MB, NB>(x, ldx, w, panel, K, t, n, ahead, write);
+    for (; t + 4 <= end; t += 4) rows<4, NB>(x, ldx, w, panel, K, t, n, ahead, write);
+    for (; t + 2 <= end; t += 2) rows<2, NB>(x, ldx, w, panel, K, t, n, ahead, write);
+    for (; t < end; ++t) rows<1, NB>(x, ldx, w, panel, K, t, n, ahead, write);
 }
 
 // This thread's share of x[T, K] times panels: consecutive groups of NB panels, each over blocks of rows.
@@ -158,10 +173,12 @@ void matmul(const bf16* x, int64_t ldx, int64_t T, const bf16* w, int64_t num_pa
     const int64_t tasks = groups * blocks, first = tasks * tid / nt, last = tasks * (tid + 1) / nt;
     for (int64_t task = first; task < last; ++task) {
         int64_t n = task / blocks * NB, t = task % blocks * ROWS;
-        block<NB>(x, ldx, w + n * panel, panel, K, t, std::min(T, t + ROWS), n, write);
+        const bool is_last = t + ROWS >= T && task + 1 < last;  // of the blocks of rows that share these panels
+        const Ahead ahead = is_last ? Ahead{w + (n + NB) * panel, NB} : Ahead{};
+        block<NB>(x, ldx, w + n * panel, panel, K, t, std::min(T, t + ROWS), n, ahead, write);
     }
     for (int64_t n = groups * NB + tid; n < num_panels; n += nt)  // panels that do not fill a group
-        block<1>(x, ldx, w + n * panel, panel, K, 0, T, n, write);
+        block<1>(x, ldx, w + n * panel, panel, K, 0, T, n, Ahead{}, write);
 }
 
 // --- norms and rotary embeddings ------------------------------------------------------------------------------------
