@@ -21,7 +21,7 @@ _MAPPED_BYTES = 32 << 20  # at least so much address space at a time; memory is 
 _ALIGNMENT = 4096  # bytes
 _ROW_MULTIPLE = 8
 ROWS = (1, 4, 8, 16, 32, 64, 256)  # numbers of rows that are measured; 1,024 chooses as 256 does
-_MAX_BYTES = 32 << 20  # of weights measured per shape: more than stays in a core's cache, as a model's layers are
+_MAX_BYTES = 64 << 20  # of weights measured per shape: more than stays in the caches, as a model's layers are
 _SLICE_BYTES = 8 << 20  # of a weight that is larger, so many are measured at a time
 
 

@@ -16,6 +16,7 @@ from crossdock.kernels.choice import KernelChoice
 from crossdock.kernels.decoder import DecoderLayer, DecoderShape, DecoderStack
 from crossdock.kernels.linear import ChosenLinear, Weights, linear_choice, usable_kernels
 from crossdock.kernels.options import CpuKernels
+from crossdock.kernels.stack_choice import stack_choice
 
 PageViews = Sequence[tuple[Tensor, Tensor]]
 CurrentPages = Callable[[], tuple[PageViews, AttentionBatch]]
@@ -96,14 +97,12 @@ def fuse(
         raise NotFusableError("the model's lm_head is not a plain linear of a multiple of 16 outputs")
     dtype = head.weight.dtype
     kernels = usable_kernels(dtype, cpu_kernels)
-    matrices = [shape.matrices(len(layers)), [Weights(head.out_features, head.in_features, count=1)]]
-    num_bytes = sum(each.num_bytes(dtype) for group in matrices for each in group)
+    head_weights = Weights(head.out_features, head.in_features, count=1)
+    num_bytes = sum(each.num_bytes(dtype) for each in (*shape.matrices(len(layers)), head_weights))
     max_kernels = 2 if free_bytes is None or 2 * num_bytes <= free_bytes else 1
     try:
-        layers_choice, head_choice = (
-            linear_choice(name, group, dtype, kernels, max_kernels)
-            for name, group in zip(("decoder layers", "output projection"), matrices, strict=True)
-        )
+        layers_choice = stack_choice(shape, len(layers), dtype, kernels, max_kernels)
+        head_choice = linear_choice("output projection", [head_weights], dtype, kernels, max_kernels)
         stack = DecoderStack(shape, weights, layers_choice, attention)
         fused, fused_head = FusedLayers(stack, current_pages), FusedHead(head.weight, head_choice)
     except OSError as error:

@@ -94,7 +94,8 @@ def test_fused_float32_logits_equal_transformers(name: str, kernel: CpuKernels) 
 @needs_own
 def test_kernel_changes_with_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows by our products and many by oneDNN's, over one KV pool."""
-    monkeypatch.setattr(fusion, "linear_choice", lambda *_: KernelChoice("own", "onednn", 8))
+    for chooses in ("stack_choice", "linear_choice"):
+        monkeypatch.setattr(fusion, chooses, lambda *_: KernelChoice("own", "onednn", 8))
     module = bf16("llama", WIDE)
     expected = [monolithic(module, prompt).float() for prompt in prompts()]
     model = wrap_module(module)
@@ -111,7 +112,8 @@ def test_second_format_is_not_packed_where_memory_is_short(monkeypatch: pytest.M
         asked.append(arguments[-1])
         return only("torch")
 
-    monkeypatch.setattr(fusion, "linear_choice", choice)
+    for chooses in ("stack_choice", "linear_choice"):
+        monkeypatch.setattr(fusion, chooses, choice)
     wrap_module(bf16("llama", WIDE), kv_bytes=0)
     wrap_module(bf16("llama", WIDE), kv_bytes=1 << 60)
     assert asked == [2, 2, 1, 1]
