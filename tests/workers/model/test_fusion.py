@@ -9,10 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crossdock.kernels import linear
+from crossdock.kernels.backend import choose_attention
 from crossdock.kernels.build import cpu_flags
 from crossdock.kernels.choice import KernelChoice, only
 from crossdock.kernels.options import CpuKernels
 from crossdock.workers.model import fusion
+from crossdock.workers.model.cut.part import ModelPart
+from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.fusion import FusedLayers
 from crossdock.workers.model.load import load_model, wrap_module
 from crossdock.workers.model.model import PagedModel
@@ -224,6 +227,15 @@ def test_int8_that_cannot_run_is_refused(
     module = build("llama", WIDE).to(getattr(torch, dtype))
     with pytest.raises(ValueError, match=f"quantization int8: {reason}"):
         wrap_module(module, cpu_kernels=kernels, quantization="int8")
+
+
+def test_int8_of_several_ranks_or_other_attention_is_refused() -> None:
+    part = ModelPart(RankPosition(0, 2, 1), num_layers=2)
+    with pytest.raises(ValueError, match="quantization int8: it is for replicas of one rank"):
+        wrap_module(bf16("llama", WIDE), part=part, quantization="int8")
+    attention = choose_attention("torch", torch.device("cpu"), "auto", "auto")
+    with pytest.raises(ValueError, match="quantization int8: it needs the attention that runs in C"):
+        wrap_module(bf16("llama", WIDE), attention=attention, quantization="int8")
 
 
 @needs_vnni
