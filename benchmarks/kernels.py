@@ -2,7 +2,10 @@
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/kernels.py --threads 1       # two minutes
 
-Prints milliseconds per layer for attention, then GFLOP/s and milliseconds for the linears, for all candidates.
+Prints milliseconds of whole layers, GFLOP/s and milliseconds of their products, and milliseconds per layer for
+attention: for all candidates, with the one that a server chooses and how many times slower than the best it is.
+`worst ratio` sums up each table. One kernel computes a whole layer, and the choice is by whole layers; the products are
+shown for comparison.
 """
 
 import argparse
@@ -18,10 +21,23 @@ from torch import Tensor
 from crossdock.kernels.attention import AttentionBatch, reference_paged_attention, store_kv
 from crossdock.kernels.choice import KernelChoice
 from crossdock.kernels.cpu_attention import CpuAttention
+from crossdock.kernels.decoder import DecoderShape
 from crossdock.kernels.linear import FORMATS, Weights, linear_choice, usable_kernels
 from crossdock.kernels.options import Kernel
+from crossdock.kernels.stack_choice import LayerSample, stack_cells, stack_choice
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 9, 3, 64, 16, 30
+SHAPE = DecoderShape(
+    hidden=576,
+    num_heads=HEADS,
+    num_kv_heads=KV_HEADS,
+    head_dim=HEAD_DIM,
+    intermediate=1536,
+    eps=1e-5,
+    qk_eps=0.0,
+    scale=HEAD_DIM**-0.5,
+)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def milliseconds(seconds: float, *functions: Callable[[], object]) -> list[float]:
@@ -76,6 +92,7 @@ def attention(seconds: float) -> None:
     print("own: attention.cpp; torch: flash attention over gathered keys for chunks; reference: gathers and masks")
     print(f"{'batch':36} {'dtype':5} {'reference':>9} {'torch':>9} {'own':>9} {'chosen':>9} chosen / best")
     library, own, chosen = (CpuAttention(setting) for setting in ("torch", "own", "auto"))
+    ratios = []
     for name, lengths in {
         "decode 1 at 1024": [(1, 1024)],
         "decode 8 at 1024": [(1, 1024)] * 8,
@@ -94,7 +111,9 @@ def attention(seconds: float) -> None:
             calls = [partial(function, *arguments, scale=HEAD_DIM**-0.5) for function in attend]
             times = milliseconds(seconds, *calls)
             cells = " ".join(f"{t:9.3f}" for t in times)
-            print(f"{name:36} {shown(dtype):5} {cells} {times[3] / min(times[1:3]):6.2f}")
+            ratios.append(times[3] / min(times[1:3]))
+            print(f"{name:36} {shown(dtype):5} {cells} {ratios[-1]:6.2f}")
+    print(f"worst ratio of attention: {max(ratios):.2f}")
     for heads, (near, deep) in chosen.chosen():
         print(f"chosen for {heads}: {near}; deep in a prompt: {deep}")
     for dtype in (torch.bfloat16, torch.float32):
@@ -109,36 +128,49 @@ def attention(seconds: float) -> None:
         print(f"store_kv of {count} tokens: {1e3 * t:.1f} us")
 
 
-def linears(seconds: float, dtype: torch.dtype) -> None:
+def layers(seconds: float, dtype: torch.dtype) -> KernelChoice:
+    """Time all layers of a step: decodes below 64 rows, one chunk from there. Return the choice of a server."""
+    kernels = usable_kernels(dtype)
+    choice = stack_choice(SHAPE, LAYERS, dtype, kernels)
+    print(f"\nall layers of a step in {shown(dtype)}, ms; chosen: {choice}")
+    print(f"{'':8} {'rows':>5} " + " ".join(f"{kernel:>16}" for kernel in kernels) + "   chosen, chosen / best")
+    cells = stack_cells(LayerSample(SHAPE, LAYERS, 1.0), dtype, kernels, ROWS)
+    ratios = []
+    for rows in ROWS:
+        calls = [cells[kernel, rows][0].calls[0] for kernel in kernels]
+        times = milliseconds(max(seconds, 5e-3 * rows), *calls)
+        ratios.append(times[kernels.index(choice.at(rows))] / min(times))
+        print(f"{'layers':8} {rows:5} {' '.join(f'{t:16.2f}' for t in times)} {verdict(times, choice, rows, kernels)}")
+    print(f"worst ratio of layers, {shown(dtype)}: {max(ratios):.2f}")
+    return choice
+
+
+def linears(seconds: float, dtype: torch.dtype, chosen_layers: KernelChoice) -> None:
+    """Time the products of every shape by themselves, over as many weights as the model has."""
     kernels = usable_kernels(dtype)
     shapes = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
-    *layers, head = (Weights(*shape, count=1 if name == "head" else LAYERS) for name, shape in shapes.items())
-    chosen_layers = linear_choice("decoder layers", layers, dtype, kernels)
-    chosen_head = linear_choice("output projection", [head], dtype, kernels)
-    print("the least time of any of a model's matrices of a shape, times their number")
-    print(f"\nlinears in {shown(dtype)}, GFLOP/s (ms of one); chosen: {chosen_layers}; for the head {chosen_head}")
+    chosen_head = linear_choice("output projection", [Weights(*shapes["head"], count=1)], dtype, kernels)
+    print(f"\nproducts in {shown(dtype)}, GFLOP/s (ms of one); chosen for the head: {chosen_head}")
     print(f"{'':8} {'rows':>5} " + " ".join(f"{kernel:>16}" for kernel in kernels) + "   chosen, chosen / best")
-    totals: dict[int, list[float]] = {}
+    ratios: dict[str, list[float]] = {}
     for name, (N, K) in shapes.items():
         # As many copies as the model has layers: a weight that stays in the cache makes all of them too fast.
         count = 1 if name == "head" else LAYERS
         weights = [torch.randn(N, K, dtype=dtype) for _ in range(count)]
         formats = [[FORMATS[kernel](w) for w in weights] for kernel in kernels]
-        for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024):
+        for rows in ROWS:
             if name == "head" and rows > 64:
                 continue
             x = torch.randn(rows, K, dtype=dtype)
             least = milliseconds(seconds, *(partial(linear, x) for linears in formats for linear in linears))
-            times = [count * min(least[i * count : (i + 1) * count]) for i in range(len(kernels))]
-            cells = " ".join(f"{2e-6 * rows * N * K * count / t:7.0f} ({t / count:6.3f})" for t in times)
+            times = [min(least[i * count : (i + 1) * count]) for i in range(len(kernels))]
+            cells = " ".join(f"{2e-6 * rows * N * K / t:7.0f} ({t:6.3f})" for t in times)
             choice = chosen_head if name == "head" else chosen_layers
             print(f"{name:8} {rows:5} {cells} {verdict(times, choice, rows, kernels)}")
-            if name != "head":
-                totals[rows] = [a + b for a, b in zip(totals.get(rows, [0.0] * 3), times, strict=False)]
-    print("all layers, ms:")
-    for rows, times in totals.items():
-        cells = " ".join(f"{t:16.2f}" for t in times)
-        print(f"{'layers':8} {rows:5} {cells} {verdict(times, chosen_layers, rows, kernels)}")
+            group = "the head" if name == "head" else "the layers' products"
+            ratios.setdefault(group, []).append(times[kernels.index(choice.at(rows))] / min(times))
+    for group, found in ratios.items():
+        print(f"worst ratio of {group}, {shown(dtype)}: {max(found):.2f}")
 
 
 def verdict(times: list[float], choice: KernelChoice, rows: int, kernels: Sequence[Kernel]) -> str:
@@ -160,8 +192,8 @@ def main() -> None:
         if arguments.only != "linears":
             attention(arguments.seconds)
         if arguments.only != "attention":
-            linears(arguments.seconds, torch.bfloat16)
-            linears(arguments.seconds, torch.float32)
+            for dtype in (torch.bfloat16, torch.float32):
+                linears(arguments.seconds, dtype, layers(arguments.seconds, dtype))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from crossdock.kernels.build import cpu_library
 from crossdock.kernels.choice import KernelChoice
 from crossdock.kernels.huge_pages import HugePages
 from crossdock.kernels.layer_steps import HeadSteps, add_and_norm, finish_heads, silu_and_multiply, steps_library
-from crossdock.kernels.linear import ChosenLinear, OwnLinear, Weights, interleave, padded
+from crossdock.kernels.linear import ChosenLinear, Int8Linear, OwnLinear, Weights, interleave, padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,16 @@ class DecoderShape:
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in (
-            *("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "post_norm", "gate_up", "down"),
-            *("keys", "values"),
-        )
-    ] + [("window", ctypes.c_int64)]
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                *("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "post_norm", "gate_up", "down"),
+                *("keys", "values"),
+            )
+        ),
+        ("window", ctypes.c_int64),
+        *((f"{name}_scales", ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")),  # of int8 weights
+    ]
 
 
 class _Stack(ctypes.Structure):
@@ -148,7 +152,8 @@ class DecoderStack:
         self._heads = [
             (_copy(layer.qkv_bias), _copy(layer.q_norm), _copy(layer.k_norm), layer.window) for layer in layers
         ]
-        self._own = _OwnStack(shape, self._products, self._norms, self._heads) if "own" in choice.kernels else None
+        self._one_call = {"own", "int8"} & set(choice.kernels)
+        self._own = _OwnStack(shape, self._products, self._norms, self._heads) if self._one_call else None
         self._steps: list[HeadSteps] = []
         self._pages: Sequence[tuple[Tensor, Tensor]] = ()
 
@@ -165,7 +170,7 @@ class DecoderStack:
             self._bind(pages)
         hidden, cos, sin = hidden.clone(memory_format=torch.contiguous_format), cos.contiguous(), sin.contiguous()
         assert hidden.dtype == cos.dtype == sin.dtype == pages[0][0].dtype
-        if self._own is not None and self._choice.at(len(hidden)) == "own":
+        if self._own is not None and self._choice.at(len(hidden)) in self._one_call:
             self._own.run(hidden, cos, sin, batch)
         else:
             self._run_steps(hidden, cos, sin, batch)
@@ -233,9 +238,12 @@ class _OwnStack:
             self._layers, products, norms, heads, strict=True
         ):
             for name in ("qkv", "out", "gate_up", "down"):
-                own = getattr(product, name).formats["own"]
-                assert isinstance(own, OwnLinear)
+                formats = getattr(product, name).formats
+                own = formats["own"] if "own" in formats else formats["int8"]
+                assert isinstance(own, OwnLinear | Int8Linear)
                 setattr(structure, name, own.packed.data_ptr())
+                if isinstance(own, Int8Linear):
+                    setattr(structure, f"{name}_scales", own.scales.data_ptr())
             structure.input_norm, structure.post_norm = input_norm.data_ptr(), post_norm.data_ptr()
             for name, tensor in (("qkv_bias", bias), ("q_norm", q_norm), ("k_norm", k_norm)):
                 setattr(structure, name, tensor.data_ptr() if tensor is not None else None)

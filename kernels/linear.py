@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +16,11 @@ from crossdock.kernels.huge_pages import HugePages
 from crossdock.kernels.measure import Cells, Timed, measured_choice
 from crossdock.kernels.options import CpuKernels, Kernel
 
+INT8_MAX = 127
 _PANEL = 16  # outputs that lie together in a packed weight
 _ROW_MULTIPLE = 8
 ROWS = (1, 4, 8, 16, 32, 64, 256)  # numbers of rows that are measured; 1,024 chooses as 256 does
-_MAX_BYTES = 32 << 20  # of weights measured per shape: more than stays in a core's cache, as a model's layers are
+_MAX_BYTES = 64 << 20  # of weights measured per shape: more than stays in the caches, as a model's layers are
 _SLICE_BYTES = 8 << 20  # of a weight that is larger, so many are measured at a time
 
 
@@ -60,6 +62,21 @@ def usable_kernels(dtype: torch.dtype, setting: CpuKernels = "auto") -> tuple[Ke
     return (setting,)
 
 
+def why_not_int8(dtype: torch.dtype, setting: CpuKernels = "auto") -> str | None:
+    """Return why a model of `dtype` cannot have int8 weights on this CPU; None if it can."""
+    if setting not in ("auto", "own"):
+        return f"it is computed by own kernels, and cpu_kernels is {setting}"
+    if dtype is not torch.bfloat16:
+        return f"activations must be bfloat16, and the model is {str(dtype).removeprefix('torch.')}"
+    if missing := sorted({"avx512_bf16", "avx512_vnni"} - cpu_flags()):
+        return f"this CPU has no {' and no '.join(missing)}"
+    try:
+        cpu_library("decoder")
+    except OSError as error:
+        return str(error)
+    return None
+
+
 class OwnLinear:
     """x [T, K] to [T, N] by decoder.cpp. A row's result does not depend on the other rows.
 
@@ -87,6 +104,35 @@ class OwnLinear:
         return out
 
 
+class Int8Linear:
+    """x [T, K] bfloat16 to [T, N] by decoder.cpp, over a weight of one byte. A row's result depends on no other row.
+
+    The weight has one scale for each output. A row of x is rounded to int8 too, with a scale for each 64 of its
+    numbers.
+
+    Raises:
+        OSError: decoder.cpp cannot be compiled.
+    """
+
+    def __init__(self, weight: Tensor, memory: HugePages | None = None) -> None:  # [N, K], both multiples of 16
+        self._library = cpu_library("decoder")
+        self.out_features, self.in_features = weight.shape
+        largest = weight.abs().amax(1).float()
+        self.scales = (largest / INT8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+        numbers = (weight.float() / self.scales[:, None]).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int16) + 128
+        self.packed = _pack_int8(numbers.to(torch.uint8), memory or HugePages())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty(len(x), self.out_features, dtype=torch.bfloat16)
+        self._library.crossdock_linear_int8(
+            *(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(len(x)), ctypes.c_int64(self.in_features)),
+            *(ctypes.c_void_p(self.packed.data_ptr()), ctypes.c_void_p(self.scales.data_ptr())),
+            *(ctypes.c_int64(self.out_features), ctypes.c_void_p(out.data_ptr()), torch.get_num_threads()),
+        )
+        return out
+
+
 class OneDnnLinear:
     """x [T, K] to [T, N] by oneDNN, over a weight in the blocks that oneDNN chooses for this CPU."""
 
@@ -108,8 +154,11 @@ class TorchLinear:
         return F.linear(x, self._weight)
 
 
-FORMATS: dict[Kernel, Callable[[Tensor], OwnLinear | OneDnnLinear | TorchLinear]] = {
+Linear: TypeAlias = OwnLinear | Int8Linear | OneDnnLinear | TorchLinear
+_PACKED: dict[Kernel, type[OwnLinear | Int8Linear]] = {"own": OwnLinear, "int8": Int8Linear}
+FORMATS: dict[Kernel, Callable[[Tensor], Linear]] = {
     "own": OwnLinear,
+    "int8": Int8Linear,
     "onednn": OneDnnLinear,
     "torch": TorchLinear,
 }
@@ -181,8 +230,8 @@ class ChosenLinear:
 
     def __init__(self, weight: Tensor, choice: KernelChoice, memory: HugePages | None = None) -> None:
         self._choice = choice
-        self.formats = {
-            kernel: OwnLinear(weight, memory) if kernel == "own" else FORMATS[kernel](weight)
+        self.formats: dict[Kernel, Linear] = {
+            kernel: _PACKED[kernel](weight, memory) if kernel in _PACKED else FORMATS[kernel](weight)
             for kernel in choice.kernels
         }
 
@@ -195,6 +244,13 @@ def _pack(weight: Tensor, memory: HugePages) -> Tensor:
     N, K = weight.shape
     panels = weight.view(N // _PANEL, _PANEL, K // 2, 2).transpose(1, 2)
     return memory.take(panels.numel(), torch.bfloat16).view(panels.shape).copy_(panels)
+
+
+def _pack_int8(weight: Tensor, memory: HugePages) -> Tensor:
+    """Pack [N, K] of bytes into panels [N/16, K/4, 16, 4], so that each load feeds 16 outputs with four inputs."""
+    N, K = weight.shape
+    panels = weight.view(N // _PANEL, _PANEL, K // 4, 4).transpose(1, 2)
+    return memory.take(panels.numel(), torch.uint8).view(panels.shape).copy_(panels)
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:

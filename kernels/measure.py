@@ -142,7 +142,10 @@ def _code() -> str:
     """Return a name for the kernels as they are now: other code has other seconds."""
     sources = (
         Path(__file__).with_name(name).read_bytes()
-        for name in ("decoder.cpp", "attention.cpp", "linear.py", "cpu_attention.py")
+        for name in (
+            *("decoder.cpp", "attention.cpp", "layer_steps.cpp", "decoder.py", "layer_steps.py", "linear.py"),
+            *("cpu_attention.py", "stack_choice.py"),
+        )
     )
     return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
 

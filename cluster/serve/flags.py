@@ -127,6 +127,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("engine.async_scheduling"),
         Flag("engine.attention_backend"),
         Flag("engine.cpu_kernels"),
+        Flag("engine.quantization", ("--quantization", "-q")),
         Flag("engine.page_size", ("--page-size", "--block-size")),
     ),
     "Chunks and who goes first": (

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from crossdock.kernels import linear as linears
 from crossdock.kernels.build import cpu_flags
@@ -10,6 +11,7 @@ from crossdock.kernels.linear import (
     FORMATS,
     ROWS,
     ChosenLinear,
+    Int8Linear,
     OwnLinear,
     Weights,
     interleave,
@@ -37,6 +39,26 @@ def test_own_product_is_exact_to_rounding_and_rows_are_independent(N: int, K: in
     assert torch.equal(linear.rows(numbers), weight[numbers])
     strided = torch.randn(7, 2 * K).bfloat16()[:, ::2]
     assert torch.equal(linear(strided), linear(strided.contiguous()))
+
+
+@pytest.mark.skipif(not {"avx512_bf16", "avx512_vnni"} <= cpu_flags(), reason="needs a CPU with AVX512-VNNI")
+@pytest.mark.parametrize(("N", "K"), [(16, 16), (48, 64), (80, 576), (960, 48), (1616, 144)])
+def test_int8_product_is_that_of_the_rounded_numbers_and_rows_are_independent(N: int, K: int) -> None:
+    """The oracle quantises in float64: a scale for each output, and for each 64 numbers of a row."""
+    weight, x = torch.randn(N, K).bfloat16(), torch.randn(211, K).bfloat16()
+    x[3], x[5], x[7] = x[3] * 1e4, 0, x[7] * 1e-35  # other rows do not notice; nothing is divided by zero
+    linear = Int8Linear(weight)
+    groups = F.pad(x.double(), (0, -K % 64)).view(len(x), -1, 64)
+    x_scales = groups.abs().amax(-1, keepdim=True).clamp_min(1e-300) / 127
+    rounded_x = ((groups / x_scales).round() * x_scales).view(len(x), -1)[:, :K]
+    w_scales = weight.double().abs().amax(1, keepdim=True) / 127
+    exact = rounded_x @ ((weight.double() / w_scales).round() * w_scales).T
+    whole = linear(x)
+    # The result is rounded to bfloat16; float32 rounds a few ties of the scaled numbers to the other side.
+    error, size = (whole.double() - exact).norm(dim=1), exact.norm(dim=1)
+    assert (error <= 2**-7 * size + 1e-30).all()
+    for M in (1, 2, 3, 5, 8, 13, 96, 97, 200):
+        assert torch.equal(linear(x[:M]), whole[:M]), M
 
 
 @torch.inference_mode()

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from crossdock.kernels.attention import AttentionBatch
-from crossdock.kernels.choice import KernelChoice
+from crossdock.kernels.choice import KernelChoice, only
 from crossdock.kernels.decoder import DecoderLayer, DecoderShape, DecoderStack
 from crossdock.kernels.linear import ChosenLinear, OwnLinear, Weights, linear_choice, usable_kernels
-from crossdock.kernels.options import CpuKernels
+from crossdock.kernels.options import CpuKernels, Quantization
+from crossdock.kernels.stack_choice import stack_choice
 
 PageViews = Sequence[tuple[Tensor, Tensor]]
 CurrentPages = Callable[[], tuple[PageViews, AttentionBatch]]
@@ -83,11 +84,12 @@ def fuse(
     attention: Callable[..., Tensor],
     cpu_kernels: CpuKernels = "auto",
     free_bytes: int | None = None,
+    quantization: Quantization | None = None,
 ) -> Fusion:
     """Replace the decoder layers and the head of a CPU model.
 
     `attention` is the model's `paged_attention`. Weights are kept in the formats of two kernels only if both copies fit
-    into `free_bytes`; None: they do.
+    into `free_bytes`; None: they do. `quantization` sets the format of all of them.
 
     Raises:
         NotFusableError: with the reason; the model is unchanged.
@@ -104,14 +106,15 @@ def fuse(
         raise NotFusableError("the model's lm_head is not a plain linear of a multiple of 16 outputs")
     dtype = head.weight.dtype
     kernels = usable_kernels(dtype, cpu_kernels)
-    matrices = [shape.matrices(len(layers)), [Weights(head.out_features, head.in_features, count=1)]]
-    num_bytes = sum(each.num_bytes(dtype) for group in matrices for each in group)
+    head_weights = Weights(head.out_features, head.in_features, count=1)
+    num_bytes = sum(each.num_bytes(dtype) for each in (*shape.matrices(len(layers)), head_weights))
     max_kernels = 2 if free_bytes is None or 2 * num_bytes <= free_bytes else 1
     try:
-        layers_choice, head_choice = (
-            linear_choice(name, group, dtype, kernels, max_kernels)
-            for name, group in zip(("decoder layers", "output projection"), matrices, strict=True)
-        )
+        if quantization is not None:
+            layers_choice = head_choice = only(quantization)
+        else:
+            layers_choice = stack_choice(shape, len(layers), dtype, kernels, max_kernels)
+            head_choice = linear_choice("output projection", [head_weights], dtype, kernels, max_kernels)
         stack = DecoderStack(shape, weights, layers_choice, attention)
         fused, fused_head = FusedLayers(stack, current_pages), FusedHead(head.weight, head_choice)
     except OSError as error:

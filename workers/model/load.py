@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from crossdock.kernels.backend import Attention, choose_attention
-from crossdock.kernels.options import CpuKernels, KVCacheDtype
+from crossdock.kernels.options import CpuKernels, KVCacheDtype, Quantization
 from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.part import ModelPart
@@ -44,7 +44,8 @@ def load_model(
         CannotCut: the model cannot be divided among so many ranks.
         DoesNotFit: there is not enough memory.
         ValueError: `max_model_len` is more than the model was made for, or `attention_backend` cannot run on `device`
-            with pages of `kv_cache_dtype`, or `cpu_kernels` with the model's dtype on this CPU.
+            with pages of `kv_cache_dtype`, or `cpu_kernels` with the model's dtype on this CPU; or `quantization`
+            cannot be applied to this model here.
     """
     path = resolve_model(spec.path)
     attention = choose_attention(spec.attention_backend, torch.device(device), spec.kv_cache_dtype, spec.cpu_kernels)
@@ -65,7 +66,8 @@ def load_model(
     module = module.to(device)
     loaded()
     model = wrap_module(
-        *(module, spec.max_model_len, generation, part, attention, spec.kv_cache_dtype, spec.cpu_kernels, kv_bytes)
+        *(module, spec.max_model_len, generation, part, attention, spec.kv_cache_dtype, spec.cpu_kernels, kv_bytes),
+        quantization=spec.quantization,
     )
     model.used_by_others = used_by_others
     return model
@@ -104,6 +106,7 @@ def wrap_module(
     kv_cache_dtype: KVCacheDtype = "auto",
     cpu_kernels: CpuKernels = "auto",
     kv_bytes: int | None = None,
+    quantization: Quantization | None = None,
 ) -> PagedModel:
     """Put a transformers causal LM, or the part that `cut_model` left of it, behind our attention, or refuse it.
 
@@ -111,7 +114,7 @@ def wrap_module(
 
     Raises:
         UnsupportedModelError: the module would not be computed right through our attention.
-        ValueError: `max_model_len` is more than the model was made for.
+        ValueError: `max_model_len` is more than the model was made for, or `quantization` cannot be applied.
     """
     config: PretrainedConfig = module.config
     refuse_by_config(config)
@@ -127,7 +130,7 @@ def wrap_module(
     attention = attention or choose_attention("auto", next(module.parameters()).device, kv_cache_dtype, cpu_kernels)
     model = PagedModel(module, config, (), max_model_len, _eos_token_ids(config, generation), part, attention)
     model.variant = variant
-    probe(model, kv_cache_dtype, cpu_kernels, kv_bytes)
+    probe(model, kv_cache_dtype, cpu_kernels, kv_bytes, quantization)
     return model
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from crossdock.kernels.linear import usable_kernels
-from crossdock.kernels.options import CpuKernels, KVCacheDtype
+from crossdock.kernels.linear import usable_kernels, why_not_int8
+from crossdock.kernels.options import CpuKernels, KVCacheDtype, Quantization
 from crossdock.workers.model.forward_context import (
     ATTENTION_NAME,
     AttentionCall,
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LENGTHS = [5, 24]  # tokens of the two sequences that a probe computes
+_QUANTISED_TOLERANCE = 0.2  # relative error of logits, in norm
 
 
 class UnsupportedModelError(ValueError):
@@ -58,7 +59,11 @@ def refuse_by_config(config: PretrainedConfig) -> None:
 
 @torch.inference_mode()
 def probe(
-    model: PagedModel, kv_cache_dtype: KVCacheDtype, cpu_kernels: CpuKernels = "auto", kv_bytes: int | None = None
+    model: PagedModel,
+    kv_cache_dtype: KVCacheDtype,
+    cpu_kernels: CpuKernels = "auto",
+    kv_bytes: int | None = None,
+    quantization: Quantization | None = None,
 ) -> None:
     """Prove a model: two sequences in one flat batch must give the logits of the model's own eager attention.
 
@@ -67,7 +72,10 @@ def probe(
 
     Raises:
         UnsupportedModelError: the logits differ, or a layer did not reach our attention exactly once.
+        ValueError: `quantization` cannot be applied to this model on this device.
     """
+    if quantization is not None and (reason := _why_not_quantised(model, cpu_kernels)):
+        raise ValueError(f"quantization {quantization}: {reason}")
     sequences = _ProbeBatch.for_model(model)
     context = ForwardContext(model.attention, probe_lengths=_LENGTHS)
     ours = sequences.run(model, context)
@@ -94,7 +102,7 @@ def probe(
         _use_triton_layers_if_equal(model, calls, sequences, theirs, tolerance)
     if _may_fuse(model, cpu_kernels):
         _fuse_layers_if_equal(
-            model, [call.window for call in calls], sequences, theirs, tolerance, cpu_kernels, kv_bytes
+            model, [call.window for call in calls], sequences, theirs, tolerance, cpu_kernels, kv_bytes, quantization
         )
 
 
@@ -199,6 +207,16 @@ def _may_fuse(model: PagedModel, cpu_kernels: CpuKernels) -> bool:
     return model.dtype in (torch.bfloat16, torch.float32)
 
 
+def _why_not_quantised(model: PagedModel, cpu_kernels: CpuKernels) -> str | None:
+    if model.device.type != "cpu":
+        return f"it is for CPUs, and the model runs on {model.device.type}"
+    if model.part.position.size > 1:
+        return "it is for replicas of one rank"
+    if model.attention.name != "cpp":
+        return f"it needs the attention that runs in C++, and attention runs in {model.attention.name}"
+    return why_not_int8(model.dtype, cpu_kernels)
+
+
 def _fuse_layers_if_equal(
     model: PagedModel,
     windows: Sequence[int | None],
@@ -207,19 +225,31 @@ def _fuse_layers_if_equal(
     tolerance: float,
     cpu_kernels: CpuKernels,
     kv_bytes: int | None,
+    quantization: Quantization | None,
 ) -> None:
     try:
         if model.part.position.size > 1:
             raise NotFusableError("each rank has only a part of them")
         free = None if kv_bytes is None else free_memory() - kv_bytes
-        fusion = fuse(model.module, windows, current_pages, model.attention.paged_attention, cpu_kernels, free)
+        fusion = fuse(
+            model.module, windows, current_pages, model.attention.paged_attention, cpu_kernels, free, quantization
+        )
     except NotFusableError as reason:
+        if quantization is not None:
+            raise UnsupportedModelError(f"quantization {quantization}: {reason}") from reason
         logger.info("decoder layers run in transformers' own code: %s", reason)
         return
     model.allocate_pool(len(_LENGTHS), max(_LENGTHS))
     batch = batch_of_one_page_each(_LENGTHS, model.device)
     fused = model.forward(sequences.token_ids, sequences.positions, batch, sequences.rows)
-    if not (error := _relative_error(fused, theirs)) <= tolerance:
+    error = _relative_error(fused, theirs)
+    if quantization is not None:
+        tolerance = _QUANTISED_TOLERANCE
+        if not error <= tolerance:
+            raise UnsupportedModelError(
+                f"quantization {quantization}: logits differ from those of the given weights by {error:.1%} in norm"
+            )
+    if not error <= tolerance:
         logger.info("decoder layers run in transformers' own code: fused, their logits differ by %.1f %%", 100 * error)
         fusion.undo()
         return

@@ -5,7 +5,7 @@ from typing import Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
-from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype
+from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype, Quantization
 from crossdock.workers.model.memory_budget import MemoryBudget
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.report.profile import Role
@@ -74,6 +74,9 @@ class EngineConfig(SchedulerConfig):
         "auto",
         description="Kernels of matrix products and of prompts' attention on CPUs; auto: measured at the first start.",
     )
+    quantization: Quantization | None = Field(
+        None, description="Quantise weights as they are loaded: int8, on CPUs with AVX512-VNNI; null: as they are."
+    )
     fault_token_ids: tuple[int, ...] = Field(
         (), description="For tests alone: a prompt with these tokens side by side kills every replica it is sent to."
     )
@@ -100,7 +103,10 @@ class EngineConfig(SchedulerConfig):
 
     def model_spec(self, path: str | None, dtype: str = "auto", max_model_len: int | None = None) -> ModelSpec:
         """Return the spec of a model that runs with these settings; arguments as in `ModelSpec`."""
-        return ModelSpec(path, dtype, max_model_len, self.attention_backend, self.kv_cache_dtype, self.cpu_kernels)
+        return ModelSpec(
+            *(path, dtype, max_model_len, self.attention_backend, self.kv_cache_dtype, self.cpu_kernels),
+            quantization=self.quantization,
+        )
 
 
 class TransferConfig(BaseModel):

@@ -39,6 +39,8 @@ VALUES = {  # an example of a value, as vLLM or SGLang take it; others take none
     "--gpu-memory-utilization": "0.8",
     "--host": "127.0.0.1",
     "--kv-cache-dtype": "fp8",
+    "--quantization": "int8",
+    "-q": "int8",
     "--kv-cache-memory-bytes": "2G",
     "--long-prefill-token-threshold": "256",
     "--max-logprobs": "5",
