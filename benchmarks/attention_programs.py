@@ -42,7 +42,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Programs:
-    """What one layer launches."""
+    """Count the programs of one layer."""
 
     launches: int
     launched: int  # programs

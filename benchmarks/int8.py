@@ -1,4 +1,4 @@
-"""What do int8 weights cost and save? The embedded SmolLM2-135M in float32, bfloat16 and int8, on this CPU.
+"""How much do int8 weights cost and save? The embedded SmolLM2-135M in float32, bfloat16 and int8, on this CPU.
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/int8.py
 

@@ -27,7 +27,7 @@ _PAGE_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class LayerSample:
-    """What is measured for a model: `num_layers` layers of `shape`. Their seconds times `scale` are the model's."""
+    """A sample of a model to measure: `num_layers` layers of `shape`. Their seconds times `scale` are the model's."""
 
     shape: DecoderShape
     num_layers: int

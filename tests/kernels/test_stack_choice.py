@@ -1,4 +1,4 @@
-"""What is measured for the decoder layers stands for the model: its layers, its rows, and its bytes."""
+"""The layers measured stand for the whole model: its layers, its rows, and its bytes."""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What attention launches on a GPU, recorded without one: compiled variants, programs, and how contexts are cut."""
+"""Launches of attention on a GPU, recorded without one: compiled variants, programs, and how contexts are cut."""
 
 import importlib.util
 import itertools
@@ -30,7 +30,7 @@ HEADS, KV_HEADS, DIM, PAGE_SIZE = 32, 8, 128, 16  # of Llama-3.1-8B
 
 
 class Launched:
-    """What has been launched: the keys under which Triton looks for compiled variants, and programs by kernel."""
+    """Record launches: the keys under which Triton looks for compiled variants, and programs by kernel."""
 
     def __init__(self) -> None:
         self.keys: set[tuple[str, str]] = set()
