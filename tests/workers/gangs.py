@@ -1,6 +1,6 @@
 """Engines whose followers are processes of the test: the driver is the test itself."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.follower import follow
 from crossdock.workers.replica.gang import Gang
 from crossdock.workers.replica.rank_loader import driver_of
+from crossdock.workers.replica.rank_socket import GangAddress
 
 from .ranks import Ranks
 
@@ -42,18 +43,28 @@ def spec_of(
 
 
 @contextmanager
-def ganged(ranks: Ranks, path: Path, tensor_size: int, num_stages: int, **config: Any) -> Iterator[Engine]:
-    """Yield an engine on a gang of which this process is the driver."""
+def ganged(
+    ranks: Ranks,
+    path: Path,
+    tensor_size: int,
+    num_stages: int,
+    follower: Callable[[ReplicaSpec, int, GangAddress], Any] = follow,
+    answers: list[Any] | None = None,
+    **config: Any,
+) -> Iterator[Engine]:
+    """Yield an engine on a gang of which this process is the driver. What `follower` returns is added to `answers`."""
     spec = spec_of(path, tensor_size, num_stages, **config)
     lost: list[str] = []
     gang = Gang(spec, "127.0.0.1", lost.append)
     followers = [rank for rank in range(spec.num_ranks) if rank != driver_of(spec)]
     for number, rank in enumerate(followers):
-        ranks.start(number, follow, spec, rank, gang.address)
+        ranks.start(number, follower, spec, rank, gang.address)
     try:
         yield Engine(gang.load(), spec.engine, gang=gang)
     finally:
         gang.close()
         for number in range(len(followers)):
-            ranks.answer(number)
+            answer = ranks.answer(number)
+            if answers is not None:
+                answers.append(answer)
     assert not lost

@@ -6,12 +6,9 @@ one, with padding rows that read one token and write nowhere, and its inputs are
 
 import logging
 import time
-import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,12 +17,11 @@ from torch import Tensor
 
 from crossdock.workers.model.inputs import StepInputs, StepTensors
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.recording import Record, attempt, recorder_for, why_not
 
 logger = logging.getLogger(__name__)
 
 _Integer = TypeVar("_Integer", np.int32, np.int64)
-Record: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
-"""Records a function over tensors at fixed addresses; returns a function that does the same again."""
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -68,7 +64,8 @@ class DecodeGraphs:
         nothing = StepInputs(none, none, none, none, np.zeros(1, np.int32), none32, np.zeros((0, width), np.int32))
         self._model, self.record = model, record
         self._inputs = padded(nothing, max_num_seqs).on(model.device)
-        self._logits = torch.empty_like(self._forward(max_num_seqs))  # one for all graphs
+        with model.part.alone():  # only the shape is wanted
+            self._logits = torch.empty_like(self._forward(max_num_seqs))  # one for all graphs
         self._sizes = batch_sizes(max_num_seqs)
         self._graphs = {size: record(partial(self._compute, size)) for size in reversed(self._sizes)}
 
@@ -81,7 +78,7 @@ class DecodeGraphs:
         """Return logits [N, vocab], which the next run overwrites. `previous_tokens`: see `StepInputs.on`."""
         num_rows, width = inputs.page_table.shape
         size = self._sizes[bisect_left(self._sizes, num_rows)]
-        given, recorded = padded(inputs, size).on(self._model.device, previous_tokens), self._inputs
+        given, recorded = padded(inputs, size).for_rank(self._model, previous_tokens), self._inputs
         for name in ("token_ids", "positions", "slots", "kv_len"):  # the others are the same in every step
             getattr(recorded, name)[:size].copy_(getattr(given, name))
         recorded.page_table[:size, :width].copy_(given.page_table)  # entries beyond `width` are not read
@@ -99,51 +96,22 @@ class DecodeGraphs:
 
 
 def decode_graphs(model: PagedModel, page_size: int, max_num_seqs: int) -> DecodeGraphs | None:
-    """Record the decode steps of a whole model on a GPU. The model's pool must be allocated.
+    """Record the decode steps of a model, or of this rank's part of it, on a GPU. The pool must be allocated.
 
-    Returns None where decode steps run kernel by kernel: on a CPU, on ranks of a gang, and for a model that cannot be
-    recorded, for which the reason is logged.
+    Collective: every rank of a gang must call it, and then `mixed_graphs`. Returns None on all of them where decode
+    steps run kernel by kernel: on a CPU, for the stages of a pipeline, and for a model that cannot be recorded on some
+    rank. The reason is logged.
     """
-    if model.device.type != "cuda" or model.part.position.size > 1:
-        return None
     started = time.monotonic()
-    try:
-        graphs = DecodeGraphs(model, page_size, max_num_seqs, _recorder())
-    except Exception as error:  # a model's own code may raise anything where it may not wait for the GPU
-        logger.warning("decode steps run without CUDA graphs: %s: %s", type(error).__name__, error)
-        model.graphs = f"none: {type(error).__name__}: {error}"
+    reason = why_not(model)
+    graphs = None
+    if reason is None:
+        graphs, reason = attempt(model, lambda: DecodeGraphs(model, page_size, max_num_seqs, recorder_for(model)))
+    if graphs is None:
+        if reason:
+            logger.warning("decode steps run without CUDA graphs: %s", reason)
+            model.graphs = f"none: {reason}"
         return None
     model.graphs = "decodes"
     logger.info("recorded CUDA graphs of decode steps in %.1f s", time.monotonic() - started)
     return graphs
-
-
-@contextmanager
-def _refusing_to_wait() -> Iterator[None]:
-    """Raise where the host waits for the GPU. A capture would raise too, but leaves torch's allocator in disorder."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def _recorder() -> Record:
-    """Return a `Record` by stream capture. All graphs share one memory pool, since only one runs at a time."""
-    memory = torch.cuda.graph_pool_handle()
-    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def record(run: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # left also where a capture fails, which `torch.cuda.graph` would not do
-            with _refusing_to_wait():
-                run()  # compiles kernels, allocates the libraries' workspaces
-            with torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"):
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
-        return graph.replay
-
-    return record

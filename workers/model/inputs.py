@@ -97,7 +97,18 @@ class StepInputs:
     def run(self, model: PagedModel, previous_tokens: Tensor | None = None) -> Tensor:
         """Compute this rank's part of the step; return logits [N, vocab] on the last stage. See `on`."""
         longest = self.max_query_len, int(self.kv_len.max())
-        return self.on(model.device, previous_tokens).run(model, *longest, self.num_decodes)
+        return self.for_rank(model, previous_tokens).run(model, *longest, self.num_decodes)
+
+    def for_rank(self, model: PagedModel, previous_tokens: Tensor | None = None) -> "StepTensors":
+        """Copy the step to the device of this rank's part of `model`; see `on`.
+
+        Collective in a step that begins with tokens of the previous step: only the driver has `previous_tokens`, and
+        the other ranks receive from it the token ids of this step.
+        """
+        tensors = self.on(model.device, previous_tokens)
+        if self.token_ids.min() >= 0:
+            return tensors
+        return tensors._replace(token_ids=model.part.from_driver(tensors.token_ids))
 
 
 class StepTensors(NamedTuple):

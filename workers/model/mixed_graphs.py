@@ -9,14 +9,16 @@ import logging
 import time
 from bisect import bisect_left
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from crossdock.workers.model.graphs import DecodeGraphs, Record
+from crossdock.workers.model.graphs import DecodeGraphs
 from crossdock.workers.model.inputs import StepInputs, StepTensors
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.recording import Record, attempt
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +42,13 @@ class MixedGraphs:
         nothing = StepInputs(none, none, none, none, np.zeros(1, np.int32), none32, np.zeros((0, width), np.int32))
         largest = self._decodes[-1], self._chunk_tokens[-1]
         self._inputs = padded_with_chunks(nothing, *largest, page_size).on(model.device)
-        self._logits = torch.empty_like(self._forward(*largest))  # one for all graphs
-        pairs = [(decodes, tokens) for tokens in self._chunk_tokens for decodes in self._decodes]
-        self._graphs = {pair: record(partial(self._compute, *pair)) for pair in reversed(pairs)}
+        with model.part.alone():  # only the shape is wanted
+            self._logits = torch.empty_like(self._forward(*largest))  # one for all graphs
+        self._graphs = {}
+        for tokens, decodes in product(reversed(self._chunk_tokens), reversed(self._decodes)):
+            smaller = padded_with_chunks(nothing, decodes, tokens, page_size).on(model.device)
+            self._enter(smaller, decodes, tokens)  # else its sequences would have more rows than there are
+            self._graphs[decodes, tokens] = record(partial(self._compute, decodes, tokens))
 
     @property
     def most_tokens(self) -> int:
@@ -69,13 +75,17 @@ class MixedGraphs:
         num_decodes, _, num_tokens = _sizes(inputs)
         decodes = self._decodes[bisect_left(self._decodes, num_decodes)]
         tokens = self._chunk_tokens[bisect_left(self._chunk_tokens, num_tokens)]
-        given = padded_with_chunks(inputs, decodes, tokens, self._page_size).on(self._model.device, previous_tokens)
+        padded = padded_with_chunks(inputs, decodes, tokens, self._page_size)
+        self._enter(padded.for_rank(self._model, previous_tokens), decodes, tokens)
+        self._graphs[decodes, tokens]()
+        return self._logits[: len(inputs.wanted)]
+
+    def _enter(self, given: StepTensors, decodes: int, tokens: int) -> None:
+        """Copy a padded step to where the graph of these sizes reads."""
         recorded = self._prefixes(decodes, tokens)
         for name in StepTensors._fields[:-1]:
             getattr(recorded, name).copy_(getattr(given, name))
         recorded.page_table[:, : given.page_table.shape[1]].copy_(given.page_table)  # entries beyond are not read
-        self._graphs[decodes, tokens]()
-        return self._logits[: len(inputs.wanted)]
 
     @torch.inference_mode()
     def _compute(self, decodes: int, tokens: int) -> None:
@@ -130,17 +140,17 @@ def mixed_graphs(
 ) -> MixedGraphs | None:
     """Record the steps with chunks of a model whose decodes are recorded, in the same memory.
 
-    Returns None where these steps run kernel by kernel: without recorded decodes, and for a model whose chunks cannot
-    be recorded, for which the reason is logged.
+    Collective: every rank of a gang must call it. Returns None on all of them where these steps run kernel by kernel:
+    without recorded decodes, and for a model whose chunks cannot be recorded, for which the reason is logged.
     """
     if decodes is None:
         return None
     started = time.monotonic()
-    try:
-        graphs = MixedGraphs(model, page_size, max_num_seqs, max_num_batched_tokens, decodes.record)
-    except Exception as error:  # a model's own code may raise anything where it may not wait for the GPU
-        logger.warning("steps with chunks run without CUDA graphs: %s: %s", type(error).__name__, error)
-        model.graphs += f"; steps with chunks are not: {type(error).__name__}: {error}"
+    sizes, record = (page_size, max_num_seqs, max_num_batched_tokens), decodes.record
+    graphs, reason = attempt(model, lambda: MixedGraphs(model, *sizes, record))
+    if graphs is None:
+        logger.warning("steps with chunks run without CUDA graphs: %s", reason)
+        model.graphs += f"; steps with chunks are not: {reason}"
         return None
     model.graphs += f", steps with chunks of up to {graphs.most_tokens} tokens"
     seconds = time.monotonic() - started

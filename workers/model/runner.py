@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from crossdock.workers.model.graphs import DecodeGraphs
+from crossdock.workers.model.graphs import DecodeGraphs, decode_graphs
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.mixed_graphs import MixedGraphs
+from crossdock.workers.model.mixed_graphs import MixedGraphs, mixed_graphs
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.step_messages import StepSender
 from crossdock.workers.schedule.batch import Batch
@@ -15,7 +15,10 @@ from crossdock.workers.schedule.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Executes batches on one model. `notify_ranks` sends each batch to the other ranks, if there are any."""
+    """Executes steps on one model, or on this rank's part of it. Every rank of a gang has one, with the same graphs.
+
+    `notify_ranks` sends each batch to the other ranks; None: there are none, or another rank is the driver.
+    """
 
     model: PagedModel
     page_size: int
@@ -26,6 +29,20 @@ class Runner:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_sender", StepSender(self.page_size))  # frozen
+
+    @classmethod
+    def recorded(
+        cls,
+        model: PagedModel,
+        page_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        notify_ranks: Callable[[bytes], None] | None = None,
+    ) -> "Runner":
+        """Return a runner whose steps are CUDA graphs where they can be. Collective: every rank must call it."""
+        graphs = decode_graphs(model, page_size, max_num_seqs)
+        mixed = mixed_graphs(model, page_size, max_num_seqs, max_num_batched_tokens, graphs)
+        return cls(model, page_size, notify_ranks, graphs, mixed)
 
     def begin(self, batch: Batch) -> tuple[StepInputs, list[range]]:
         """Send a batch to the other ranks, which may compute it from now on."""
@@ -52,8 +69,15 @@ class Runner:
         `StepInputs.on`.
         """
         inputs, rows = step
+        return self.compute(inputs, previous_tokens), rows
+
+    def compute(self, inputs: StepInputs, previous_tokens: Tensor | None = None) -> Tensor:
+        """Compute this rank's part of a step; see `finish`.
+
+        Whether it is a graph, and which one, depends on the step alone: every rank of a gang does the same.
+        """
         if self.graphs is not None and self.graphs.covers(inputs):
-            return self.graphs.run(inputs, previous_tokens), rows
+            return self.graphs.run(inputs, previous_tokens)
         if self.mixed_graphs is not None and self.mixed_graphs.covers(inputs):
-            return self.mixed_graphs.run(inputs, previous_tokens), rows
-        return inputs.run(self.model, previous_tokens), rows
+            return self.mixed_graphs.run(inputs, previous_tokens)
+        return inputs.run(self.model, previous_tokens)

@@ -62,7 +62,8 @@ class EngineConfig(SchedulerConfig):
     )
     enforce_eager: bool = Field(False, description="On GPUs: no steps as CUDA graphs.")
     async_scheduling: bool | None = Field(
-        None, description="Begin a step before the tokens of the one before it are known; null: on a GPU of its own."
+        None,
+        description="Begin a step before the tokens of the one before it are known; null: on GPUs, of one stage.",
     )
     kv_cache_dtype: KVCacheDtype = Field(
         "auto", description="Dtype of KV pages; auto: the model's; fp8 (e4m3) holds twice as many tokens as bfloat16."

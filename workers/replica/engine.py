@@ -12,10 +12,8 @@ from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.workers.model.checkpoint import resolve_tokenizer
 from crossdock.workers.model.grammar.compiler import GrammarCompiler
 from crossdock.workers.model.grammar.state import GrammarState
-from crossdock.workers.model.graphs import decode_graphs
 from crossdock.workers.model.kv_memory import count_pages_that_fit
 from crossdock.workers.model.load import load_model
-from crossdock.workers.model.mixed_graphs import mixed_graphs
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
@@ -74,26 +72,32 @@ class Engine:
         self.scheduler = Scheduler(config, self.pages, model.max_model_len, model.eos_token_ids, depth=depth)
         self.grammars = GrammarCompiler(self.tokenizer_dir, model.vocab_size, model.eos_token_ids)
         self._sampler = StepSampler(tuple(model.eos_token_ids))
-        broadcast = self.gang.run_step if self.gang is not None else None
-        graphs, sizes = None, (config.page_size, config.max_num_seqs)
-        if not config.enforce_eager:
-            graphs = decode_graphs(model, *sizes)
-        mixed = mixed_graphs(model, *sizes, config.max_num_batched_tokens, graphs)
-        runner = Runner(model, config.page_size, broadcast, graphs, mixed)
-        self.pipeline = Pipeline(runner, self._sampler, self.clock, self._runs_ahead())
-        if self.gang is not None:
-            self.gang.allocate_pools(num_pages)
+        is_ahead = self._runs_ahead()
+        self.pipeline = Pipeline(self._runner(num_pages), self._sampler, self.clock, is_ahead)
+
+    def _runner(self, num_pages: int) -> Runner:
+        """Return what runs the steps, after every rank has allocated its pool and recorded its part of steps."""
+        config, gang = self.config, self.gang
+        sizes = config.max_num_seqs, config.max_num_batched_tokens
+        if gang is not None:
+            gang.allocate_pools(num_pages)
+            if not config.enforce_eager:
+                gang.record_steps(*sizes)
+        broadcast = gang.run_step if gang is not None else None
+        if config.enforce_eager:
+            return Runner(self.model, config.page_size, broadcast)
+        return Runner.recorded(self.model, config.page_size, *sizes, broadcast)
 
     def _runs_ahead(self) -> bool:
         """Return whether steps begin before the tokens of the step before are known.
 
         Raises:
-            ValueError: `async_scheduling` is on, and several ranks share the model.
+            ValueError: `async_scheduling` is on, and the model is divided into stages.
         """
-        wanted, is_whole = self.config.async_scheduling, self.model.part.position.size == 1
-        if wanted and not is_whole:
-            raise ValueError("async_scheduling must be false or null where several ranks share the model")
-        return wanted if wanted is not None else is_whole and self.model.device.type == "cuda"
+        wanted, is_one_stage = self.config.async_scheduling, self.model.part.position.num_stages == 1
+        if wanted and not is_one_stage:
+            raise ValueError("async_scheduling must be false or null for the stages of a pipeline")
+        return wanted if wanted is not None else is_one_stage and self.model.device.type == "cuda"
 
     def _num_pages(self) -> int:
         """Return how many KV pages every rank can hold. ValueError: fewer than one request needs."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from crossdock.kvtransfer.dock import Dock
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.step_messages import StepReceiver
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.pool_layout import held_layers, pool_spec
@@ -27,6 +28,7 @@ from crossdock.workers.replica.rank_messages import (
     PhaseEnded,
     RankFailure,
     RankReady,
+    RecordSteps,
     RunStep,
     decode_driver_message,
     encode,
@@ -85,15 +87,18 @@ def _work(
     """Do what the driver asks, in order, until it asks to end."""
     num_pages = 0
     dock: Dock | None = None
-    steps = StepReceiver()
+    page_size = spec.engine.page_size
+    steps, runner = StepReceiver(), Runner(model, page_size)
     while True:
         match inbox.get():
             case RunStep(inputs):
-                steps.unpack(inputs).run(model)
+                runner.compute(steps.unpack(inputs))
             case AllocatePool(num_pages):
-                model.allocate_pool(num_pages, spec.engine.page_size)
+                model.allocate_pool(num_pages, page_size)
+            case RecordSteps(max_num_seqs, max_num_batched_tokens):
+                runner = Runner.recorded(model, page_size, max_num_seqs, max_num_batched_tokens)
             case OpenDock(by_rank, name, role, transfer):
-                layout = pool_spec(by_rank, rank, model, name, spec.engine.page_size, num_pages)
+                layout = pool_spec(by_rank, rank, model, name, page_size, num_pages)
                 transfer = transfer.model_copy(update={"host": transfer_host})  # the driver's may be another node's
                 dock = open_dock(model, layout, role, transfer, lambda event: link.send(encode(event)))
                 link.send(encode(DockOpened(dock.blob)))

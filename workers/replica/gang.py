@@ -33,6 +33,7 @@ from crossdock.workers.replica.rank_messages import (
     PhaseEnded,
     RankFailure,
     RankReady,
+    RecordSteps,
     RunStep,
     decode_follower_message,
     encode,
@@ -112,6 +113,10 @@ class Gang:
     def allocate_pools(self, num_pages: int) -> None:
         """Have every follower allocate its pool."""
         self.broadcast(AllocatePool(num_pages))
+
+    def record_steps(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """Have every follower record its part of steps, which ends only if the driver records its own."""
+        self.broadcast(RecordSteps(max_num_seqs, max_num_batched_tokens))
 
     def run_step(self, inputs: bytes) -> None:
         """Have every follower compute its part of a step."""

@@ -32,6 +32,14 @@ class AllocatePool:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordSteps:
+    """Record steps of up to so many sequences and tokens as CUDA graphs, where the device has them."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunStep:
     """Compute this rank's part of a step; `inputs` is a step that `StepSender` packed."""
 
@@ -146,7 +154,7 @@ CancelCall: TypeAlias = CancelShipCall | CancelExpectCall
 DockCall: TypeAlias = (
     ShipCall | ExpectCall | OfferCall | ChunkCall | FinishCall | GrantCall | CancelCall | WaitCall | PeerDeadCall
 )
-DriverMessage: TypeAlias = AllocatePool | RunStep | OpenDock | EndRank | DockCall
+DriverMessage: TypeAlias = AllocatePool | RecordSteps | RunStep | OpenDock | EndRank | DockCall
 
 # -- follower to driver ----------------------------------------------------------------------------------------------
 

@@ -204,10 +204,10 @@ def test_model_that_cannot_be_recorded_runs_eagerly_and_logs_why(
         assert not caplog.messages, "a CPU needs no graphs"
         monkeypatch.setattr(PagedModel, "device", property(lambda _: torch.device("cuda")))
 
-        def refuse() -> None:
+        def refuse(model: PagedModel) -> None:
             raise RuntimeError("called a synchronizing CUDA operation")
 
-        monkeypatch.setattr(graphs, "_recorder", refuse)
+        monkeypatch.setattr(graphs, "recorder_for", refuse)
         assert decode_graphs(decodes.model, PAGE_SIZE, 4) is None
     assert caplog.messages == [
         "decode steps run without CUDA graphs: RuntimeError: called a synchronizing CUDA operation"

@@ -139,6 +139,26 @@ def test_recorded_steps_give_same_logits_from_fixed_addresses() -> None:
     assert {rows: len(addresses) for rows, addresses in seen.items()} == {8 + 64: 1, 20 + 64: 1}
 
 
+def test_steps_run_to_be_recorded_are_whole() -> None:
+    """Their sequences have as many rows as there are tokens: a kernel writes past the end of its output otherwise."""
+    model, seen = MixedStep(build("llama", {}), TORCH, STEPS[0]).model, []
+
+    class Watched(PagedModel):
+        def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
+            seen.append((len(token_ids), int(batch.query_start[-1])))
+            assert len(rows) == len(batch.kv_len)
+            return super().forward(token_ids, positions, batch, rows)
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return run
+
+    watched = Watched(model.module, model.config, model.layers, model.max_model_len, model.eos_token_ids)
+    watched.attention, watched.pages, watched.pool = TORCH, model.pages, model.pool
+    MixedGraphs(watched, PAGE_SIZE, 20, 80, record)
+    assert seen == [(100, 100)] + [(n, n) for n in (100, 88, 84, 72)]
+
+
 def test_step_that_no_graph_has_room_for_is_not_covered() -> None:
     step = MixedStep(build("llama", {}), TORCH, STEPS[0])
     recorded = MixedGraphs(step.model, PAGE_SIZE, 6, 40, lambda run: run)

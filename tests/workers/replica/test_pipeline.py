@@ -229,9 +229,9 @@ def test_step_in_flight_that_fails_during_an_abort_ends_its_requests_and_not_the
     run_driven(main, async_scheduling=True)
 
 
-def test_async_scheduling_with_several_ranks_is_refused() -> None:
+def test_async_scheduling_with_stages_is_refused() -> None:
     model = wrap_module(build("llama", {}))
-    model.part = replace(model.part, position=RankPosition(tensor_size=2))
+    model.part = replace(model.part, position=RankPosition(1, num_stages=2))
     with pytest.raises(ValueError, match="async_scheduling must be false or null"):
         Engine(model, EngineConfig(async_scheduling=True, kv_cache_memory=ByteSize(8 << 20)))
 

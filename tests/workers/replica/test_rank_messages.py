@@ -31,6 +31,7 @@ from crossdock.workers.replica.rank_messages import (
     PhaseEnded,
     RankFailure,
     RankReady,
+    RecordSteps,
     RunStep,
     ShipCall,
     WaitCall,
@@ -42,6 +43,7 @@ from crossdock.workers.replica.rank_messages import (
 HELD = ((0, 0, 2, 4, 12, 12), (1, 0, 2, 4, 12, 12, -3, 5))
 DRIVER_MESSAGES: list[DriverMessage] = [
     AllocatePool(100),
+    RecordSteps(64, 2048),
     RunStep(b"\0inputs"),
     OpenDock((HELD, HELD), "m", "prefill", TransferConfig(transport="tcp", host="10.0.0.1", grace_s=0.5)),
     EndRank(),

@@ -1,7 +1,8 @@
 """The communication between the ranks of a gang: sums and gathers within a stage, hidden states between stages."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -31,11 +32,26 @@ class Collectives:
         self._stage = groups[position.stage]
         self._gang = dist.new_group(timeout=timeout, backend=backend)
         self._sending: tuple[Any, Tensor] | None = None
+        self._is_alone = False
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Leave the other ranks out of sums and gathers, which then have the right shapes and wrong numbers.
+
+        For steps that only compile kernels, allocate memory or show what a model's code does: this rank may fail in
+        them without leaving others waiting.
+        """
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over the ranks of this stage, in place if `x` is contiguous."""
         x = x.contiguous()
-        dist.all_reduce(x, group=self._stage)
+        if not self._is_alone:
+            dist.all_reduce(x, group=self._stage)
         return x
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -43,8 +59,14 @@ class Collectives:
         widest = max(sizes)
         padded = nn.functional.pad(x, (0, widest - x.shape[-1])).contiguous()  # gloo gathers equal shapes only
         parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded, group=self._stage)
+        if not self._is_alone:
+            dist.all_gather(parts, padded, group=self._stage)
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
+
+    def from_driver(self, x: Tensor) -> Tensor:
+        """Return the driver's `x`. The other ranks' `x` has its shape and dtype, and is overwritten. One stage only."""
+        dist.broadcast(x, self.position.driver, group=self._stage)
+        return x
 
     def send(self, hidden: Tensor) -> None:
         """Send `hidden` to the same tensor rank of the next stage.
@@ -69,9 +91,13 @@ class Collectives:
     def ranks_on_this_host(self) -> int:
         """Return how many ranks share this host's memory, this one included."""
         name = socket.gethostname()
-        names: list[Any] = [None] * self.position.size
-        dist.all_gather_object(names, name)
-        return names.count(name)
+        return self.gather_texts(name).count(name)
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Return the `text` of every rank, by rank. The deadline is the world's own."""
+        texts: list[Any] = [None] * self.position.size
+        dist.all_gather_object(texts, text)
+        return texts
 
     def _finish_sending(self) -> None:
         if self._sending is not None:

@@ -18,7 +18,7 @@ def cut_model(model: Any, position: RankPosition, collectives: Collectives | Non
         CannotCut: fewer heads than ranks, fewer layers than stages, or state that layers share across stages.
     """
     config = model.config.get_text_config(decoder=True)
-    part = ModelPart(position, num_layers=config.num_hidden_layers)
+    part = ModelPart(position, num_layers=config.num_hidden_layers, collectives=collectives)
     if position.tensor_size > 1:
         TensorPlan(model, config, part, collectives).apply()
     if position.num_stages > 1:

@@ -1,12 +1,14 @@
 """The part of a model that one rank holds: the slice of every weight, the attention heads and the range of layers."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.cut.stage import PipelineStage
 
@@ -54,3 +56,12 @@ class ModelPart:
     first_layer: int = 0
     num_layers: int = 0
     stage: PipelineStage | None = None  # None: one stage holds all layers
+    collectives: Collectives | None = None  # None: this rank holds the whole model, or the part is only measured
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Return a context in which this rank computes without the others, see `Collectives.alone`."""
+        return nullcontext() if self.collectives is None else self.collectives.alone()
+
+    def from_driver(self, x: Tensor) -> Tensor:
+        """Return the driver's `x`, whose shape and dtype every rank knows. Collective."""
+        return x if self.collectives is None else self.collectives.from_driver(x)
