@@ -33,7 +33,8 @@ def step(sequences: int, query_len: int, kv_len: int) -> AttentionBatch:
     slots = pages[:, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
     starts = torch.arange(sequences + 1, dtype=torch.int32) * query_len
     lengths = torch.full((sequences,), kv_len, dtype=torch.int32)
-    return AttentionBatch(starts, lengths, pages, slots.flatten(), query_len, kv_len)
+    decodes = sequences if query_len == 1 else 0
+    return AttentionBatch(starts, lengths, pages, slots.flatten(), query_len, kv_len, decodes)
 
 
 def logits_of(model: PagedModel, windows: list[Tensor]) -> Tensor:

@@ -80,7 +80,8 @@ def batch_of(lengths: list[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor
     kv_len = torch.tensor([kv for _, kv in lengths]).int()
     q = torch.randn(int(starts[-1]), HEADS, HEAD_DIM, dtype=dtype)
     longest = max(q for q, _ in lengths), max(kv for _, kv in lengths)
-    return q, pool[:, :, 1, 0], pool[:, :, 1, 1], AttentionBatch(starts, kv_len, table, slots, *longest)
+    decodes = next((s for s, (q, _) in enumerate(lengths) if q > 1), len(lengths))
+    return q, pool[:, :, 1, 0], pool[:, :, 1, 1], AttentionBatch(starts, kv_len, table, slots, *longest, decodes)
 
 
 def shown(dtype: torch.dtype) -> str:

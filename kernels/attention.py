@@ -42,7 +42,7 @@ class AttentionBatch:
     slots: Tensor  # [T] int64; page * page_size + offset, where the row's key and value are stored; negative: nowhere
     max_query_len: int
     max_kv_len: int
-    num_decodes: int = 0  # sequences at the front that have one row each; a GPU computes them apart
+    num_decodes: int  # sequences at the front that have one row each; a GPU computes them apart, faster than chunks
     derived: dict[Hashable, Tensor] = field(default_factory=dict)  # what the first layer computes for all
 
 

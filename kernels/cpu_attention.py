@@ -134,6 +134,7 @@ def _cells(past: int, heads: Heads) -> Cells:
             slots=torch.empty(0, dtype=torch.int64),
             max_query_len=rows,
             max_kv_len=past + rows,
+            num_decodes=int(rows == 1),
         )
         q = torch.full((rows, Hq, D), 0.1, dtype=dtype)
         arguments = q, pool[:, :, 0], pool[:, :, 1], batch

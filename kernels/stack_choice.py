@@ -142,4 +142,5 @@ def _batch(rows: int) -> AttentionBatch:
         slots=slots.flatten(),
         max_query_len=query_len,
         max_kv_len=kv_len,
+        num_decodes=sequences if query_len == 1 else 0,
     )

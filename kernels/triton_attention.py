@@ -124,7 +124,7 @@ def paged_attention(
     assert batch.page_table.stride(1) == 1 or batch.page_table.shape[1] == 1
     out = q.new_empty(T, Hq, Dv)
     S = len(batch.kv_len)
-    D = S if batch.max_query_len == 1 else batch.num_decodes
+    D = batch.num_decodes
     tensors = (q, k_pages, v_pages, k_scale, v_scale, batch.page_table)
     numbers = (
         *(scale * _LOG2_E if softcap is None else scale * 2 * _LOG2_E / softcap, *_strides(q)),

@@ -251,6 +251,7 @@ def test_row_alone_or_in_chunks_gives_same_bits_as_in_batch(
             slots=case.batch.slots[start:end],
             max_query_len=end - start,
             max_kv_len=end,
+            num_decodes=int(end - start == 1),
         )
         part = paged_attention(case.q[start:end], case.k_pages, case.v_pages, batch, **case.arguments())
         assert torch.equal(part, whole[start:end]), (start, end)

@@ -88,7 +88,7 @@ def _check_steps(rows: int, dtype: torch.dtype, tolerance: float, rng: torch.Gen
     lengths_of_pairs = [x.view(*x.shape[:2], 2, -1).norm(dim=2).repeat(1, 1, 2) for x in (q, k)]
     q, k = (rotated(x, cos.double()[:, None], sin.double()[:, None]) for x in (q, k))
     lengths = torch.zeros(1, dtype=torch.int32)
-    batch = AttentionBatch(lengths, lengths, lengths[None], slots, rows, rows)
+    batch = AttentionBatch(lengths, lengths, lengths[None], slots, rows, rows, 0)
     steps = HeadSteps(
         *(Hq, Hkv, D, page_size, pool.stride(0), pool.stride(1), 1e-5),
         *(bias.data_ptr(), q_norm.data_ptr(), k_norm.data_ptr(), keys.data_ptr(), values.data_ptr()),

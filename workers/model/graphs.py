@@ -92,7 +92,7 @@ class DecodeGraphs:
     def _forward(self, size: int) -> Tensor:
         first = StepTensors(*(tensor[:size] for tensor in self._inputs))
         first = first._replace(query_start=self._inputs.query_start[: size + 1])
-        return first.run(self._model, 1, self._model.max_model_len)
+        return first.run(self._model, 1, self._model.max_model_len, size)
 
 
 def decode_graphs(model: PagedModel, page_size: int, max_num_seqs: int) -> DecodeGraphs | None:

@@ -122,7 +122,7 @@ class StepTensors(NamedTuple):
     kv_len: Tensor
     page_table: Tensor
 
-    def run(self, model: PagedModel, max_query_len: int, max_kv_len: int, num_decodes: int = 0) -> Tensor:
+    def run(self, model: PagedModel, max_query_len: int, max_kv_len: int, num_decodes: int) -> Tensor:
         batch = AttentionBatch(
             *(self.query_start, self.kv_len, self.page_table, self.slots, max_query_len, max_kv_len, num_decodes)
         )

@@ -41,13 +41,16 @@ def attempt(model: PagedModel, make: Callable[[], _Recorded]) -> tuple[_Recorded
 
     Collective: every rank must call it. On all ranks the reason is that of the first rank that has one.
     """
+    links = model.part.collectives
     try:
-        return make(), ""
+        made = make()
+        if links is not None:
+            _agree(links)
+        return made, ""
     except OtherRankRefused as refusal:
         return None, str(refusal)
     except Exception as error:  # a model's own code may raise anything where it may not wait for the GPU
         reason = f"{type(error).__name__}: {error}"
-    links = model.part.collectives
     return None, reason if links is None else _first_reason(links, reason)
 
 
@@ -63,9 +66,7 @@ def recorder_for(model: PagedModel) -> Record:
             return capture(run)
         _agree(links)
         run()  # NCCL connects the ranks, which it cannot do within a capture
-        replay = capture(run)
-        _agree(links)
-        return replay
+        return capture(run)
 
     return record
 

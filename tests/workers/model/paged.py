@@ -40,6 +40,7 @@ def through_pages(model: PagedModel, prompts: list[Tensor], steps: list[list[tup
             slots=slots,
             max_query_len=max(lengths),
             max_kv_len=max(end for _, _, end in parts),
+            num_decodes=next((s for s, n in enumerate(lengths) if n > 1), len(lengths)),
         )
         ids = torch.cat([prompts[s][start:end] for s, start, end in parts])
         flat = model.forward(ids, positions, batch, torch.arange(len(ids)))
