@@ -57,7 +57,7 @@ def load_model(
         position, num_sharing = RankPosition(), 1
         if links is not None:
             position, num_sharing = links.position, links.ranks_on_this_host()
-        check_fits(config, position, dtype, kv_bytes, device, num_sharing)
+        check_fits(config, position, dtype, kv_bytes, device, num_sharing, quantization=spec.quantization)
     module, part = _load_module(config, path, dtype, links)
     try:
         generation: GenerationConfig | None = GenerationConfig.from_pretrained(path)

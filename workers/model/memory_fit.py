@@ -5,12 +5,16 @@ from typing import Any
 
 import torch
 
+from crossdock.kernels.options import Quantization
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
-from crossdock.workers.model.weights import measure_part
+from crossdock.workers.model.weights import measure_int8, measure_part
 
 
 class DoesNotFit(ValueError):
     """There is less memory than the model needs; the message gives the missing bytes, and what would help."""
+
+
+_SMALLER_POOL = "Lower kv_cache_memory"
 
 
 def check_fits(
@@ -21,24 +25,38 @@ def check_fits(
     device: str,
     num_sharing: int = 1,
     free_bytes: int | None = None,
+    quantization: Quantization | None = None,
 ) -> None:
     """Check that the part at `position` of a transformers configuration fits, with `kv_bytes` of pages.
 
-    `num_sharing` ranks share this host's memory. `free_bytes` None asks the device.
+    `num_sharing` ranks share this host's memory. `free_bytes` None asks the device. With `quantization`, the
+    weights as they become must fit beside the pages. As they are they take no memory, for they are mapped from their
+    file, unless it has another dtype: then both must fit while the model is loaded.
 
     Raises:
         DoesNotFit: with the missing bytes, and a tensor_parallel_size that would fit.
     """
     free = free_bytes if free_bytes is not None else free_memory(device)
     available = free // num_sharing if device == "cpu" else free
+    is_mapped = getattr(config, "dtype", None) is dtype  # before it is measured: transformers writes to it
     weights = measure_part(config, position, dtype)
+    if quantization is not None:
+        dropped, added = measure_int8(config, dtype)
+        weights += added
+        if weights > available and not is_mapped:
+            raise DoesNotFit(
+                f"quantization {quantization} of a checkpoint that is not in {dtype} needs {size_of(weights)} while "
+                f"the model is loaded, and {size_of(available)} are free on {device}: {size_of(weights - available)} "
+                f"are missing"
+            )
+        weights -= dropped
     if weights + kv_bytes <= available:
         return
     shared = f" (this host's {size_of(free)} for {num_sharing} ranks)" if available < free else ""
     raise DoesNotFit(
         f"{position} needs {size_of(weights)} for weights and {size_of(kv_bytes)} for KV pages, and "
         f"{size_of(available)} are free on {device}{shared}: {size_of(weights + kv_bytes - available)} are missing. "
-        f"{_advice(config, position, dtype, kv_bytes, available)}"
+        f"{_advice(config, position, dtype, kv_bytes, available) if quantization is None else _SMALLER_POOL}"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, rename_source_key
@@ -57,11 +57,29 @@ def measure_part(config: PretrainedConfig, position: RankPosition, dtype: torch.
     Raises:
         CannotCut: there is no such part.
     """
+    module = _on_meta(config, position, dtype)
+    tied = set(getattr(module, "all_tied_weights_keys", ()))
+    return sum(value.nbytes for name, value in module.state_dict().items() if name not in tied)
+
+
+def measure_int8(config: PretrainedConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes of the products' weights of a whole model, in `dtype` and as int8 with a scale for each output.
+
+    An output projection that is tied to the embedding is counted as int8 only: the embedding keeps the other copy.
+    """
+    module = _on_meta(config, RankPosition(), dtype)
+    tied = set(getattr(module, "all_tied_weights_keys", ()))
+    products = {f"{name}.weight": part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    own = sum(linear.weight.nbytes for name, linear in products.items() if name not in tied)
+    as_int8 = sum(linear.weight.numel() + linear.out_features * torch.float32.itemsize for linear in products.values())
+    return own, as_int8
+
+
+def _on_meta(config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=dtype)
         cut_model(module, position, None)
-    tied = set(getattr(module, "all_tied_weights_keys", ()))
-    return sum(value.nbytes for name, value in module.state_dict().items() if name not in tied)
+    return module
 
 
 def check_division(path: Path, tensor_size: int, num_stages: int) -> None:
