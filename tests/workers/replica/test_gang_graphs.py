@@ -13,12 +13,14 @@ import pytest
 from torch import Tensor
 
 from crossdock.workers.model import recording
+from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.graphs import DecodeGraphs
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.mixed_graphs import MixedGraphs
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.recording import Record
+from crossdock.workers.model.sampling import sampler
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.follower import follow
@@ -29,6 +31,7 @@ from tests.workers.gangs import SETTINGS, ganged
 from tests.workers.ranks import Ranks, saved
 
 from .engines import run, tokens_of
+from .test_pipeline import CLASSES, KINDS, NOT_PLAIN, served, submissions
 
 NUM_DECODE_GRAPHS, NUM_GRAPHS = 4, 6  # for 1, 2, 4 and 8 sequences; and for 64 and 80 tokens of chunks beside decodes
 
@@ -126,6 +129,29 @@ def test_all_ranks_replay_the_same_steps(
         ours = list(steps)
     assert answers[0][-len(ours) :] == ours
     assert {kind for kind, _ in ours} == {"decodes", "mixed"}
+
+
+def test_steps_ahead_give_the_tokens_of_steps_in_turn(
+    ranks: Ranks, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all kinds of sampling, without graphs. Some tokens only the driver's host finds, after the next step began."""
+    monkeypatch.setattr(sampler, "HEAD_WIDTHS", (4, 8))
+    works, answers, num_ahead = submissions(KINDS + NOT_PLAIN, 20), [], 0
+    from_driver = Collectives.from_driver
+
+    def counted(collectives: Collectives, x: Tensor) -> Tensor:
+        nonlocal num_ahead
+        num_ahead += 1
+        return from_driver(collectives, x)
+
+    monkeypatch.setattr(Collectives, "from_driver", counted)
+    for is_ahead in (False, True):
+        with ganged(ranks, path, 2, 1, async_scheduling=is_ahead, slo_classes=CLASSES) as engine:
+            deltas, _ = served(engine, works)
+            answers.append({name: [token for delta in deltas[name] for token in delta.token_ids] for name in deltas})
+            assert bool(num_ahead) is is_ahead
+    assert answers[0] == answers[1]
+    assert answers[0].keys() == {work.id for work in works}
 
 
 FAILURES = [
