@@ -5,13 +5,14 @@ import queue
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from crossdock.workers.model import recording
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.follower import follow
@@ -83,6 +84,22 @@ def test_killed_rank_is_noticed_at_once(victim: Victim) -> None:
 def test_hung_rank_is_noticed_at_the_deadline(victim: Victim) -> None:
     assert harm(victim, signal.SIGSTOP) > 2
     assert "rank 0 " in victim.lost.get(timeout=5)  # the rank that waited for the other
+
+
+def test_rank_that_dies_while_others_record_steps_ends_the_start(
+    victim: Victim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver does not wait for its agreement until the deadline, and does not go on without graphs."""
+
+    def kill(_: Callable[[], None]) -> None:
+        assert victim.process.pid is not None
+        os.kill(victim.process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(recording, "_has_graphs", lambda device: True)
+    monkeypatch.setattr(recording, "_stream_capture", lambda: (kill, lambda run: run))
+    with pytest.raises(RuntimeError):
+        victim.engine()
+    assert "its process has ended" in victim.lost.get(timeout=5)
 
 
 def test_follower_whose_driver_is_gone_ends(path: Path) -> None:
