@@ -9,6 +9,9 @@ names a class. Each request counts for the class that it names under the other s
 Prints a table for each mix: the share of good requests, their rate, gaps and times to first token of each SLO class.
 With --short-vs-long: the time to first token of short requests, alone and while a long prompt is prefilled.
 
+The mixes' rates are for a replica that prefills 1,000 tokens per second alone. On another machine give --load the
+thousands that it prefills: with less load than it can serve, every setting is good.
+
 Settings run one at a time, each on a server of its own. They alternate in every repeat, so that a slower machine slows
 all of them; figures are medians over repeats. Run nothing else beside it. The default model's context is stretched to
 17,408 tokens: its answers there are nonsense, but cost as much as real ones.
@@ -20,6 +23,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +79,7 @@ def measure_mix(name: str, setting: str, address: str, args: argparse.Namespace)
     options = BenchOptions(
         url=address,
         workload="mix",
-        mix=MIXES[name],
+        mix=replace(MIXES[name], rate=args.load * MIXES[name].rate),
         duration=args.duration,
         seed=args.seed,
         targets=parse_targets(args.slo),
@@ -191,6 +195,9 @@ def parse_args() -> argparse.Namespace:
     names = [*POLICIES, *ORDERS]
     parser.add_argument("--settings", nargs="+", choices=names, default=names)
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
+    parser.add_argument(
+        "--load", type=float, default=1.0, help="arrivals, as a multiple of the mix's own rate (default: %(default)s)"
+    )
     parser.add_argument("--duration", type=float, default=120.0, help="seconds of arrivals, per mix and setting")
     parser.add_argument("--slo", action="append", default=[], metavar="CLASS=ttft:MS,tpot:MS", help="other targets")
     parser.add_argument("--long-prompts", type=int, default=3, help="short-vs-long: how many, one after the other")

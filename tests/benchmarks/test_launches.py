@@ -19,9 +19,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_layer_with_triton_steps_launches_nine_kernels(launches: ModuleType, name: str) -> None:
+def test_layer_with_triton_steps_launches_ten_kernels(launches: ModuleType, name: str) -> None:
     fused = launches.per_layer(name, is_fused=True)
-    assert fused.total() <= 9, fused
+    assert fused.total() <= 10, fused
     assert launches.per_layer(name, is_fused=False).total() >= 30
 
 
