@@ -37,7 +37,7 @@ NUM_DECODE_GRAPHS, NUM_GRAPHS = 4, 6  # for 1, 2, 4 and 8 sequences; and for 64 
 
 
 class Refusal(Exception):
-    """What a model's code raises here instead of what a GPU would."""
+    """Stand in for the error of a GPU: a model raises it here."""
 
 
 def stand_in(patch: pytest.MonkeyPatch, fails: tuple[str, int] | None = None) -> list[tuple[str, int]]:
@@ -134,7 +134,7 @@ def test_all_ranks_replay_the_same_steps(
 def test_steps_ahead_give_the_tokens_of_steps_in_turn(
     ranks: Ranks, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all kinds of sampling, without graphs. Some tokens only the driver's host finds, after the next step began."""
+    """Compare all kinds of sampling, without graphs. Some tokens only the driver finds, after the next step began."""
     monkeypatch.setattr(sampler, "HEAD_WIDTHS", (4, 8))
     works, answers, num_ahead = submissions(KINDS + NOT_PLAIN, 20), [], 0
     from_driver = Collectives.from_driver
