@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from crossdock.kernels.triton_store import quantised
+
 _TOKENS = 8  # rows of one head that a program of `finish_heads` holds
 _FEATURES = 1024  # of one row that a program of `silu_and_multiply` holds
 
@@ -155,7 +157,7 @@ def _store_head(
     at, live = to + (slot % PAGE * (2 * HALF))[:, None] + i, (slot >= 0)[:, None] & (i < HALF)
     if HAS_SCALES:
         scale = tl.load(scales + number)
-        low, high = _quantised(low, scale, to), _quantised(high, scale, to)
+        low, high = quantised(low, scale, to), quantised(high, scale, to)
     tl.store(at, low, mask=live)
     tl.store(at + HALF, high, mask=live)
 
@@ -183,13 +185,6 @@ def _sum(x, y):
 @triton.jit
 def _difference(x, y):
     return (x.to(tl.float32) - y.to(tl.float32)).to(x.dtype)
-
-
-@triton.jit
-def _quantised(x, scale, to):
-    """Return x / scale as an e4m3, clamped to the largest finite one."""
-    x = tl.div_rn(x.to(tl.float32), scale)
-    return tl.minimum(tl.maximum(x, -448.0), 448.0).to(to.dtype.element_ty)
 
 
 @triton.jit

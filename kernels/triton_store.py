@@ -19,16 +19,17 @@ def store_kernel(
     i = tl.arange(0, BLOCK_K)[None, :]
     x = tl.load(k + token * k_token + head * k_head + i, mask=live & (i < K_DIM))
     if HAS_SCALES:
-        x = _quantised(x, k_scale + head, k_pages)
+        x = quantised(x, tl.load(k_scale + head), k_pages)
     tl.store(k_pages + page * k_page + head * k_page_head + offset * K_DIM + i, x, mask=live & (i < K_DIM))
     i = tl.arange(0, BLOCK_V)[None, :]
     x = tl.load(v + token * v_token + head * v_head + i, mask=live & (i < V_DIM))
     if HAS_SCALES:
-        x = _quantised(x, v_scale + head, v_pages)
+        x = quantised(x, tl.load(v_scale + head), v_pages)
     tl.store(v_pages + page * v_page + head * v_page_head + offset * V_DIM + i, x, mask=live & (i < V_DIM))
 
 
 @triton.jit
-def _quantised(x, scale, pages):
-    x = tl.div_rn(x.to(tl.float32), tl.load(scale))
+def quantised(x, scale, pages):
+    """Return x / scale as an e4m3, clamped to the largest finite one."""
+    x = tl.div_rn(x.to(tl.float32), scale)
     return tl.minimum(tl.maximum(x, -448.0), 448.0).to(pages.dtype.element_ty)
