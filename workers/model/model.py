@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import CPP, Attention
-from crossdock.kernels.huge_pages import HugePages
+from crossdock.kernels.huge_pages import HugePages, MemoryTaker
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
@@ -35,6 +35,7 @@ class PagedModel:
     graphs: str = ""  # which steps run as CUDA graphs, as text, and why others do not; empty: none, and none could
     variant: str = ""  # sets it apart from others of the same weights whose keys and values differ
     used_by_others: int = 0  # bytes of the GPU in use when loading began, without those of torch in this process
+    _taker: MemoryTaker | None = None  # of the pool on a CPU
 
     @property
     def device(self) -> torch.device:
@@ -69,10 +70,12 @@ class PagedModel:
                 f"page_size ({page_size}) must be a multiple of {self.attention.page_multiple} tokens for "
                 f"attention_backend {self.attention.name}, whose tiles may not cross pages; triton reads any"
             )
+        self.free_pool()
         layout = self.layout(page_size)
         num_elements = num_pages * layout.page_elements
         if self.device.type == "cpu":
-            pool = HugePages().take(num_elements, self.kv_dtype).zero_()  # takes the memory now, not in a step
+            pool = HugePages().take(num_elements, self.kv_dtype)
+            self._taker = MemoryTaker(pool)
         else:
             pool = torch.zeros(num_elements, dtype=self.kv_dtype, device=self.device)
 
@@ -86,6 +89,14 @@ class PagedModel:
     def free_pool(self) -> None:
         """Free the pool. Call it only before another component has a reference to the pool."""
         self.pages, self.pool = [], None
+        if self._taker is not None:
+            self._taker.end()
+            self._taker = None
+
+    def wait_for_memory(self) -> None:
+        """Wait until this process has the memory of its pool. Until then a step that reaches new pages takes longer."""
+        if self._taker is not None:
+            self._taker.wait()
 
     def wait(self) -> None:
         """Wait until the device has finished all work queued so far: on a GPU, calls return before that."""

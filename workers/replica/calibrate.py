@@ -64,6 +64,7 @@ def _sweep(engine: Engine) -> list[tuple[StepWork, float]]:
     5 s of two cores (CPU time; SmolLM2-135M, Zen 4, 2026-11-21).
     """
     sweep: list[tuple[StepWork, float]] = []
+    engine.model.wait_for_memory()  # pages that were never written are read faster than they will be
 
     def measure(chunk: tuple[int, int] | None, num_streams: int = 0, context: int = 0) -> float:
         step = measure_step(engine, chunk, num_streams, context)
