@@ -61,6 +61,8 @@ def load_rank(
         if device == "cuda"
         else Collectives(position, spec.rank_timeout_s, gloo)
     )
+    if device == "cuda":
+        links.use_symmetric_memory(torch.device(device))
     phases.done("joined the others")
 
     def loaded() -> None:

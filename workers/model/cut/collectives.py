@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.cut.symmetric_sums import SymmetricSums, symmetric_sums
 
 
 class Collectives:
@@ -31,8 +32,18 @@ class Collectives:
         groups = [dist.new_group(list(ranks), timeout, backend) for ranks in stages]
         self._stage = groups[position.stage]
         self._gang = dist.new_group(timeout=timeout, backend=backend)
+        self._small_sums: SymmetricSums | None = None
         self._sending: tuple[Any, Tensor] | None = None
         self._is_alone = False
+
+    def use_symmetric_memory(self, device: torch.device) -> None:
+        """Sum small tensors through memory that all GPUs of a stage read, where they can.
+
+        Collective: every rank of the gang must call it, at the start.
+        """
+        if self.position.tensor_size > 1:
+            is_on_one_host = self.ranks_on_this_host() == self.position.size
+            self._small_sums = symmetric_sums(self._stage, device, is_on_one_host, self.gather_texts)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -48,10 +59,13 @@ class Collectives:
             self._is_alone = False
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` over the ranks of this stage, in place if `x` is contiguous."""
+        """Return the sum of `x` over the ranks of this stage. `x` may be overwritten."""
         x = x.contiguous()
-        if not self._is_alone:
-            dist.all_reduce(x, group=self._stage)
+        if self._is_alone:
+            return x
+        if self._small_sums is not None and self._small_sums.takes(x):
+            return self._small_sums.sum(x)
+        dist.all_reduce(x, group=self._stage)
         return x
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:

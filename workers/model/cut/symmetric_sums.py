@@ -1,0 +1,94 @@
+"""Sum small tensors of the GPUs of one host through memory that all of them read: one kernel, not several hops.
+
+No GPU has run this yet. So it is proven at every start: the ranks sum known numbers, and use NCCL where a sum is
+wrong or anything fails.
+"""
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+# Bytes up to which one kernel that reads all ranks' tensors beats two that share the work, by number of ranks: vLLM's
+# limits of its own all-reduce. With more ranks than these, each reads too much.
+MOST_BYTES = {2: 1 << 20, 3: 512 << 10, 4: 512 << 10, 5: 256 << 10, 6: 256 << 10, 7: 256 << 10, 8: 256 << 10}
+_ALIGNMENT = 16  # bytes: the kernel reads so many at once
+_DTYPES = (torch.bfloat16, torch.float32)
+
+GatherTexts = Callable[[str], Sequence[str]]
+"""Collective: takes a text of this rank, and returns those of all ranks."""
+
+
+class SymmetricSums:
+    """The sums of a tensor parallel group through one buffer on each of its GPUs."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Create the buffers. Collective: every rank of `group` must call it."""
+        # Ray lets each rank see one GPU, which is therefore called cuda:0 in all of them.
+        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+        self._group_name = group.group_name
+        self._most_bytes = MOST_BYTES[group.size()]
+        self._buffer = symmetric_memory.empty(self._most_bytes, dtype=torch.uint8, device=device)
+        symmetric_memory.rendezvous(self._buffer, group)
+
+    def takes(self, x: Tensor) -> bool:
+        """Return whether `x` is summed here. The answer is the same on all ranks, whose `x` are alike."""
+        return x.dtype in _DTYPES and 0 < x.nbytes <= self._most_bytes and x.nbytes % _ALIGNMENT == 0
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of the contiguous `x` of all ranks. `x` stays as it is. CUDA graphs can record it."""
+        buffer = self._buffer[: x.nbytes].view(x.dtype).view(x.shape)
+        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, x, "sum", self._group_name)
+        return total
+
+
+def symmetric_sums(
+    group: dist.ProcessGroup, device: torch.device, is_on_one_host: bool, gather: GatherTexts
+) -> SymmetricSums | None:
+    """Return the sums of a group if all of its ranks can use them, else None. Collective: every rank must call it.
+
+    A rank that cannot is the reason for all: a log line says why.
+    """
+    why_not = _why_not(group, device, is_on_one_host)
+    if not _are_all_well(why_not, gather):
+        return None
+    sums = None
+    try:
+        sums = SymmetricSums(group, device)
+        _check(sums, group, device)
+    except Exception as error:  # a driver, a container or a topology may refuse anything
+        why_not = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return sums if _are_all_well(why_not, gather) else None
+
+
+def _why_not(group: dist.ProcessGroup, device: torch.device, is_on_one_host: bool) -> str:
+    if device.type != "cuda":
+        return f"ranks compute on {device.type}"
+    if group.size() not in MOST_BYTES:
+        return f"a stage has {group.size()} ranks; {min(MOST_BYTES)} to {max(MOST_BYTES)} can"
+    return "" if is_on_one_host else "ranks are on several hosts"
+
+
+def _are_all_well(why_not: str, gather: GatherTexts) -> bool:
+    reasons = [reason for reason in gather(why_not) if reason]
+    if reasons:
+        logger.info("all-reduces are NCCL's or gloo's, whatever their size: %s", reasons[0])
+    return not reasons
+
+
+def _check(sums: SymmetricSums, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise RuntimeError if a sum is wrong: twice, because the second would meet what the first left behind."""
+    size, rank = group.size(), group.rank()
+    for dtype in _DTYPES:
+        for scale in (1, 3):
+            x = torch.arange(64, device=device).to(dtype).add_(rank).mul_(scale).contiguous()
+            expected = torch.arange(64, device=device).mul_(size).add_(size * (size - 1) // 2).mul_(scale).to(dtype)
+            if not torch.equal(sums.sum(x), expected):
+                raise RuntimeError(f"{socket.gethostname()}: a sum of {dtype} over {size} ranks is wrong")
