@@ -92,6 +92,8 @@ class TensorPlan:
         """Divide a vocabulary: each rank looks up the token ids in its range, gives zeros for the rest, and sums."""
         start, stop = self._even_range(module.num_embeddings)
         self._shrink(f"{name}.weight", 0, module.num_embeddings)
+        if module.padding_idx is not None:  # some models zero its row again after loading
+            module.padding_idx = module.padding_idx - start if start <= module.padding_idx < stop else None
         collectives, look_up = self.collectives, module.forward
 
         def forward(token_ids: Tensor) -> Tensor:
