@@ -82,7 +82,7 @@ def shapes_if_one_rank_refuses(rank: int, path: Path, refusing: int) -> tuple[li
 
 @pytest.mark.parametrize("refusing", [0, 3])
 def test_ranks_of_a_gang_cache_alike(ranks: Ranks, tmp_path: Path, refusing: int) -> None:
-    """Of four ranks, one refuses: none caches latents, for pages of all must fit together."""
+    """One of four ranks refuses: none caches latents, for pages of all must fit together."""
     path = saved(build("deepseek_v3", SERVED["deepseek_v3"]), tmp_path)
     for rank, (layers, heads) in enumerate(ranks.run(4, shapes_if_one_rank_refuses, path, refusing)):
         assert layers == [LayerShape(2, 24, 16)] * 2
