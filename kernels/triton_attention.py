@@ -239,7 +239,7 @@ def _check(k_pages: Tensor, v_pages: Tensor, has_scales: bool, *rows: Tensor) ->
         assert (x.device, dtype) == (k_pages.device, k_pages.dtype), "pages have the rows' device, and dtype or e4m3"
     for pages in (k_pages, v_pages):
         adjacent = pages.stride(3) == 1 and (pages.stride(2) == pages.shape[3] or pages.shape[2] == 1)
-        assert adjacent, "tokens of a page are adjacent"
+        assert adjacent or pages.numel() == 0, "tokens of a page are adjacent"
 
 
 def _adjacent(x: Tensor) -> Tensor:
