@@ -39,7 +39,7 @@ def test_logits_of_every_backend_equal_transformers(name: str) -> None:
     steps = [[(0, 0, 5), (1, 0, 8)], [(1, 8, 36)], [(1, 36, 37)], [(1, 37, 38)]]
     expected = [monolithic(module, prompt) for prompt in prompts]
     for backend in (TORCH, choose_attention("triton", torch.device("cpu"))):
-        got = through_pages(wrap_module(module, attention=backend), prompts, steps)
+        got = through_pages(wrap_module(build(name, SERVED[name]), attention=backend), prompts, steps)
         for ours, theirs in zip(got, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
 
