@@ -206,9 +206,9 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 extern "C" {
 
-struct AttentionArguments {  // strides in elements; elements of a token, and tokens of a page, are adjacent
+struct AttentionArguments {  // strides in elements; elements of a token, and keys of a page, are adjacent
     int64_t S, table_stride, Hq, Hkv, Dk, Dv, page_size;
-    int64_t q_token, q_head, k_page, k_head, v_page, v_head;
+    int64_t q_token, q_head, k_page, k_head, v_page, v_head, v_token;
     int64_t window;  // 0: none
     double scale, softcap;  // softcap 0: none
     const void *q, *k, *v;
@@ -416,8 +416,8 @@ class Worker {
             const int64_t offset = token % a_.page_size, count = std::min(a_.page_size - offset, end - token);
             const int64_t page = table[token / a_.page_size];
             const In* key = static_cast<const In*>(a_.k) + page * a_.k_page + tile.head * a_.k_head + offset * a_.Dk;
-            const In* value = static_cast<const In*>(a_.v) + page * a_.v_page + tile.head * a_.v_head + offset * a_.Dv;
-            for (int64_t i = 0; i < count; ++i, ++token, key += a_.Dk, value += a_.Dv) {
+            const In* value = static_cast<const In*>(a_.v) + page * a_.v_page + tile.head * a_.v_head + offset * a_.v_token;
+            for (int64_t i = 0; i < count; ++i, ++token, key += a_.Dk, value += a_.v_token) {
                 k[token - from] = key;
                 v[token - from] = value;
             }

@@ -79,9 +79,10 @@ def paged_attention(
     """Compute causal attention of q [T, Hq, Dk] over each row's sequence; return [T, Hq, Dv], contiguous.
 
     `k_pages` [pages, Hkv, page, Dk] and `v_pages` [pages, Hkv, page, Dv] are views of one layer of the pool: tokens
-    and elements adjacent, pages and heads at any stride. The row at position p sees keys j <= p and, with a window,
-    only p - j < window. `softcap` c replaces a score s by c * tanh(s / c). `sinks` [Hq] is one more logit per head
-    that has a share of the softmax and no value. Head h reads kv head h // (Hq // Hkv).
+    and elements adjacent, pages and heads at any stride. Or `v_pages` are the first Dv elements of `k_pages`. The row
+    at position p sees keys j <= p and, with a window, only p - j < window. `softcap` c replaces a score s by
+    c * tanh(s / c). `sinks` [Hq] is one more logit per head that has a share of the softmax and no value. Head h reads
+    kv head h // (Hq // Hkv).
     """
     if library_for(q, None, k_pages, v_pages) is None:
         return reference_paged_attention(
@@ -121,7 +122,7 @@ def cpp_attention(
     assert table.stride(1) == 1 or table.shape[1] == 1
     arguments = _AttentionArguments(
         *(len(kv_len), table.stride(0), Hq, Hkv, Dk, Dv, page_size),
-        *(q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1)),
+        *(q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), *v_pages.stride()[:3]),
         *(window or 0, scale, softcap or 0.0, q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr()),
         *(query_start.data_ptr(), kv_len.data_ptr(), table.data_ptr()),
         *(sinks.data_ptr() if sinks is not None else None, out.data_ptr()),
@@ -134,7 +135,8 @@ class _AttentionArguments(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("S", "table_stride", "Hq", "Hkv", "Dk", "Dv", "page_size")),
-        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_page", "k_head", "v_page", "v_head", "window")),
+        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_page", "k_head", "v_page", "v_head", "v_token")),
+        ("window", ctypes.c_int64),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "query_start", "kv_len", "page_table", "sinks", "out")),
     ]
@@ -161,7 +163,10 @@ def cpp_library() -> ctypes.CDLL | None:
 
 
 def library_for(x: Tensor, y: Tensor | None, k_pages: Tensor, v_pages: Tensor) -> ctypes.CDLL | None:
-    """Return the library if it takes these tensors; None sends the call to torch."""
+    """Return the library if it takes these tensors; None sends the call to torch.
+
+    `x` is a query if `y` is None: only then may the values lie within the keys.
+    """
     if not x.device.type == k_pages.device.type == "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return None
     if not x.dtype == k_pages.dtype == v_pages.dtype or (y is not None and y.dtype != x.dtype):
@@ -170,7 +175,8 @@ def library_for(x: Tensor, y: Tensor | None, k_pages: Tensor, v_pages: Tensor) -
         return None
     for pages in (k_pages, v_pages):
         D = pages.shape[3]
-        if D > _MAX_HEAD_DIM or pages.stride(3) != 1 or (pages.stride(2) != D and pages.shape[2] > 1):
+        is_adjacent = pages.stride(2) == D or pages.shape[2] == 1 or (y is None and pages is v_pages)
+        if D > _MAX_HEAD_DIM or pages.stride(3) != 1 or not is_adjacent:
             return None
     return cpp_library()
 

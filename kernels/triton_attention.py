@@ -4,6 +4,7 @@ Decodes come first in a batch. They and the chunks after them are separate launc
 that varies from step to step is part of a kernel: each kernel is compiled once for a kind of layer.
 """
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ PART_TOKENS = 256  # the shortest part of a context: reading a part must outweig
 _WAVES = 2  # programs per multiprocessor that saturate memory bandwidth
 _SPARE = 4  # a batch that fills the device has a spare part for every so many decodes, for contexts longer than most
 _SEQUENCES = 256  # that `share_kernel` reads at a time
+_LATENT_GROUP = 16  # heads that attend together to latents: with more, a program's registers do not hold their sums
 _JOINED = 4096  # elements of partial results that `join_kernel` reads at a time: 32 registers a thread
 
 
@@ -32,6 +34,10 @@ class Tiles(NamedTuple):
     tokens: int  # of context
     num_warps: int
     num_stages: int
+
+
+LATENT_DECODE_TILES, LATENT_CHUNK_TILES = Tiles(16, 32, 8, 5), Tiles(32, 32, 8, 2)
+"""Of latents of 512 elements in 16 bits: the largest that do not spill on sm_90. Their speed was never measured."""
 
 
 def tiles_for(key_dim: int, value_dim: int, itemsize: int, has_chunks: bool) -> Tiles:
@@ -119,8 +125,15 @@ def paged_attention(
 ) -> Tensor:
     """`reference_paged_attention` with every tensor on one GPU. Rows that belong to no sequence are undefined."""
     (T, Hq, Dk), (_, Hkv, page_size, Dv) = q.shape, v_pages.shape
-    _check(k_pages, v_pages, k_scale is not None, q)
+    is_latent = v_pages.data_ptr() == k_pages.data_ptr() and Dv < Dk
+    _check(k_pages, k_pages if is_latent else v_pages, k_scale is not None, q)
     q = _adjacent(q)
+    if is_latent:
+        assert Hkv == 1, "all heads share a latent"
+        Hkv = Hq // math.gcd(Hq, _LATENT_GROUP)  # groups of heads that are computed apart, and read the same latents
+        k_pages, v_pages = k_pages.expand(-1, Hkv, -1, -1), v_pages.expand(-1, Hkv, -1, -1)
+        if k_scale is not None and v_scale is not None:
+            k_scale, v_scale = k_scale.repeat(Hkv), v_scale.repeat(Hkv)
     assert batch.page_table.stride(1) == 1 or batch.page_table.shape[1] == 1
     out = q.new_empty(T, Hq, Dv)
     S = len(batch.kv_len)
@@ -133,7 +146,8 @@ def paged_attention(
     kind: dict[str, Any] = {
         "GROUP": Hq // Hkv,
         "PAGE": page_size,
-        **block_widths(Dk, Dv),
+        **block_widths(Dk, Dv, is_latent),
+        "LATENT": is_latent,
         "WINDOW": window or 0,
         "SOFTCAP": (softcap or 0.0) * _LOG2_E,
         "HAS_SINKS": sinks is not None,
@@ -211,7 +225,10 @@ def _shares(batch: AttentionBatch, D: int, P: int, tile_tokens: int, window: int
 
 def _tiles(kind: dict[str, Any], itemsize: int, has_chunks: bool) -> Tiles:
     """Return `tiles_for` with rows enough for the query heads that share a KV head."""
-    tiles = tiles_for(kind["K_DIM"], kind["V_DIM"], itemsize, has_chunks)
+    if kind["LATENT"] and itemsize == 2:
+        tiles = LATENT_CHUNK_TILES if has_chunks else LATENT_DECODE_TILES
+    else:
+        tiles = tiles_for(kind["BLOCK_K"], kind["BLOCK_V"], itemsize, has_chunks)
     rows = tiles.rows if has_chunks else _SMALL_ROWS
     return tiles._replace(rows=max(rows, int(triton.next_power_of_2(kind["GROUP"]))))
 
@@ -222,7 +239,7 @@ def _check(k_pages: Tensor, v_pages: Tensor, has_scales: bool, *rows: Tensor) ->
         assert (x.device, dtype) == (k_pages.device, k_pages.dtype), "pages have the rows' device, and dtype or e4m3"
     for pages in (k_pages, v_pages):
         adjacent = pages.stride(3) == 1 and (pages.stride(2) == pages.shape[3] or pages.shape[2] == 1)
-        assert adjacent, "tokens of a page are adjacent"
+        assert adjacent or pages.numel() == 0, "tokens of a page are adjacent"
 
 
 def _adjacent(x: Tensor) -> Tensor:
@@ -239,9 +256,10 @@ def _strides(x: Tensor) -> tuple[int, int]:
     return x.stride(0) if len(x) > 1 else H * D, x.stride(1) if H > 1 else D
 
 
-def block_widths(key_dim: int, value_dim: int) -> dict[str, int]:
-    """Return the head dimensions, and the powers of two that hold them."""
-    return {"K_DIM": key_dim, "V_DIM": value_dim, "BLOCK_K": _power_of_2(key_dim), "BLOCK_V": _power_of_2(value_dim)}
+def block_widths(key_dim: int, value_dim: int, is_latent: bool = False) -> dict[str, int]:
+    """Return the head dimensions, and the powers of two that hold values, and keys or what is not value in them."""
+    read = key_dim - value_dim if is_latent else key_dim
+    return {"K_DIM": key_dim, "V_DIM": value_dim, "BLOCK_K": _power_of_2(read), "BLOCK_V": _power_of_2(value_dim)}
 
 
 def _power_of_2(dim: int) -> int:

@@ -16,6 +16,7 @@ def chunk_kernel(
     GROUP: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
+    LATENT: tl.constexpr,
 ):  # fmt: skip
     """Compute the sequences [D, S). The D before them have one row each.
 
@@ -47,8 +48,13 @@ def chunk_kernel(
         live = (token < length) & (row < QUERIES * GROUP)
         position = kv_len - length + token
         i, j = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
-        q_at = q + ((start + token).to(tl.int64) * q_token + row_head * q_head)[:, None] + i
-        rows = tl.load(q_at, mask=live[:, None] & (i < K_DIM), other=0.0)
+        q_at = q + ((start + token).to(tl.int64) * q_token + row_head * q_head)[:, None]
+        if LATENT:
+            rows = tl.load(q_at + j, mask=live[:, None] & (j < V_DIM), other=0.0)
+            rest = tl.load(q_at + V_DIM + i, mask=live[:, None] & (i < K_DIM - V_DIM), other=0.0)
+        else:
+            rows = tl.load(q_at + i, mask=live[:, None] & (i < K_DIM), other=0.0)
+            rest = rows
         acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         top = tl.full([ROWS], -1e30, tl.float32)  # finite: a row that sees nothing of a tile must not become NaN
@@ -64,15 +70,15 @@ def chunk_kernel(
         else:  # first the tiles that every row sees in full
             open_end = (first_position + 1) // BLOCK_N * BLOCK_N
             acc, total, top = scan(
-                acc, total, top, rows, position, begin, open_end, first, scale,
+                acc, total, top, rows, rest, position, begin, open_end, first, scale,
                 k_pages, v_pages, pages, k_page, v_page,
-                PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, SOFTCAP, False,
+                PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, SOFTCAP, LATENT, False,
             )  # fmt: skip
             begin = open_end
         acc, total, top = scan(
-            acc, total, top, rows, position, begin, end, first, scale,
+            acc, total, top, rows, rest, position, begin, end, first, scale,
             k_pages, v_pages, pages, k_page, v_page,
-            PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, SOFTCAP, True,
+            PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, SOFTCAP, LATENT, True,
         )  # fmt: skip
         acc = acc * (out_scale / tl.where(total > 0, total, 1.0))[:, None]
         heads = tl.num_programs(1) * GROUP

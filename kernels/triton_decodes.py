@@ -80,6 +80,7 @@ def decode_kernel(
     GROUP: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
+    LATENT: tl.constexpr,
 ):  # fmt: skip
     """Compute one part of one sequence's context for the query heads of a KV head.
 
@@ -110,8 +111,13 @@ def decode_kernel(
         member = tl.arange(0, ROWS)  # of the query heads that share the KV head
         live = (member < GROUP) & (tl.load(query_start + sequence + 1) > row)
         i, j = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
-        q_at = q + tl.cast(row, tl.int64) * q_token + ((head * GROUP + member) * q_head)[:, None] + i
-        rows = tl.load(q_at, mask=live[:, None] & (i < K_DIM), other=0.0)
+        q_at = q + tl.cast(row, tl.int64) * q_token + ((head * GROUP + member) * q_head)[:, None]
+        if LATENT:
+            rows = tl.load(q_at + j, mask=live[:, None] & (j < V_DIM), other=0.0)
+            rest = tl.load(q_at + V_DIM + i, mask=live[:, None] & (i < K_DIM - V_DIM), other=0.0)
+        else:
+            rows = tl.load(q_at + i, mask=live[:, None] & (i < K_DIM), other=0.0)
+            rest = rows
         acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         top = tl.full([ROWS], -1e30, tl.float32)  # finite: see chunk_kernel
@@ -120,9 +126,9 @@ def decode_kernel(
             top = tl.where(is_whole, sink, top)
             total += is_whole.to(tl.float32)
         acc, total, top = scan(
-            acc, total, top, rows, kv_len - 1 + member * 0, begin, end, first, scale,
+            acc, total, top, rows, rest, kv_len - 1 + member * 0, begin, end, first, scale,
             k_pages, v_pages, pages, k_page, v_page,
-            PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, SOFTCAP, True,
+            PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, SOFTCAP, LATENT, True,
         )  # fmt: skip
         total = tl.where(total > 0, total, 1.0)
         acc = acc * (out_scale / total)[:, None]

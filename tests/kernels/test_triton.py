@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from crossdock.kernels.attention import AttentionBatch, reference_store_kv
+from crossdock.kernels.attention import AttentionBatch, reference_paged_attention, reference_store_kv
 
 from .test_attention import Case
 
@@ -246,11 +246,34 @@ def test_store_to_e4m3_rounds_and_clamps(dtype: torch.dtype, device: str, seed: 
     assert (case.pool.float().abs() == 448).any()
 
 
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("lengths", [MIXED, DECODES], ids=str)
+@pytest.mark.parametrize("case", [{}, {"dtype": torch.float16}, {"fp8": True}], ids=str)
+def test_triton_over_latents_equals_torch(lengths: list[tuple[int, int]], case: dict[str, Any], device: str) -> None:
+    """24 query heads attend in groups of eight to latents of 40 elements, with 12 more in their keys."""
+    latents = Case(lengths, 24, 1, 52, 0, **case)
+    latents.fill()
+    tensors = latents.q.to(device), latents.k_pages.to(device)
+    batch, scale = latents.batch, latents.scales.get("k_scale")
+    expected = reference_paged_attention(latents.q, latents.k_pages, latents.k_pages[..., :40], batch, **scaled(scale))
+    for name in ("query_start", "kv_len", "page_table"):
+        setattr(batch, name, getattr(batch, name).to(device))
+    scale = scale.to(device) if scale is not None else None
+    out = paged_attention(*tensors, tensors[1][..., :40], batch, **scaled(scale)).cpu()
+    tolerance = 2e-5 if latents.dtype is torch.float32 else 2e-3
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+
+
+def scaled(scale: Tensor | None) -> dict[str, Any]:
+    return {"scale": 0.2} if scale is None else {"scale": 0.2, "k_scale": scale, "v_scale": scale}
+
+
 def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
     """Compiling needs no GPU. The interpreter accepts more than the compiler does."""
     script = """
         import pathlib
         import subprocess
+        from itertools import product
 
         from triton import compile, knobs
         from triton.backends.compiler import GPUTarget
@@ -292,11 +315,19 @@ def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
             tiles = ours.tiles_for(dim, dim, 2, has_chunks)
             constants = {
                 "GROUP": group, "PAGE": 16, "BLOCK_N": tiles.tokens, "WINDOW": 0, "SOFTCAP": 0.0, "HAS_SINKS": False,
-                "ROWS": tiles.rows, "HAS_SCALES": False, **ours.block_widths(dim, dim), **features,
+                "ROWS": tiles.rows, "HAS_SCALES": False, "LATENT": False, **ours.block_widths(dim, dim), **features,
             }
             kernel = ours.chunk_kernel if has_chunks else ours.decode_kernel
             ptx = check(kernel, constants, tiles.num_warps, tiles.num_stages)
             assert has_chunks == ("wgmma.mma_async" in ptx)
+        for has_chunks, has_scales in product((False, True), repeat=2):  # of DeepSeek-V3
+            tiles = ours.LATENT_CHUNK_TILES if has_chunks else ours.LATENT_DECODE_TILES
+            kernel = ours.chunk_kernel if has_chunks else ours.decode_kernel
+            constants = {
+                "GROUP": 16, "PAGE": 16, "BLOCK_N": tiles.tokens, "WINDOW": 0, "SOFTCAP": 0.0, "HAS_SINKS": False,
+                "ROWS": tiles.rows, "HAS_SCALES": has_scales, "LATENT": True, **ours.block_widths(576, 512, True),
+            }
+            check(kernel, constants, tiles.num_warps, tiles.num_stages)
         check(ours.share_kernel, {"MIN_TILES": 4, "BLOCK_N": 64, "WINDOW": 128, "BLOCK_S": 256})
         check(ours.join_kernel, {
             "GROUP": 4, "V_DIM": 128, "BLOCK_V": 128, "BLOCK_P": 8, "BLOCK_G": 4, "HAS_SINKS": True,

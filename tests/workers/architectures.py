@@ -24,7 +24,7 @@ _SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding
 _MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
-    "kv_lora_rank": 16,
+    "kv_lora_rank": 40,  # chunks of more than 26 tokens are cheaper with keys and values expanded
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
@@ -73,6 +73,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
+    **dict.fromkeys(("axk1", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"), _MLA),
     "gpt_oss": {**_MOE, **_SLIDING},
     "hunyuan_v1_dense": {},
     "seed_oss": {},
@@ -98,6 +99,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3_next": ({**_MOE, "layer_types": ["linear_attention", "full_attention"] * 2}, "linear_attention"),
     "minimax": ({**_MOE, "layer_types": ["linear_attention", "full_attention"] * 2}, "linear_attention"),
     "mamba2": ({"num_heads": 8, "head_dim": 12, "state_size": 8, "n_groups": 1, "chunk_size": 8}, "layers"),
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), (_MLA, "indexed_attention")),
+    "kimi_linear": (_MLA, "linear_attention"),
+    "bailing_hybrid": (_MLA, "linear_attention"),
     "llama4_text": ({**_MOE, "layer_types": ["chunked_attention", "full_attention"] * 2}, "chunked_attention"),
 }
 

@@ -16,7 +16,9 @@ from transformers import AttentionInterface
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import Attention
+from crossdock.kernels.latent_attention import latent_attention
 from crossdock.kvtransfer.layout import LayerShape
+from crossdock.workers.model.latent import unexpanded
 
 ATTENTION_NAME = "crossdock"  # under which transformers knows our function
 
@@ -93,7 +95,7 @@ def _attend(
     scales: dict[str, Tensor] = {}
     if context.batch is None:
         shape = LayerShape(k.shape[1], k.shape[2], v.shape[2])
-        largest = k.abs().amax((0, 2)), v.abs().amax((0, 2))
+        largest = k.abs().amax((0, 2)), (v if v.shape[2] else k).abs().amax((0, 2))  # values may lie within the keys
         is_plain = softcap is None and s_aux is None
         context.probe_calls.append(AttentionCall(layer, shape, sliding_window, largest, is_plain))
         batch = batch_of_one_page_each(context.probe_lengths, k.device, context.attention.page_multiple)
@@ -104,9 +106,13 @@ def _attend(
         if context.scales:
             scales = dict(zip(("k_scale", "v_scale"), context.scales[layer - context.first_layer], strict=True))
     context.attention.store_kv(k, v, k_pages, v_pages, batch.slots, **scales)
-    out = context.attention.paged_attention(
-        q, k_pages, v_pages, batch, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux, **scales
-    )  # [T, H, Dv]
+    attention = context.attention.paged_attention
+    if (latents := unexpanded(module)) is not None:
+        out = latent_attention(attention, q, k_pages, batch, latents.projections, scale=scale, **scales)
+    else:
+        out = attention(
+            q, k_pages, v_pages, batch, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux, **scales
+        )  # [T, H, Dv]
     return out[None], None
 
 

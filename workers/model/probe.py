@@ -26,6 +26,7 @@ from crossdock.workers.model.forward_context import (
 from crossdock.workers.model.fp8_scales import example_text, in_float32, scale_for
 from crossdock.workers.model.fused_projections import join_projections
 from crossdock.workers.model.fusion import NotFusableError, fuse
+from crossdock.workers.model.latent import NoLatentsError, cache_latents, has_latents
 from crossdock.workers.model.memory_fit import free_memory
 from crossdock.workers.model.model import PagedModel, text_config
 from crossdock.workers.model.triton_layers import may_use_triton_steps, use_triton_layers
@@ -92,6 +93,8 @@ def probe(
             f"{model.config.model_type}: logits through paged attention differ from the model's own by {error:.1%} "
             f"in norm"
         )
+    if has_latents(text_config(model.config)):
+        calls = _cache_latents_if_equal(model, calls, sequences, theirs, tolerance)
     model.layers = [call.shape for call in calls]
     if kv_cache_dtype == "fp8":
         model.scales = _find_scales(model)  # by transformers' own layers, before any of them is replaced
@@ -137,6 +140,40 @@ def _one_call_per_layer(model: PagedModel, calls: Sequence[AttentionCall]) -> li
             f"{model.config.model_type}: layers {missing or layers} of {len(expected)} did not reach the attention "
             f"interface exactly once; they keep state elsewhere or bring attention code of their own"
         )
+    return calls
+
+
+def _cache_latents_if_equal(
+    model: PagedModel,
+    calls: list[AttentionCall],
+    sequences: _ProbeBatch,
+    theirs: Tensor,
+    tolerance: float,
+) -> list[AttentionCall]:
+    """Let the layers cache latents if that gives the same logits on every rank. Returns the layers' calls as they are.
+
+    Collective: every rank of a gang must call it.
+    """
+    context, undo, refusal = ForwardContext(model.attention, probe_lengths=_LENGTHS), None, ""
+    try:
+        if not all(call.is_plain and call.window is None for call in calls):
+            raise NoLatentsError("attention has a window, a softcap or sinks")
+        undo = cache_latents(model.module, [call.layer for call in calls])
+    except NoLatentsError as reason:
+        refusal = str(reason)
+    if not (error := _relative_error(sequences.run(model, context), theirs)) <= tolerance:
+        refusal = refusal or f"from latents, logits differ by {error:.1%}"
+    if model.part.collectives is not None:  # only the last stage has logits, and pages are the same everywhere
+        refusal = next(filter(None, model.part.collectives.gather_texts(refusal)), "")
+    if refusal:
+        logger.warning("every head's keys and values are cached, not the latents they come from: %s", refusal)
+        if undo is not None:
+            undo()
+        return calls
+    if model.part.position.tensor_size > 1:
+        model.part.heads = {call.layer: (0, 1, 1) for call in calls}  # every rank has all latents
+    calls = _one_call_per_layer(model, context.probe_calls)
+    logger.info("latents are cached, of %d elements a token and layer", calls[0].shape.key_dim)
     return calls
 
 

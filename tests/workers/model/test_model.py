@@ -32,14 +32,14 @@ def test_logits_of_any_chunks_equal_transformers(name: str) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton")
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3"])
 def test_logits_of_every_backend_equal_transformers(name: str) -> None:
     module = build(name, SERVED[name])
-    prompts = [torch.arange(3, 3 + n) for n in (5, 30)]
-    steps = [[(0, 0, 5), (1, 0, 8)], [(1, 8, 28)], [(1, 28, 29)], [(1, 29, 30)]]
+    prompts = [torch.arange(3, 3 + n) for n in (5, 38)]
+    steps = [[(0, 0, 5), (1, 0, 8)], [(1, 8, 36)], [(1, 36, 37)], [(1, 37, 38)]]
     expected = [monolithic(module, prompt) for prompt in prompts]
     for backend in (TORCH, choose_attention("triton", torch.device("cpu"))):
-        got = through_pages(wrap_module(module, attention=backend), prompts, steps)
+        got = through_pages(wrap_module(build(name, SERVED[name]), attention=backend), prompts, steps)
         for ours, theirs in zip(got, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
 

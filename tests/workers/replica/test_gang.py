@@ -33,7 +33,8 @@ from .engines import run, tokens_of
 
 # A model for each style of plan: gathered queries, biases, fused and latent attention, experts, no plan at all, ...
 CHOSEN = ["llama", "gemma2", "gemma4_text", "phi", "phi3", "gpt_neox", "gpt2", "olmo2", "cohere2", "mixtral"]
-CHOSEN += ["deepseek_v2", "gpt_oss"]
+CHOSEN += ["deepseek_v2", "youtu", "gpt_oss"]
+WITHOUT_STAGES = ["longcat_flash"]  # a layer of its list has two attentions
 REST = [pytest.param(name, marks=pytest.mark.soak) for name in SERVED if name not in CHOSEN]
 
 
@@ -93,7 +94,8 @@ def test_gang_of_any_architecture_equals_one_rank(ranks: Ranks, tmp_path: Path, 
             torch.nn.init.normal_(parameter, std=0.1)
     path = saved(module, tmp_path)
     model = load_model(ModelSpec(str(path), "float32"))
-    assert_gangs_equal_one_rank(ranks, path, model, DIVISIONS)
+    divisions = DIVISIONS[:1] if name in WITHOUT_STAGES else DIVISIONS
+    assert_gangs_equal_one_rank(ranks, path, model, divisions)
 
 
 def test_gang_on_real_weights_equals_one_rank(ranks: Ranks, model_dir: Path, smollm2: PagedModel) -> None:

@@ -38,6 +38,9 @@ class TensorPlan:
             head, embedding = (name.removesuffix(".weight") for name in tied)
             if head in plan and isinstance(modules.get(embedding), nn.Embedding):
                 plan.setdefault(embedding, "embedding_rowwise")
+        for name in (name for name, module in modules.items() if hasattr(module, "expand_kv")):
+            for linear in _OF_LATENTS:
+                plan.setdefault(_pattern(f"{name}.{linear}"), _OF_LATENTS[linear])
         for name, module in modules.items():
             style = plan.get(_pattern(name))
             if style is None:
@@ -89,6 +92,8 @@ class TensorPlan:
         """Divide a vocabulary: each rank looks up the token ids in its range, gives zeros for the rest, and sums."""
         start, stop = self._even_range(module.num_embeddings)
         self._shrink(f"{name}.weight", 0, module.num_embeddings)
+        if module.padding_idx is not None:  # some models zero its row again after loading
+            module.padding_idx = module.padding_idx - start if start <= module.padding_idx < stop else None
         collectives, look_up = self.collectives, module.forward
 
         def forward(token_ids: Tensor) -> Tensor:
@@ -106,13 +111,18 @@ class TensorPlan:
                 setattr(module, name, stop - start)
         self._reduce_output(module)
 
+    def identity_expert(self, _name: str, module: Any, _: HeadRanges | None) -> None:
+        """Let one rank alone add the outputs of an expert without weights: all ranks' outputs are summed."""
+        if self.part.position.tensor_rank:
+            module.register_forward_hook(lambda _module, _args, out: torch.zeros_like(out))
+
     def replicate(self, _name: str, _module: Any, _: HeadRanges | None) -> None:
         """Leave the module whole: its input is, or it works on single heads."""
 
     def _heads(self, attention: Any) -> HeadRanges:
         """Return this rank's heads of one attention layer, and write them to the module and to the part."""
         num_heads = self.config.num_attention_heads
-        num_kv_heads = num_heads  # of fused projections, and of latent ones, which expand to every head
+        num_kv_heads = num_heads  # of fused projections, and of latents expanded to every head
         if getattr(attention, "k_proj", None) is not None:
             known = self.part.heads.get(attention.layer_idx)  # cut already: its k_proj is smaller than it was
             num_kv_heads = known[2] if known else attention.k_proj.out_features // attention.head_dim
@@ -155,9 +165,14 @@ _STYLES: dict[str, Callable[[TensorPlan, str, Any, HeadRanges | None], None]] = 
     "rowwise_split_input": TensorPlan.rowwise_split_input,
     "embedding_rowwise": TensorPlan.embedding_rowwise,
     "moe_tp_experts": TensorPlan.experts,
+    "moe_identity_expert": TensorPlan.identity_expert,
     "replicated_with_grad_allreduce": TensorPlan.replicate,
     "mla_kv_a_proj": TensorPlan.replicate,
 }
+
+
+_OF_LATENTS = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
+"""What divides the heads of latent attention, which the plans of some models replicate."""
 
 
 def _is_attention(module: Any) -> bool:
