@@ -67,7 +67,7 @@ def probe(
 ) -> None:
     """Prove a model: two sequences in one flat batch must give the logits of the model's own eager attention.
 
-    Sets `model.layers` and `model.scales`, and fuses layers if that gives the same logits again. `kv_bytes` of memory
+    Sets `model.layers`, `model.windows` and `model.scales`, and fuses layers if that gives the same logits again. `kv_bytes` of memory
     must stay free for pages. Collective: every rank of a gang must call it.
 
     Raises:
@@ -92,7 +92,7 @@ def probe(
             f"{model.config.model_type}: logits through paged attention differ from the model's own by {error:.1%} "
             f"in norm"
         )
-    model.layers = [call.shape for call in calls]
+    model.layers, model.windows = [call.shape for call in calls], [call.window for call in calls]
     if kv_cache_dtype == "fp8":
         model.scales = _find_scales(model)  # by transformers' own layers, before any of them is replaced
     on_triton = may_use_triton_steps(model)
