@@ -14,7 +14,7 @@ from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.forward_context import ForwardContext, entered
-from crossdock.workers.schedule.layer_groups import LayerGroup
+from crossdock.workers.schedule.layer_groups import LayerGroup, group_layers
 from crossdock.workers.schedule.pages import Window
 
 
@@ -72,6 +72,11 @@ class PagedModel:
         largest = max(PoolLayout(layers, *sizes).page_elements for layers in shapes)
         return [PoolLayout(layers, *sizes, largest) for layers in shapes]
 
+    def grouped_layers(self, page_size: int) -> Sequence[LayerGroup]:
+        """Return the groups of layers with which a long stream holds the fewest bytes."""
+        token_bytes = [shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in self.layers]
+        return group_layers(self.windows, token_bytes, self.max_model_len, page_size)
+
     def allocate_pool(self, num_pages: int, page_size: int) -> None:
         """Allocate the one KV tensor of this process.
 
@@ -112,8 +117,9 @@ class PagedModel:
     def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
         """Compute one flat batch. Keys and values go to the pages named by `batch`.
 
-        Of a model with several groups of layers, `batch` has page tables [S, G, P] and slots [T, G]. token_ids, positions: [T] int64. rows: [N] int64, the rows of the T whose logits are wanted. Returns
-        [N, vocab] in the model's dtype; [0, vocab] on a stage that others follow.
+        Of a model with several groups of layers, `batch` has page tables [S, G, P] and slots [T, G]. token_ids,
+        positions: [T] int64. rows: [N] int64, the rows of the T whose logits are wanted. Returns [N, vocab] in the
+        model's dtype; [0, vocab] on a stage that others follow.
         """
         context = ForwardContext(self.attention, batch, self.pages, self.scales, self.part.first_layer)
         if len(self.groups) > 1:

@@ -67,8 +67,8 @@ def probe(
 ) -> None:
     """Prove a model: two sequences in one flat batch must give the logits of the model's own eager attention.
 
-    Sets `model.layers`, `model.windows` and `model.scales`, and fuses layers if that gives the same logits again. `kv_bytes` of memory
-    must stay free for pages. Collective: every rank of a gang must call it.
+    Sets `model.layers`, `model.windows` and `model.scales`, and fuses layers if that gives the same logits again.
+    `kv_bytes` of memory must stay free for pages. Collective: every rank of a gang must call it.
 
     Raises:
         UnsupportedModelError: the logits differ, or a layer did not reach our attention exactly once.
