@@ -42,9 +42,9 @@ def group_layers(
 def held_bytes(groups: Sequence[LayerGroup], token_bytes: Sequence[int], num_tokens: int, page_size: int) -> int:
     """Return the bytes of pages that a stream of `num_tokens` tokens holds at most."""
     needs = PageNeeds(page_size, [group.window for group in groups], chunk=1)
-    pages = needs.pages(num_tokens)
-    num_pages = sum(pages if most is None else min(pages, most) for most in needs.most_decoding)
-    return num_pages * page_size * max(sum(token_bytes[layer] for layer in group.layers) for group in groups)
+    return (
+        needs.held(num_tokens) * page_size * max(sum(token_bytes[layer] for layer in group.layers) for group in groups)
+    )
 
 
 def _in_one_group(windows: Sequence[Window]) -> tuple[LayerGroup, ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from crossdock.workers.schedule.pages import PrefixHit, Window, first_visible_page
 
@@ -40,6 +41,30 @@ class PageNeeds:
         """Return the pages of all groups that a prompt must get to start after `num_cached` pages of its prefix."""
         missing = self.pages(num_tokens) - num_cached
         return sum(missing if most is None else min(missing, most) for most in self.most)
+
+    def held(self, num_tokens: int) -> int:
+        """Return the pages of all groups that a stream of `num_tokens` tokens holds at most."""
+        pages = self.pages(num_tokens)
+        return sum(pages if most is None else min(pages, most) for most in self.most_decoding)
+
+    @cached_property
+    def num_full_groups(self) -> int:
+        """Return how many groups keep all their pages."""
+        return sum(window is None for window in self.windows)
+
+    @cached_property
+    def window_pages(self) -> int:
+        """Return how many pages the groups with windows hold of one request at most."""
+        return sum(most for most in self.most if most is not None)
+
+    def longest_prompt(self, num_pages: float) -> float:
+        """Return the tokens of the longest prompt that can start with `num_pages` pages, about."""
+        longest = num_pages / len(self.windows)
+        if num_pages >= self.window_pages:
+            longest = max(
+                longest, (num_pages - self.window_pages) / self.num_full_groups if self.num_full_groups else inf
+            )
+        return longest * self.page_size
 
     def to_start(self, num_tokens: int, hit: PrefixHit) -> list[int]:
         """Return for each group the pages that a prompt must get to start, beside those of the hit."""

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdock.workers.schedule.layer_groups import LayerGroup, group_layers, held_bytes
-from crossdock.workers.schedule.page_needs import PageNeeds
 from crossdock.workers.schedule.pages import Window
 
 PAGE_SIZE = 16
@@ -64,8 +63,3 @@ def test_every_layer_is_in_one_group_that_keeps_what_the_layer_sees(layers: list
     one = [LayerGroup(None, tuple(range(len(layers))))]
     assert held_bytes(groups, token_bytes, 1000, PAGE_SIZE) <= held_bytes(one, token_bytes, 1000, PAGE_SIZE)
     assert [group.window is not None for group in groups] == sorted(group.window is not None for group in groups)
-
-
-def test_prompt_holds_the_window_and_a_chunk_in_each_group() -> None:
-    needs = PageNeeds(PAGE_SIZE, (None, 1024), chunk=2048)
-    assert needs.at_once(CONTEXT) == CONTEXT // PAGE_SIZE + (1024 + 2048) // PAGE_SIZE + 1

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossdock.workers.schedule.page_needs import PageNeeds
-from crossdock.workers.schedule.pages import HOLE, PagePool, first_visible_page, hash_pages
+from crossdock.workers.schedule.pages import HOLE, PagePool, hash_pages
 
 
 def test_hash_of_a_page_depends_on_all_tokens_before() -> None:
@@ -159,11 +158,3 @@ def test_only_windows_continue_after_a_gap() -> None:
     pool.allocate("b", 4)
     assert pool.match_prefix(hashes).num_pages == 6
     assert pool.match_prefix(hashes[:5]).num_pages == 0
-
-
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 9), st.integers(0, 200))
-def test_window_and_chunk_need_no_more_pages_than_counted(window: int, chunk: int, size: int, start: int) -> None:
-    needs = PageNeeds(size, (window,), chunk)
-    first, last = first_visible_page(window, start, size), (start + chunk - 1) // size
-    assert needs.most[0] is not None
-    assert last - first + 1 <= needs.most[0] <= (window + chunk) // size + 2
