@@ -43,6 +43,7 @@ class PoolLayout:
     layers: Sequence[LayerShape]
     page_size: int  # tokens
     itemsize: int  # bytes of an element
+    least_page_elements: int = 0  # other layers' pages have that many
 
     @cached_property
     def num_kv_heads(self) -> int:
@@ -62,7 +63,7 @@ class PoolLayout:
 
     @property
     def page_elements(self) -> int:
-        return self.num_kv_heads * self.head_elements
+        return max(self.num_kv_heads * self.head_elements, self.least_page_elements)
 
     @property
     def page_bytes(self) -> int:

@@ -6,7 +6,6 @@ the reports of every replica, and counts its own bookings only until the replica
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from math import ceil
 from typing import Literal
 
 import numpy as np
@@ -121,7 +120,8 @@ class Fleet:
             if replica is None:
                 continue
             computes = name == (placement.prefill or placement.decode)
-            pages = ceil((query.num_tokens - placement.cached_tokens) / replica.profile.page_size)
+            profile = replica.profile
+            pages = profile.needs.at_once(query.num_tokens, placement.cached_tokens // profile.page_size)
             seconds = max(placement.prefill_seconds, _INSTANT) if computes else 0.0
             booking = Booking(priority, query.num_tokens, seconds, pages, decodes=name == placement.decode)
             replica.pending[query.request_id] = booking

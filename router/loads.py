@@ -18,6 +18,7 @@ from crossdock.workers.report.advertise import LENGTHS, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.chunking import LEAST_SHARE, free_tokens
 from crossdock.workers.schedule.cost import StepCost, StepWork
+from crossdock.workers.schedule.page_needs import PageNeeds
 from crossdock.workers.schedule.slo import SloClass
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -42,6 +43,9 @@ class Row:
     max_step_tokens: float
     is_adaptive: float
     page_size: float
+    num_layer_groups: float
+    num_full_groups: float
+    window_pages: float
     page_bytes: float
     bytes_per_second: float
     refuses_late: float
@@ -104,6 +108,9 @@ class Loads:
     max_step_tokens: Floats  # tokens a step may hold
     is_adaptive: Floats  # 1: chunks fit the streams' TPOT; 0: chunks fill the step's tokens
     page_size: Floats  # tokens
+    num_layer_groups: Floats  # of layers with pages of their own
+    num_full_groups: Floats  # of these, without a window
+    window_pages: Floats  # of the others together, at most
     page_bytes: Floats
     bytes_per_second: Floats  # at which its pages travel to another replica
     # What runs.
@@ -199,6 +206,9 @@ def row(
         max_step_tokens=step_tokens,
         is_adaptive=is_adaptive,
         page_size=profile.page_size,
+        num_layer_groups=len(profile.windows),
+        num_full_groups=profile.needs.num_full_groups,
+        window_pages=profile.needs.window_pages,
         page_bytes=profile.page_bytes,
         bytes_per_second=live.bytes_per_second or profile.bytes_per_second,
         refuses_late=profile.admission == "reject" and bool(num_streams or num_arriving or groups),
@@ -214,7 +224,7 @@ def row(
         lateness=lateness(gap, streams, classes),
         future_lateness=lateness(future_gap, future_streams, classes),
         stream_turnover=2 * work.remaining / num_streams**2 * max(gap, cost.base) if num_streams else 0.0,
-        stream_pages=max(mean_context / profile.page_size, 1.0),
+        stream_pages=_stream_pages(profile.needs, mean_context),
         free_pages=free_pages,
         free_places=free_places,
         max_prompt_now=max_prompt_now,
@@ -227,6 +237,12 @@ def row(
         future_streams=future_streams,
         groups=groups,
     )
+
+
+def _stream_pages(needs: PageNeeds, context: float) -> float:
+    """Return how many pages a stream of `context` tokens frees at its end, at least one."""
+    pages = context / needs.page_size
+    return max(min(len(needs.windows) * pages, needs.num_full_groups * pages + needs.window_pages), 1.0)
 
 
 _cost_of = lru_cache(maxsize=4096)(StepCost.of)  # rows are made far more often than costs are learnt

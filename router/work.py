@@ -122,9 +122,10 @@ class Work:
             places = _padded(places, profile.max_num_seqs, num_classes)
         free_pages = [free - self.booked_pages for free in pages]
         free_places = [free - self.booked_places for free in places]
-        size = profile.page_size
+        needs = profile.needs
         longest: list[float] = [
-            (free - 1) * size if place >= 1 else -1.0 for free, place in zip(free_pages, free_places, strict=True)
+            needs.longest_prompt(free - len(needs.windows)) if place >= 1 else -1.0
+            for free, place in zip(free_pages, free_places, strict=True)
         ]
         return free_pages, free_places, longest
 

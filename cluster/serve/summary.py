@@ -37,7 +37,7 @@ def most_streams(profile: SchedulingProfile, tpot_s: float, context: int) -> int
     beside them."""
     depth = profile.pipeline_parallel_size
     longest = tpot_s / (profile.overrun * max(depth * profile.interval_share, 1.0))
-    most = min(profile.max_num_seqs, profile.num_pages * profile.page_size // context)
+    most = min(profile.max_num_seqs, _most_tokens(profile, context) // context)
     num = 0
     while num < most:
         each_step = (num + 1) / depth
@@ -73,8 +73,15 @@ def _memory(replicas: Sequence[Mapping[str, Any]], used: int, free: int) -> str:
 
 
 def _pages(machine: Mapping[str, Any], profile: SchedulingProfile) -> str:
-    num_tokens = profile.num_pages * profile.page_size
+    num_tokens = _most_tokens(profile, profile.max_model_len)
     return f"{num_tokens:,} tokens in {machine['kv_dtype']}; the longest context is {profile.max_model_len:,} tokens"
+
+
+def _most_tokens(profile: SchedulingProfile, context: int) -> int:
+    """Return how many tokens the pages hold, in streams of `context` tokens where layers have windows."""
+    if profile.windows == (None,):
+        return profile.num_pages * profile.page_size
+    return profile.num_pages * context // profile.needs.held(context)
 
 
 def _speed(profile: SchedulingProfile) -> str:

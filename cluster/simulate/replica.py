@@ -139,7 +139,7 @@ class SimulatedReplica:
 
     def __post_init__(self) -> None:
         profile = self.pool.profile
-        pages = PagePool(profile.num_pages, profile.page_size, self.pool.enable_prefix_caching)
+        pages = PagePool(profile.num_pages, profile.page_size, self.pool.enable_prefix_caching, profile.windows)
         overrun, depth = max(profile.overrun, self.noise.overrun), profile.pipeline_parallel_size
         self._stages = Stages.of(depth, profile.interval_share)
         self.scheduler = Scheduler(

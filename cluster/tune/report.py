@@ -164,7 +164,7 @@ def sentences(found: Findings) -> list[str]:
             f"seconds that it takes."
         )
     lines.append(
-        f"A token takes {found.profile.page_bytes // found.profile.page_size} bytes of KV pages"
+        f"A token takes {found.profile.token_bytes} bytes of KV pages"
         + (", all ranks together." if found.pool.num_ranks > 1 else ".")
     )
     own, started = _quantiles(found.curves.held_out_errors()), _quantiles(_errors_at_start(found))
@@ -193,7 +193,7 @@ def as_json(found: Findings) -> dict[str, Any]:
             "pipeline_parallel_size": found.pool.pipeline_parallel_size,
         },
         "interval_share": found.curves.interval_share,
-        "kv_bytes_per_token": found.profile.page_bytes // found.profile.page_size,
+        "kv_bytes_per_token": found.profile.token_bytes,
         "tpot_s": found.tpot_s,
         "advice": asdict(found.advice),
         "knee_chunk": found.curves.knee(0),

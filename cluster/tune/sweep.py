@@ -10,6 +10,7 @@ from crossdock.cluster.tune.curves import Cell
 from crossdock.workers.replica.calibrate import measure_step
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.page_needs import PageNeeds
 
 _STRAIGHT = 0.05  # relative error of an interpolated step below which its neighbours are interpolated too
 _WIDE = 8  # a span of chunks is never interpolated if its larger one is more than so many times the smaller one
@@ -29,16 +30,14 @@ def grid(chunks: Sequence[int], decodes: Sequence[int], contexts: Sequence[int])
 
 def fitting(engine: Engine, cells: Sequence[Cell]) -> list[Cell]:
     """Return the cells that fit into the model's length and the KV pool."""
-    size, longest = engine.config.page_size, engine.model.max_model_len
-
-    def pages(tokens: int) -> int:
-        return -(-tokens // size)
+    pool, longest = engine.pages, engine.model.max_model_len
+    pages = PageNeeds(pool.page_size, pool.windows, engine.config.max_num_batched_tokens).at_once
 
     return [
         cell
         for cell in cells
         if cell.context + max(cell.chunk, 1) <= longest
-        and cell.decodes * pages(cell.context + 1) + pages(cell.context + cell.chunk) <= engine.pages.num_pages
+        and cell.decodes * pages(cell.context + 1) + pages(cell.context + cell.chunk) <= pool.num_pages
     ]
 
 

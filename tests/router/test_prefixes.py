@@ -145,10 +145,10 @@ def test_reader_of_a_pools_changes_has_the_pools_index(rng: random.Random) -> No
         owner = f"{step}"
         hashes = random_hashes(rng)[:8]
         shared = pool.match_prefix(hashes)
-        if pool.can_allocate(len(hashes) - len(shared), shared):
+        if pool.can_allocate(len(hashes) - shared.num_pages, shared.pages):
             pool.share(owner, shared)
-            pool.allocate(owner, len(hashes) - len(shared))
-            pool.index(owner, hashes, len(shared))
+            pool.allocate(owner, len(hashes) - shared.num_pages)
+            pool.index(owner, hashes, shared.num_pages)
         for old in range(step + 1):
             if rng.random() < 0.4:
                 pool.release(f"{old}")
@@ -161,7 +161,7 @@ def test_reader_of_a_pools_changes_has_the_pools_index(rng: random.Random) -> No
             early.hear(0, changes)
             late.hear(0, changes if rng.random() < 0.8 else everything)
             wanted_hashes = random_hashes(rng)
-            matched = len(pool.match_prefix(wanted_hashes))
+            matched = pool.match_prefix(wanted_hashes).num_pages
             wanted = {0: matched} if matched else {}
             assert lengths(early, wanted_hashes) == wanted
             assert len(early) == len(pool.findable())

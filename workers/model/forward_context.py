@@ -43,6 +43,7 @@ class ForwardContext:
     pages: Sequence[tuple[Tensor, Tensor]] = ()  # of each layer: keys and values, [page, kv_head, token, head_dim]
     scales: Sequence[tuple[Tensor, Tensor]] = ()  # of each layer's e4m3 pages: keys and values, [Hkv]
     first_layer: int = 0  # the layer that the first of `pages` belongs to
+    layer_batches: Sequence[AttentionBatch] = ()  # `batch` with each layer's own pages, where groups of layers differ
     probe_lengths: Sequence[int] = ()
     probe_calls: list[AttentionCall] = field(default_factory=list)
 
@@ -103,6 +104,8 @@ def _attend(
         k_pages, v_pages = (x.new_zeros(len(batch.kv_len), x.shape[1], page_size, x.shape[2]) for x in (k, v))
     else:
         (k_pages, v_pages), batch = context.pages[layer - context.first_layer], context.batch
+        if context.layer_batches:
+            batch = context.layer_batches[layer - context.first_layer]
         if context.scales:
             scales = dict(zip(("k_scale", "v_scale"), context.scales[layer - context.first_layer], strict=True))
     context.attention.store_kv(k, v, k_pages, v_pages, batch.slots, **scales)

@@ -13,6 +13,7 @@ from torch import Tensor
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.pages import HOLE
 
 _ALIGNMENT = 16  # bytes: Triton compiles a kernel again for pointers that are less aligned
 
@@ -23,11 +24,11 @@ class StepInputs:
 
     token_ids: NDArray[np.int64]  # [T]; `~i`: the token that the previous step draws in its row i
     positions: NDArray[np.int64]  # [T]
-    slots: NDArray[np.int64]  # [T]
+    slots: NDArray[np.int64]  # [T]; of G groups of layers, more than one, [T, G]
     wanted: NDArray[np.int64]  # [N], the rows whose logits are wanted
     query_start: NDArray[np.int32]  # [S+1]
     kv_len: NDArray[np.int32]  # [S]
-    page_table: NDArray[np.int32]  # [S, P]
+    page_table: NDArray[np.int32]  # [S, P], or [S, G, P]
 
     @classmethod
     def of(cls, batch: Batch, page_size: int) -> "tuple[StepInputs, list[range]]":
@@ -47,11 +48,11 @@ class StepInputs:
         query_start = np.concatenate([[0], lengths.cumsum()])
         kv_len, table = starts + lengths, _page_table(batch.scheduled, page_size)
         positions = np.arange(len(token_ids)) + np.repeat(starts - query_start[:-1], lengths)
-        pages = table[np.repeat(np.arange(len(lengths)), lengths), positions // page_size]
+        pages = table[np.repeat(np.arange(len(lengths)), lengths), ..., positions // page_size]
         inputs = cls(
             token_ids=np.array(token_ids, np.int64),
             positions=positions,
-            slots=pages.astype(np.int64) * page_size + positions % page_size,
+            slots=(pages.T.astype(np.int64) * page_size + positions % page_size).T,
             wanted=np.array(wanted, np.int64),
             query_start=query_start.astype(np.int32),
             kv_len=kv_len.astype(np.int32),
@@ -132,13 +133,20 @@ class StepTensors(NamedTuple):
 def _page_table(parts: Sequence[Scheduled], page_size: int) -> NDArray[np.int32]:
     """Return the pages of every part, [S, P]: as many as this step's tokens reach, short rows filled with page 0.
 
-    The pool keeps pages as C integers, so that a row is one copy of memory.
+    Of G groups of layers, more than one, the shape is [S, G, P]. The pool keeps pages as C integers, so that a row is
+    one copy of memory. Kernels may read a page before a window, with a weight of 0. So the first page after a hole
+    fills it: another request's page could contain NaN.
     """
     reach = [-(-(part.start + part.num_tokens) // page_size) for part in parts]
-    table = np.zeros((len(parts), max(reach)), np.int32)
-    for row, part, num_pages in zip(table, parts, reach, strict=True):
-        row[:num_pages] = np.asarray(part.pages)[:num_pages]
-    return table
+    num_groups = 1 + len(parts[0].further_pages)
+    table = np.zeros((len(parts), num_groups, max(reach)), np.int32)
+    for rows, part, num_pages in zip(table, parts, reach, strict=True):
+        for row, pages in zip(rows, (part.pages, *part.further_pages), strict=True):
+            row[:num_pages] = np.asarray(pages)[:num_pages]
+            if row[0] == HOLE:
+                first = np.count_nonzero(row == HOLE)
+                row[:first] = row[first]
+    return table if num_groups > 1 else table[:, 0]
 
 
 def _num_rows(part: Scheduled) -> int:

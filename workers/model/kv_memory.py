@@ -32,7 +32,7 @@ class PageBudget(NamedTuple):
 def count_pages_that_fit(model: PagedModel, budget: MemoryBudget, page_size: int) -> PageBudget:
     """Return how many KV pages fit on this rank. Collective: every rank must call it, before any pool is allocated."""
     known = budget.known(model.device.type)
-    page_bytes = model.layout(page_size).page_bytes
+    page_bytes = model.layouts(page_size)[0].page_bytes
     return PageBudget((_measured(model, budget, page_size) if known is None else known) // page_bytes, page_bytes)
 
 

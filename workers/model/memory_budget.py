@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from pydantic import ByteSize
 
+from crossdock.workers.schedule.page_needs import PageNeeds
+
 ON_CPUS = 2 << 30  # bytes
 
 
@@ -23,17 +25,20 @@ class MemoryBudget:
         return ON_CPUS if device == "cpu" else None
 
     def check_one_request_fits(
-        self, num_pages: int, page_bytes: int, page_size: int, max_model_len: int, device: str
+        self, num_pages: int, page_bytes: int, needs: PageNeeds, max_model_len: int, device: str
     ) -> None:
-        """Raise ValueError where `num_pages` pages, of `page_size` tokens each, hold less than `max_model_len`."""
-        needed = -(-max_model_len // page_size)
+        """Raise ValueError where one request of `max_model_len` tokens needs more than `num_pages` pages."""
+        needed = needs.at_once(max_model_len)
         if num_pages >= needed:
             return
         known = self.known(device)
         limit = f"gpu_memory_utilization ({self.gpu_memory_utilization:g}) leaves memory that"
         if known is not None:
             limit = f"kv_cache_memory ({ByteSize(known).human_readable()})"
+        held = f"{num_pages * needs.page_size} tokens of {page_bytes // needs.page_size} bytes"
+        if len(needs.windows) > 1:
+            held = f"{num_pages} pages of {page_bytes} bytes"
         raise ValueError(
-            f"{limit} holds {num_pages * page_size} tokens of {page_bytes // page_size} bytes; one request of "
-            f"max_model_len ({max_model_len}) needs {ByteSize(needed * page_bytes).human_readable()}"
+            f"{limit} holds {held}; one request of max_model_len ({max_model_len}) needs "
+            f"{ByteSize(needed * page_bytes).human_readable()}"
         )

@@ -1,7 +1,7 @@
 """A Hugging Face causal LM over paged KV: flat token ids in, logits out. The model's own code runs unchanged."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.forward_context import ForwardContext, entered
+from crossdock.workers.schedule.layer_groups import LayerGroup, group_layers
+from crossdock.workers.schedule.pages import Window
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +29,8 @@ class PagedModel:
     eos_token_ids: frozenset[int]
     part: ModelPart = field(default_factory=lambda: ModelPart(RankPosition()))
     attention: Attention = CPP
+    windows: Sequence[Window] = ()  # of the attention of each layer here
+    groups: Sequence[LayerGroup] = ()  # of layers that share pages, numbered from 0 here; empty: all do, for good
     pages: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     pool: Tensor | None = None
     scales: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -57,7 +61,22 @@ class PagedModel:
         return size
 
     def layout(self, page_size: int) -> PoolLayout:
+        """Return the layout of a page that all layers share."""
         return PoolLayout(self.layers, page_size, self.kv_dtype.itemsize)
+
+    def layouts(self, page_size: int) -> list[PoolLayout]:
+        """Return the layout of a page for each group of layers: all have the same number of bytes."""
+        if not self.groups:
+            return [self.layout(page_size)]
+        shapes = [[self.layers[layer] for layer in group.layers] for group in self.groups]
+        sizes = (page_size, self.kv_dtype.itemsize)
+        largest = max(PoolLayout(layers, *sizes).page_elements for layers in shapes)
+        return [PoolLayout(layers, *sizes, largest) for layers in shapes]
+
+    def grouped_layers(self, page_size: int) -> Sequence[LayerGroup]:
+        """Return the groups of layers with which a long stream holds the fewest bytes."""
+        token_bytes = [shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in self.layers]
+        return group_layers(self.windows, token_bytes, self.max_model_len, page_size)
 
     def allocate_pool(self, num_pages: int, page_size: int) -> None:
         """Allocate the one KV tensor of this process.
@@ -71,8 +90,8 @@ class PagedModel:
                 f"attention_backend {self.attention.name}, whose tiles may not cross pages; triton reads any"
             )
         self.free_pool()
-        layout = self.layout(page_size)
-        num_elements = num_pages * layout.page_elements
+        layouts = self.layouts(page_size)
+        num_elements = num_pages * layouts[0].page_elements
         if self.device.type == "cpu":
             pool = HugePages().take(num_elements, self.kv_dtype)
             self._taker = MemoryTaker(pool)
@@ -82,8 +101,10 @@ class PagedModel:
         def tensor(view: View) -> Tensor:
             return pool.as_strided(view.shape, view.strides, view.offset)
 
-        views = [layout.views(layer, num_pages) for layer in range(len(self.layers))]
-        self.pages = [(tensor(keys), tensor(values)) for keys, values in views]
+        views = [layout.views(layer, num_pages) for layout in layouts for layer in range(len(layout.layers))]
+        pages = [(tensor(keys), tensor(values)) for keys, values in views]
+        order = [layer for group in self.groups for layer in group.layers] or range(len(self.layers))
+        self.pages = [pages for _, pages in sorted(zip(order, pages, strict=True), key=lambda pair: pair[0])]
         self.pool = pool
 
     def free_pool(self) -> None:
@@ -107,10 +128,18 @@ class PagedModel:
     def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
         """Compute one flat batch. Keys and values go to the pages named by `batch`.
 
-        token_ids, positions: [T] int64. rows: [N] int64, the rows of the T whose logits are wanted. Returns
-        [N, vocab] in the model's dtype; [0, vocab] on a stage that others follow.
+        Of a model with several groups of layers, `batch` has page tables [S, G, P] and slots [T, G]. token_ids,
+        positions: [T] int64. rows: [N] int64, the rows of the T whose logits are wanted. Returns [N, vocab] in the
+        model's dtype; [0, vocab] on a stage that others follow.
         """
         context = ForwardContext(self.attention, batch, self.pages, self.scales, self.part.first_layer)
+        if len(self.groups) > 1:
+            batches = {
+                layer: replace(batch, page_table=batch.page_table[:, group], slots=slots, derived={})
+                for group, slots in enumerate(batch.slots.T.contiguous())
+                for layer in self.groups[group].layers
+            }
+            context.layer_batches = [batches[layer] for layer in range(len(self.layers))]
         return self.run(context, token_ids, positions, rows)
 
     def run(

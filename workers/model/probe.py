@@ -68,8 +68,8 @@ def probe(
 ) -> None:
     """Prove a model: two sequences in one flat batch must give the logits of the model's own eager attention.
 
-    Sets `model.layers` and `model.scales`, and fuses layers if that gives the same logits again. `kv_bytes` of memory
-    must stay free for pages. Collective: every rank of a gang must call it.
+    Sets `model.layers`, `model.windows` and `model.scales`, and fuses layers if that gives the same logits again.
+    `kv_bytes` of memory must stay free for pages. Collective: every rank of a gang must call it.
 
     Raises:
         UnsupportedModelError: the logits differ, or a layer did not reach our attention exactly once.
@@ -95,7 +95,7 @@ def probe(
         )
     if has_latents(text_config(model.config)):
         calls = _cache_latents_if_equal(model, calls, sequences, theirs, tolerance)
-    model.layers = [call.shape for call in calls]
+    model.layers, model.windows = [call.shape for call in calls], [call.window for call in calls]
     if kv_cache_dtype == "fp8":
         model.scales = _find_scales(model)  # by transformers' own layers, before any of them is replaced
     on_triton = may_use_triton_steps(model)

@@ -1,6 +1,6 @@
 """Measures what steps take on this device, so that the scheduler can predict them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 
@@ -9,6 +9,7 @@ from crossdock.workers.replica.remembered_sweep import remembered_sweep
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.cost import StepWork
+from crossdock.workers.schedule.page_needs import PageNeeds
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
 
 _SWEPT_CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -40,6 +41,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         vocab_size=model.vocab_size,
         page_size=config.page_size,
         num_pages=pages.num_pages,
+        windows=pages.windows,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         slo_classes=config.slo_classes,
@@ -176,7 +178,8 @@ def _step_of(
     """Yield the step that `measure_step` runs, with pages for it; None where the pool does not hold the step."""
     size = engine.config.page_size
     wanted = [(context, 1)] * num_streams + ([chunk] if chunk is not None else [])
-    if sum(-(-(start + tokens) // size) for start, tokens in wanted) > engine.pages.num_available:
+    needs = PageNeeds(size, engine.pages.windows, engine.config.max_num_batched_tokens)
+    if sum(needs.at_once(start + tokens) for start, tokens in wanted) > engine.pages.num_available:
         yield None
         return
     parts = []
@@ -184,8 +187,17 @@ def _step_of(
         name = f"warm-up-{number}"
         token_ids = [(number + place) * 7919 % vocabulary for place in range(start + tokens)]
         request = Request(name, token_ids, SamplingParams(temperature=0.0, prompt_logprobs=num_alternatives))
-        pages = engine.pages.allocate(name, -(-(start + tokens) // size))
-        parts.append(Scheduled(request, start, tokens, pages, samples=True))
+        total = needs.pages(start + tokens)
+        pages, *further = (
+            _repeated(engine.pages.allocate(name, total if most is None else min(total, most), group), total)
+            for group, most in enumerate(needs.most)
+        )
+        parts.append(Scheduled(request, start, tokens, pages, samples=True, further_pages=further))
     yield Batch(parts, num_streams)
     for part in parts:
         engine.pages.release(part.request.id)
+
+
+def _repeated(pages: Sequence[int], count: int) -> list[int]:
+    """Return `count` pages: before its window, a group may have any."""
+    return [pages[number % len(pages)] for number in range(count)]

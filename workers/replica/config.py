@@ -60,6 +60,9 @@ class EngineConfig(SchedulerConfig):
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Share of the GPU's memory that a rank may use in all, if kv_cache_memory is null."
     )
+    disable_hybrid_kv_cache_manager: bool = Field(
+        False, description="Keep the pages of layers with a sliding window as long as those of others, as pools must."
+    )
     enforce_eager: bool = Field(False, description="On GPUs: no steps as CUDA graphs.")
     async_scheduling: bool | None = Field(
         None,

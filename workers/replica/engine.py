@@ -1,5 +1,6 @@
 """One replica's engine: schedule, execute, update. Synchronous, single-threaded, on the clock it is given."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,9 +28,12 @@ from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.cost import StepWork
 from crossdock.workers.schedule.cost_fit import StepCostFit
 from crossdock.workers.schedule.interval_share import IntervalShare
-from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.page_needs import PageNeeds
+from crossdock.workers.schedule.pages import PagePool, Window
 from crossdock.workers.schedule.request import FinishReason, InvalidField, Request, Submission, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class Engine:
     cost_fit: StepCostFit | None = None  # set by `calibrate`
     intervals: IntervalShare = field(default_factory=lambda: IntervalShare(()))  # set by `calibrate`
     gang: Gang | None = None  # the other ranks, where `model` is one rank's part
+    ships_pages: bool = True  # to other replicas, or takes theirs
     on_scheduled: Callable[[Batch], None] = lambda batch: None  # called with each step before it is executed
     pages: PagePool = field(init=False)
     scheduler: Scheduler = field(init=False)
@@ -65,15 +70,41 @@ class Engine:
     def __post_init__(self) -> None:
         config, model = sized(self.config, self.model), self.model
         self.config = config
-        num_pages = self._num_pages()
+        self._group_layers()
+        windows = [group.window for group in model.groups] or [None]
+        num_pages = self._num_pages(windows)
         model.allocate_pool(num_pages, config.page_size)
-        self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching)
+        self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows)
         depth = model.part.position.num_stages
         self.scheduler = Scheduler(config, self.pages, model.max_model_len, model.eos_token_ids, depth=depth)
         self.grammars = GrammarCompiler(self.tokenizer_dir, model.vocab_size, model.eos_token_ids)
         self._sampler = StepSampler(tuple(model.eos_token_ids))
         is_ahead = self._runs_ahead()
         self.pipeline = Pipeline(self._runner(num_pages), self._sampler, self.clock, is_ahead)
+
+    def _group_layers(self) -> None:
+        """Choose the groups of layers that have pages of their own; see `PagedModel.groups`."""
+        model, reason = self.model, self._why_not_grouped()
+        has_windows = any(window is not None and window < model.max_model_len for window in model.windows)
+        model.groups = model.grouped_layers(self.config.page_size) if has_windows and reason is None else ()
+        if has_windows:
+            kinds = ", ".join(f"{len(group.layers)} (window {group.window})" for group in model.groups)
+            logger.info("layers by group of KV pages: %s", kinds or f"all in one, which keeps its pages: {reason}")
+
+    def _why_not_grouped(self) -> str | None:
+        """Return why the pages that windows have passed must stay; None: they can go."""
+        model = self.model
+        if self.config.disable_hybrid_kv_cache_manager:
+            return "disable_hybrid_kv_cache_manager is on"
+        if self.ships_pages:
+            return "replicas of this cluster ship pages to each other"
+        if self.gang is not None:
+            return "the replica has several ranks"
+        if len(set(model.windows)) > 1 and model.device.type != "cpu":
+            return "CUDA graphs take one page table for all layers"
+        if len(set(model.windows)) > 1 and model.kernels:
+            return "fused layers take one page table"
+        return None
 
     def _runner(self, num_pages: int) -> Runner:
         """Return what runs the steps, after every rank has allocated its pool and recorded its part of steps."""
@@ -99,12 +130,13 @@ class Engine:
             raise ValueError("async_scheduling must be false or null for the stages of a pipeline")
         return wanted if wanted is not None else is_one_stage and self.model.device.type == "cuda"
 
-    def _num_pages(self) -> int:
+    def _num_pages(self, windows: Sequence[Window]) -> int:
         """Return how many KV pages every rank can hold. ValueError: fewer than one request needs."""
         budget, page_size = self.config.budget, self.config.page_size
         room = self.gang.page_budget if self.gang is not None else count_pages_that_fit(self.model, budget, page_size)
+        needs = PageNeeds(page_size, windows, self.config.max_num_batched_tokens)
         budget.check_one_request_fits(
-            room.num_pages, room.page_bytes, page_size, self.model.max_model_len, self.model.device.type
+            room.num_pages, room.page_bytes, needs, self.model.max_model_len, self.model.device.type
         )
         return room.num_pages
 
@@ -117,6 +149,8 @@ class Engine:
     @property
     def page_bytes(self) -> int:
         """The bytes of one KV page at all ranks together. Ranks that hold the same head count both."""
+        if self.model.groups:
+            return self.model.layouts(self.config.page_size)[0].page_bytes
         spec = self.pool_spec("")
         return sum(spec.layout_of(rank).page_bytes for rank in range(len(spec.shards)))
 
@@ -309,4 +343,5 @@ def load_engine(spec: ReplicaSpec) -> Engine:
     torch.set_num_threads(spec.num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
     device = device_of(spec)
     model = load_model(spec.model, device, kv_bytes=spec.engine.budget.known(device) or 0)
-    return Engine(model, spec.engine, resolve_tokenizer(spec.tokenizer, spec.model.path))
+    tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
+    return Engine(model, spec.engine, tokenizer, ships_pages=spec.transfer is not None)

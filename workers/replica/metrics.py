@@ -37,7 +37,7 @@ class EngineMetrics:
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
-        self._token_bytes = engine.page_bytes // engine.config.page_size
+        self._token_bytes = engine.page_bytes * engine.pages.num_groups // engine.config.page_size
         self._define_step_metrics()
         self._define_chunk_metrics()
         self._define_latency_metrics([slo.name for slo in engine.config.slo_classes])

@@ -163,13 +163,13 @@ def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...]]:
     places = [scheduler.num_places(priority) for priority in range(num_classes)]
     pages = [scheduler.pages.num_available] * num_classes
     for request in scheduler.waiting:
-        num_pages = -(-(request.num_tokens - request.expected_cached_tokens) // scheduler.pages.page_size)
+        num_pages = scheduler.num_prompt_pages(request)
         for priority in range(request.priority, num_classes):
             places[priority] -= 1
             pages[priority] -= num_pages
     for request in (*scheduler.running, *scheduler.held):
         if request.leg is not Leg.SEND:
-            num_pages, growth = len(scheduler.pages.pages_of(request.owner)), scheduler.num_growth_pages(request)
+            num_pages, growth = scheduler.pages.num_held_by(request.owner), scheduler.num_growth_pages(request)
             for priority in range(num_classes):
                 pages[priority] += num_pages if priority < request.priority else -growth
     return tuple(places), tuple(pages)

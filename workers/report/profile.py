@@ -1,11 +1,14 @@
 """The static part of what a replica advertises to routers; the live part is in advertise.py."""
 
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
 from crossdock.workers.schedule.config import ChunkPolicy
 from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.page_needs import PageNeeds
+from crossdock.workers.schedule.pages import Window
 from crossdock.workers.schedule.slo import SloClass
 
 Role: TypeAlias = Literal["mixed", "prefill", "decode"]
@@ -21,6 +24,7 @@ class SchedulingProfile(BaseModel):
     vocab_size: int
     page_size: int  # tokens
     num_pages: int
+    windows: tuple[Window, ...] = (None,)  # of each group of layers with pages of its own
     max_num_batched_tokens: int  # per step
     max_num_seqs: int
     slo_classes: tuple[SloClass, ...]  # most urgent first
@@ -38,3 +42,16 @@ class SchedulingProfile(BaseModel):
     cost: StepCost  # as measured at the start
     interval_share: float = 1.0  # interval of the steps of a full pipeline / seconds of one; see `IntervalShare`
     overrun: float = 1.0  # see `StepCostFit`
+
+    @property
+    def needs(self) -> PageNeeds:
+        """Return how the pages of a request are counted."""
+        return _needs(self.page_size, self.windows, self.max_num_batched_tokens)
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of pages that a token takes while every group sees it."""
+        return len(self.windows) * self.page_bytes // self.page_size
+
+
+_needs = lru_cache(PageNeeds)  # routers ask for each request, and replicas are alike

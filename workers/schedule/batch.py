@@ -17,9 +17,10 @@ class Scheduled(NamedTuple):
     request: Request
     start: int
     num_tokens: int
-    pages: Sequence[int]  # page i holds tokens [i * page_size, (i + 1) * page_size) of the request
+    pages: Sequence[int]  # page i holds tokens [i * page_size, (i + 1) * page_size) of the request; see `HOLE`
     samples: bool  # the part ends with the newest token, whose logits give the next one
     reason: str = "decode"  # why the request is in this step
+    further_pages: Sequence[Sequence[int]] = ()  # of each group of layers after the first, as `pages`
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from crossdock.workers.schedule.page_needs import PageNeeds
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass
 
@@ -86,6 +87,13 @@ class SchedulerConfig(BaseModel):
         Raises:
             ValueError: the pool or a step is too small for it; the message names the field.
         """
+        needed = PageNeeds(pages.page_size, pages.windows, self.max_num_batched_tokens).at_once(max_model_len)
+        if pages.num_pages < needed and pages.has_windows:
+            raise ValueError(
+                f"the KV pool holds {pages.num_pages} pages; one request of max_model_len ({max_model_len}) needs "
+                f"{needed} in {pages.num_groups} groups of layers, with chunks of max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}): give it more memory, or lower one of the two"
+            )
         capacity = pages.num_pages * pages.page_size
         if capacity < max_model_len:
             raise ValueError(

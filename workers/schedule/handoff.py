@@ -35,13 +35,13 @@ def grant(table: RequestTable, now: float) -> list[Request]:
             continue
         if num_places(table, request.priority) <= 0:
             continue
-        hits = kv.match_prefix(table, request)
+        hit = kv.match_prefix(table, request)
         if not request.is_offered:  # computed here: the next step starts it if there are pages
-            needed = -(-request.num_tokens // table.pages.page_size) - len(hits)
-            if table.pages.can_allocate(needed + set_aside, shared=hits):
+            needed = sum(table.needs.to_start(request.num_tokens, hit))
+            if table.pages.can_allocate(needed + set_aside, shared=hit.pages):
                 set_aside += needed
                 continue
-        elif kv.admit(table, request, hits, set_aside):
+        elif kv.admit(table, request, hit, set_aside):
             granted.append(request)
             continue
         startable = (-1, 0) if table.is_starving(request) else min(startable, request.urgency)

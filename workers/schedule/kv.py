@@ -2,40 +2,41 @@
 
 from collections.abc import Sequence
 
-from crossdock.workers.schedule.pages import PageHash, hash_pages
+from crossdock.workers.schedule.pages import PageHash, PrefixHit, hash_pages
 from crossdock.workers.schedule.request import Leg, Request, Status
 from crossdock.workers.schedule.table import RequestTable
 
 
-def match_prefix(table: RequestTable, request: Request) -> list[int]:
+def match_prefix(table: RequestTable, request: Request) -> PrefixHit:
     """Return the cached pages that the request can start from.
 
     At least one token is left to compute, because its logits are needed.
     """
     pages = table.pages
     if not pages.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
-        return []
+        return pages.match_prefix(())
     return pages.match_prefix(_page_hashes(request, pages.page_size)[: (request.num_tokens - 1) // pages.page_size])
 
 
-def admit(table: RequestTable, request: Request, hits: Sequence[int], set_aside: int = 0) -> bool:
+def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int = 0) -> bool:
     """Reserve pages for all tokens of a waiting request and start it; False if there are too few pages.
 
-    All pages are reserved before the first chunk, so that no prompt starts that cannot end. Room is left for the
-    outputs of all requests, so that none is preempted soon. `hits`: the result of `match_prefix`. `set_aside`: pages
-    that requests before this one are about to take.
+    All pages are reserved before the first chunk, so that no prompt starts that cannot end; in a group with a window
+    as many as it holds at once. Room is left for the outputs of all requests, so that none is preempted soon. `hit`:
+    the result of `match_prefix`. `set_aside`: pages that requests before this one are about to take.
     """
-    pages = table.pages
-    num_new = -(-request.num_tokens // pages.page_size) - len(hits)
+    pages, hits = table.pages, hit.pages
+    new = table.needs.to_start(request.num_tokens, hit)
     room = table.room_for_outputs()
     if table.running or table.held:  # a request that is alone can have the whole pool
         room += table.num_growth_pages(request)
-    needed = num_new + set_aside + room
+    needed = sum(new) + set_aside + room
     if not pages.can_allocate(needed, shared=hits) and not _make_way(table, request, needed, hits):
         return False
-    pages.share(request.owner, hits)
-    pages.allocate(request.owner, num_new)
-    request.num_computed_tokens = len(hits) * pages.page_size
+    pages.share(request.owner, hit)
+    for group, num_pages in enumerate(new):
+        pages.allocate(request.owner, num_pages, group)
+    request.num_computed_tokens = hit.num_pages * pages.page_size
     if not request.num_preemptions:
         request.num_cached_tokens = request.num_computed_tokens
     table.start(request)
@@ -43,7 +44,36 @@ def admit(table: RequestTable, request: Request, hits: Sequence[int], set_aside:
 
 
 def grow(table: RequestTable, request: Request) -> bool:
-    """Give a stream a page for its newest token if that token begins one; False if the stream cannot decode now.
+    """Give a stream a page for its newest token if that token begins one; False if the stream cannot decode now."""
+    return _reach(table, request, len(request.token_ids))
+
+
+def chunk_within(table: RequestTable, request: Request, start: int, num_tokens: int) -> int:
+    """Return how many of the `num_tokens` tokens from `start` on a running prompt has pages for.
+
+    A group with a window has pages for the next chunk once the last one has ended; 0 before that. Where another request
+    took them, one page is found as for a stream.
+    """
+    held = table.pages.num_tokens_held(request.owner)
+    if held <= start and num_tokens and not request.num_in_flight_tokens and request.id not in table.assumed_ended:
+        _reach(table, request, start + 1)
+        held = table.pages.num_tokens_held(request.owner)
+    return max(min(num_tokens, held - start), 0)
+
+
+def slide(table: RequestTable, request: Request) -> None:
+    """Give back the pages that windows have passed, and reserve as many for the tokens of the prompt to come."""
+    pages, owner = table.pages, request.owner
+    pages.slide(owner, request.num_computed_tokens)
+    for group, most in enumerate(table.needs.most):
+        if most is not None and not request.is_decoding:
+            missing = table.needs.pages(request.num_tokens) - len(pages.pages_of(owner, group))
+            missing = min(missing, most - pages.num_held(owner, group), pages.num_available)
+            pages.allocate(owner, max(missing, 0), group)
+
+
+def _reach(table: RequestTable, request: Request, num_tokens: int) -> bool:
+    """Give a running request a page in each group for the last of `num_tokens` tokens; False if it must wait.
 
     Without a free page, requests are preempted: the least urgent first, among equals the last admitted. That may be the
     stream itself. Where pages come back soon, the stream waits for one instead, unless it is more urgent than others.
@@ -51,9 +81,11 @@ def grow(table: RequestTable, request: Request) -> bool:
     if request.status is not Status.RUNNING:
         return False
     pages = table.pages
-    while len(request.token_ids) > len(pages.pages_of(request.owner)) * pages.page_size:
-        if pages.num_available:
-            pages.allocate(request.owner, 1)
+    while num_tokens > pages.num_tokens_held(request.owner):
+        short = [group for group in range(pages.num_groups) if _lacks(table, request, num_tokens, group)]
+        if pages.num_available >= len(short):
+            for group in short:
+                pages.allocate(request.owner, 1, group)
             break
         if table.assumed_ended:
             table.needs_preemption = True
@@ -78,6 +110,10 @@ def index_full_pages(table: RequestTable, request: Request, start: int) -> None:
     num_full = request.num_computed_tokens // size
     if num_full > start // size and table.pages.enable_prefix_caching:
         table.pages.index(request.owner, _page_hashes(request, size)[:num_full], first=start // size)
+
+
+def _lacks(table: RequestTable, request: Request, num_tokens: int, group: int) -> bool:
+    return num_tokens > len(table.pages.pages_of(request.owner, group)) * table.pages.page_size
 
 
 def _make_way(table: RequestTable, request: Request, needed: int, hits: Sequence[int]) -> bool:

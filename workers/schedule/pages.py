@@ -2,7 +2,10 @@
 
 Every page is in exactly one state: *free*, *owned* (by one request or more), *cached* (in the prefix index, without an
 owner; evicted least recently used first) or *quarantined* (without an owner, but a remote writer may still reach it).
-Only `release(owner)` and `end_quarantine(owner)` give pages back.
+Only `release(owner)`, `slide(owner)` and `end_quarantine(owner)` give pages back.
+
+Layers with equal windows share pages: they are a group. An owner has a list of pages for each group; all pages have
+the same number of bytes, and any page serves any group.
 """
 
 import hashlib
@@ -34,6 +37,44 @@ def hash_pages(
     return hashes
 
 
+HOLE = -1
+"""Stands in a list of pages for a page that no token to come can see."""
+
+Window: TypeAlias = int | None
+"""How many tokens a layer sees, the newest included; None: all."""
+
+
+def first_visible_page(window: Window, position: int, page_size: int) -> int:
+    """Return the number of the first page that the token at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1) // page_size
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """The longest prefix that every group can continue from."""
+
+    num_pages: int  # of each group, holes included: the prefix has as many times page_size tokens
+    by_group: tuple[Sequence[int], ...]  # HOLE: the group's window has passed that page
+
+    @property
+    def pages(self) -> list[int]:
+        """Return the pages of all groups, without holes."""
+        return [page for pages in self.by_group for page in pages if page != HOLE]
+
+
+@dataclass(slots=True)
+class _Held:
+    """The pages that one owner has for one group."""
+
+    pages: "array[int]"  # as C integers: a step copies them, see `StepInputs.of`
+    first: int = 0  # all before this one are holes
+
+    def live(self, first: int = 0) -> "array[int]":
+        """Return the pages from number `first` on, without holes."""
+        first = max(first, self.first)
+        return self.pages[first:] if first else self.pages
+
+
 @dataclass(frozen=True, slots=True)
 class PageCounts:
     """How many pages are in each state. The states always add up to `total`."""
@@ -46,10 +87,16 @@ class PageCounts:
 
 
 class PagePool:
-    """Hands out page ids. An owner's pages keep their order: page i holds the owner's tokens [i·size, (i+1)·size)."""
+    """Hands out page ids. An owner's pages keep their order: page i of a group holds tokens [i·size, (i+1)·size)."""
 
-    def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True) -> None:
-        """Create a pool of free pages of `page_size` tokens each.
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        enable_prefix_caching: bool = True,
+        windows: Sequence[Window] = (None,),
+    ) -> None:
+        """Create a pool of free pages of `page_size` tokens each. `windows`: of each group of layers.
 
         Raises:
             ValueError: `num_pages` or `page_size` is below 1.
@@ -59,12 +106,15 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.windows = tuple(windows)
+        self.has_windows = any(window is not None for window in self.windows)
         self._new = range(num_pages)  # free, and never used before
         self._free = deque[int]()  # free, and used before
         self._num_owners = [0] * num_pages
-        self._owned: dict[str, array[int]] = {}  # as C integers: a step copies them, see `StepInputs.of`
+        self._owned: dict[str, tuple[_Held, ...]] = {}  # of each group
         self._hash_of: list[PageHash | None] = [None] * num_pages  # by page; None: not indexed
-        self._index: dict[PageHash, int] = {}
+        self._group_of = [0] * num_pages  # by page, as it was last allocated
+        self._indexes: tuple[dict[PageHash, int], ...] = tuple({} for _ in self.windows)  # of each group
         self._cached: OrderedDict[int, None] = OrderedDict()  # indexed and unowned, least recently used first
         self._quarantine: dict[str, list[int]] = {}
         self._changes: dict[PageHash, bool] = {}  # since `take_changes`: True is indexed, False removed
@@ -76,9 +126,36 @@ class PagePool:
         """Return how many pages `allocate` could hand out now: free ones, and cached ones that can be evicted."""
         return len(self._new) + len(self._free) + len(self._cached)
 
-    def pages_of(self, owner: str) -> Sequence[int]:
-        """Return the pages of an owner in the order of their tokens; none for an unknown owner."""
-        return self._owned.get(owner, ())
+    @property
+    def num_groups(self) -> int:
+        """Return how many groups of layers have pages of their own."""
+        return len(self.windows)
+
+    def pages_of(self, owner: str, group: int = 0) -> Sequence[int]:
+        """Return an owner's pages of one group in the order of their tokens; none for an unknown owner."""
+        held = self._owned.get(owner)
+        return held[group].pages if held else ()
+
+    def further_pages_of(self, owner: str) -> Sequence[Sequence[int]]:
+        """Return an owner's pages of each group after the first, as `pages_of`."""
+        return [held.pages for held in self._owned.get(owner, ())[1:]]
+
+    def num_held(self, owner: str, group: int) -> int:
+        """Return how many pages an owner has for one group, without holes."""
+        held = self._owned.get(owner)
+        return len(held[group].pages) - held[group].first if held else 0
+
+    def num_held_by(self, owner: str) -> int:
+        """Return how many pages an owner has for all groups."""
+        return sum(self.num_held(owner, group) for group in range(self.num_groups))
+
+    def num_tokens_held(self, owner: str) -> int:
+        """Return the end of the tokens for which an owner has pages in every group."""
+        held = self._owned.get(owner)
+        if not held:
+            return 0
+        num_pages = min([len(each.pages) for each in held]) if len(held) > 1 else len(held[0].pages)
+        return num_pages * self.page_size
 
     @property
     def num_quarantined(self) -> int:
@@ -91,15 +168,41 @@ class PagePool:
         owned = sum(1 for owners in self._num_owners if owners)
         return PageCounts(free, owned, cached, self.num_quarantined, self.num_pages)
 
-    def match_prefix(self, hashes: Sequence[PageHash]) -> list[int]:
-        """Return the pages of the longest indexed prefix of `hashes`, owned or cached. Their owners do not change."""
-        pages = []
-        for page_hash in hashes:
-            page = self._index.get(page_hash)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
+    def match_prefix(self, hashes: Sequence[PageHash]) -> PrefixHit:
+        """Return the longest indexed prefix of `hashes` that every group can continue from. No owner changes.
+
+        A group without a window needs all its pages. A group with one needs those that the next token sees.
+        """
+        found, num_pages = list[list[int]](), len(hashes)
+        for window, index in zip(self.windows, self._indexes, strict=True):
+            pages = list[int]()
+            for page_hash in hashes[:num_pages]:
+                page = index.get(page_hash, HOLE)
+                if page == HOLE and window is None:
+                    break
+                pages.append(page)
+            found.append(pages)
+            num_pages = len(pages)
+        while num_pages and (gap := self._last_gap(found, num_pages)) is not None:
+            num_pages = gap  # a longer prefix would need the missing page as well
+        firsts = [self._first(group, num_pages) for group in range(len(found))]
+        by_group = ([HOLE] * first + pages[first:num_pages] for first, pages in zip(firsts, found, strict=True))
+        return PrefixHit(num_pages, tuple(by_group))
+
+    def _last_gap(self, found: Sequence[Sequence[int]], num_pages: int) -> int | None:
+        """Return the last page that the token after `num_pages` pages sees and that a group with a window lacks."""
+        gaps = (
+            page
+            for group, pages in enumerate(found)
+            if self.windows[group] is not None
+            for page in range(self._first(group, num_pages), num_pages)
+            if pages[page] == HOLE
+        )
+        return max(gaps, default=None)
+
+    def _first(self, group: int, num_pages: int) -> int:
+        """Return the first page that the token after `num_pages` full pages sees."""
+        return first_visible_page(self.windows[group], num_pages * self.page_size, self.page_size)
 
     def can_allocate(self, num_pages: int, shared: Sequence[int] = ()) -> bool:
         """Return whether `num_pages` pages are available beside the pages to share; a shared cached page is used up."""
@@ -107,19 +210,19 @@ class PagePool:
 
     def num_freed_by(self, owners: Sequence[str], besides: Sequence[int] = ()) -> int:
         """Return how many pages, `besides` these, would have no owner if all of `owners` released theirs."""
-        counts = Counter(page for owner in owners for page in self._owned.get(owner, ()))
+        counts = Counter(page for owner in owners for held in self._owned.get(owner, ()) for page in held.live())
         for page in besides:
             counts.pop(page, None)
         return sum(count == self._num_owners[page] for page, count in counts.items())
 
     def findable(self) -> list[PageHash]:
-        """Return the indexed hashes in the order of indexing: the beginning of a prefix before its end."""
-        return list(self._index)
+        """Return the hashes indexed for the first group, in that order: the beginning of a prefix before its end."""
+        return list(self._indexes[0])
 
     # -- changing --------------------------------------------------------------------------------------------------
 
     def take_changes(self) -> tuple[list[PageHash], list[PageHash]]:
-        """Return the hashes indexed since the last call, in order, and the hashes removed since then.
+        """Return the hashes indexed for the first group since the last call, in order, and those removed since then.
 
         A hash that was indexed and removed between two calls is in neither list. So the lists stay shorter than the
         pool even if this is never called.
@@ -128,26 +231,41 @@ class PagePool:
         added = [page_hash for page_hash, is_indexed in changes.items() if is_indexed]
         return added, [page_hash for page_hash, is_indexed in changes.items() if not is_indexed]
 
-    def share(self, owner: str, pages: Sequence[int]) -> None:
-        """Add `owner` to the owners of `pages`, which `match_prefix` has just returned."""
-        for page in pages:
+    def share(self, owner: str, hit: PrefixHit) -> None:
+        """Add `owner`, which has no pages yet, to the owners of a prefix that `match_prefix` has just returned."""
+        for page in hit.pages:
             assert self._num_owners[page] or page in self._cached, (
                 f"page {page} cannot be shared: it has no owner and is not cached"
             )
             self._cached.pop(page, None)
             self._num_owners[page] += 1
-        self._owned.setdefault(owner, array("i")).extend(pages)
+        firsts = (self._first(group, hit.num_pages) for group in range(self.num_groups))
+        self._owned[owner] = tuple(
+            _Held(array("i", pages), first) for pages, first in zip(hit.by_group, firsts, strict=True)
+        )
 
-    def allocate(self, owner: str, num_pages: int) -> list[int]:
-        """Give `owner` so many pages; without free ones, evict the least recently used cached pages."""
+    def allocate(self, owner: str, num_pages: int, group: int = 0) -> list[int]:
+        """Give `owner` so many pages for a group; without free ones, evict the least recently used cached pages."""
         assert num_pages <= self.num_available, f"{num_pages} pages needed, {self.num_available} available"
         pages = [*self._new[:num_pages]]
         self._new = self._new[num_pages:]
         pages += [self._free.popleft() if self._free else self._evict() for _ in range(num_pages - len(pages))]
         for page in pages:
             self._num_owners[page] = 1
-        self._owned.setdefault(owner, array("i")).extend(pages)
+            self._group_of[page] = group
+        if owner not in self._owned:
+            self._owned[owner] = tuple(_Held(array("i")) for _ in self.windows)
+        self._owned[owner][group].pages.extend(pages)
         return pages
+
+    def slide(self, owner: str, position: int) -> None:
+        """Give back the pages that no token of `owner` from `position` on sees. Indexed ones stay in the index."""
+        for held, window in zip(self._owned.get(owner, ()), self.windows, strict=False):
+            first = min(first_visible_page(window, position, self.page_size), len(held.pages))
+            if first > held.first:
+                self._give_back(held.pages[held.first : first])
+                held.pages[held.first : first] = array("i", [HOLE]) * (first - held.first)
+                held.first = first
 
     def index(self, owner: str, hashes: Sequence[PageHash], first: int) -> None:
         """Index the pages of `owner` from number `first` on under `hashes[first:]`. Their content must be written.
@@ -156,28 +274,30 @@ class PagePool:
         """
         if not self.enable_prefix_caching:
             return
-        for page, page_hash in zip(self._owned[owner][first : len(hashes)], hashes[first:], strict=True):
-            if page_hash not in self._index and self._hash_of[page] is None:
-                self._index[page_hash] = page
-                self._hash_of[page] = page_hash
-                self._note(page_hash, True)
+        for group, (held, index) in enumerate(zip(self._owned[owner], self._indexes, strict=True)):
+            for page, page_hash in zip(held.pages[first : len(hashes)], hashes[first:], strict=True):
+                if page != HOLE and page_hash not in index and self._hash_of[page] is None:
+                    index[page_hash] = page
+                    self._hash_of[page] = page_hash
+                    self._note(group, page_hash, True)
 
     def release(self, owner: str) -> int:
         """Take all pages from `owner`, and return how many of them have no owner now. Unknown owners have none.
 
         Indexed pages stay in the index until they are evicted, the ends of prefixes first.
         """
-        return self._give_back(self._owned.pop(owner, ()))
+        return sum(self._give_back(held.live()) for held in self._owned.pop(owner, ()))
 
     def quarantine(self, owner: str, first: int = 0) -> int:
-        """Release the pages of `owner`, but quarantine those from number `first` on that have no other owner.
+        """Release the pages of `owner`, but quarantine each group's from number `first` on that have no other owner.
 
         Quarantined pages are not used before `end_quarantine(owner)`. Returns how many there are.
         """
         held = self._owned.pop(owner, ())
-        alone = [page for page in held[first:] if self._num_owners[page] == 1]
+        alone = [page for each in held for page in each.live(first) if self._num_owners[page] == 1]
         tainted = set(alone)
-        self._give_back([page for page in held if page not in tainted])
+        for each in held:
+            self._give_back([page for page in each.live() if page not in tainted])
         for page in alone:
             self._num_owners[page] = 0
             self._forget(page)  # a remote writer may change the content, so the hash no longer holds
@@ -196,7 +316,7 @@ class PagePool:
         num_cached = len(self._cached)
         while self._cached:
             self._free.append(self._evict())
-        for page in [*self._index.values()]:
+        for page in [page for index in self._indexes for page in index.values()]:
             self._forget(page)
         return num_cached
 
@@ -220,9 +340,12 @@ class PagePool:
     def _forget(self, page: int) -> None:
         page_hash, self._hash_of[page] = self._hash_of[page], None
         if page_hash is not None:
-            del self._index[page_hash]
-            self._note(page_hash, False)
+            group = self._group_of[page]
+            del self._indexes[group][page_hash]
+            self._note(group, page_hash, False)
 
-    def _note(self, page_hash: PageHash, is_indexed: bool) -> None:
+    def _note(self, group: int, page_hash: PageHash, is_indexed: bool) -> None:
+        if group:
+            return  # routers know prefixes by the first group, which has no window if any has none
         if self._changes.pop(page_hash, is_indexed) is is_indexed:  # else the page is as it was at the last call
             self._changes[page_hash] = is_indexed

@@ -135,7 +135,10 @@ class PrefillScheduler:
                     continue
             start = request.num_scheduled_tokens
             prompt = self._prompt(request, start)
-            if num_tokens := self._chunk(request, start, budget):
+            num_tokens = self._chunk(request, start, budget)
+            if self.table.pages.has_windows:
+                num_tokens = kv.chunk_within(self.table, request, start, num_tokens)
+            if num_tokens:
                 chunks.append(self._part(request, start, num_tokens))
                 budget.take(prompt, num_tokens)
                 self._count(request, start, num_tokens)
@@ -144,14 +147,14 @@ class PrefillScheduler:
     def _start(self, request: Request, budget: ChunkBudget) -> bool | None:
         """Start a waiting request, which has a place, if it would get a chunk now. None: only pages are missing."""
         table = self.table
-        hits = kv.match_prefix(table, request)
-        request.expected_cached_tokens = start = len(hits) * table.pages.page_size
+        hit = kv.match_prefix(table, request)
+        request.expected_cached_tokens = start = hit.num_pages * table.pages.page_size
         num_tokens = self._chunk(request, start, budget)
         if not num_tokens:
             return False
         if start + num_tokens < request.num_tokens and not may_be_partial(table, request):
             return False
-        return kv.admit(table, request, hits) or None
+        return kv.admit(table, request, hit) or None
 
     def _chunk(self, request: Request, start: int, budget: ChunkBudget) -> int:
         table, config, end = self.table, self.table.config, request.num_tokens
@@ -176,8 +179,8 @@ class PrefillScheduler:
 
     def _part(self, request: Request, start: int, num_tokens: int) -> Scheduled:
         samples = start + num_tokens == request.num_tokens and request.sampling.max_tokens > 0
-        pages = self.table.pages.pages_of(request.owner)
-        return Scheduled(request, start, num_tokens, pages, samples, self._reason(request))
+        pages, further = self.table.pages.pages_of(request.owner), self.table.pages.further_pages_of(request.owner)
+        return Scheduled(request, start, num_tokens, pages, samples, self._reason(request), further)
 
     def _reason(self, request: Request) -> str:
         table = self.table

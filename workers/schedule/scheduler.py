@@ -99,7 +99,7 @@ class Scheduler:
         request.priority = priority_of(self.config.slo_classes, request.slo_class)
         request.arrival_work = self._table.prefilled.tokens
         request.queued_at = request.arrival_time - request.waited_s
-        request.expected_cached_tokens = len(kv.match_prefix(self._table, request)) * self.pages.page_size
+        request.expected_cached_tokens = kv.match_prefix(self._table, request).num_pages * self.pages.page_size
         if request.leg is not Leg.RECEIVE and not request.output_token_ids:  # else the first token is made elsewhere
             admission.promise(self._table, self._forecast, request)
         self._table.add(request)
@@ -162,7 +162,10 @@ class Scheduler:
         table, pages = self._table, self.pages
         grown = [stream for stream in streams if kv.grow(table, stream)]
         return [
-            Scheduled(stream, stream.num_computed_tokens, 1, pages.pages_of(stream.owner), True)
+            Scheduled(
+                *(stream, stream.num_computed_tokens, 1, pages.pages_of(stream.owner), True),
+                further_pages=pages.further_pages_of(stream.owner),
+            )
             for stream in grown
             if stream.status is Status.RUNNING  # else preempted for a stream after it
         ]
@@ -202,6 +205,8 @@ class Scheduler:
             end = request.num_computed_tokens = part.start + part.num_tokens
             if end // size > part.start // size:
                 kv.index_full_pages(self._table, request, part.start)
+            if self.pages.has_windows:
+                kv.slide(self._table, request)
             if part.samples:
                 deltas.append(self._append_token(request, sampled[request.id]))
                 tpot = self.config.slo_classes[request.priority].tpot_s
@@ -286,6 +291,10 @@ class Scheduler:
     def interval_share(self) -> float:
         """Return the interval at which steps end while there is enough to do, as a share of what each takes."""
         return self._forecast.interval_share
+
+    def num_prompt_pages(self, request: Request) -> int:
+        """Return the pages that a waiting request must get to start."""
+        return self._table.needs.at_once(request.num_tokens, request.expected_cached_tokens // self.pages.page_size)
 
     def num_growth_pages(self, request: Request) -> int:
         """Return the available pages that admission leaves to the output of a request that runs or arrives."""

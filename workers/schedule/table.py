@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.order import is_starving
+from crossdock.workers.schedule.page_needs import PageNeeds
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import FinishReason, Leg, Request, Status
 
@@ -48,9 +49,13 @@ class RequestTable:
     now: float = 0.0  # time of the step that is being scheduled, in seconds
     assumed_ended: Collection[str] = ()  # requests of a step in flight that is assumed to have ended, see ahead.py
     needs_preemption: bool = False  # see Scheduler.needs_preemption
+    needs: PageNeeds = field(init=False)
     _by_id: dict[str, Request] = field(default_factory=dict)
     _room: int | None = None  # see `room_for_outputs`; None: to be counted
     _read: list[str] = field(default_factory=list)  # owners that ended while their pages may have been read elsewhere
+
+    def __post_init__(self) -> None:
+        self.needs = PageNeeds(self.pages.page_size, self.pages.windows, self.config.max_num_batched_tokens)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -117,8 +122,13 @@ class RequestTable:
         size, num_output = self.pages.page_size, request.num_output_tokens
         most = min(request.sampling.max_tokens - num_output, self.max_model_len - request.num_tokens)
         expected = min(most, max(int(self.mean_output) - num_output, size))
-        num_pages = -(-(request.num_tokens + expected) // size)
-        return max(num_pages - max(len(self.pages.pages_of(request.owner)), -(-request.num_tokens // size)), 0)
+        now, later = self.needs.pages(request.num_tokens), self.needs.pages(request.num_tokens + expected)
+        if not self.pages.has_windows:
+            return self.pages.num_groups * max(later - max(len(self.pages.pages_of(request.owner)), now), 0)
+        return sum(
+            max((later if most is None else min(later, most)) - max(self.pages.num_held(request.owner, group), now), 0)
+            for group, most in enumerate(self.needs.most_decoding)
+        )
 
     def room_for_outputs(self) -> int:
         """Return the growth pages of all that own pages, counted again when a step begins or a status changes."""
@@ -142,6 +152,7 @@ class RequestTable:
 
     def add(self, request: Request) -> None:
         """Put a new request at the end of the queue."""
+        assert request.leg is Leg.LOCAL or not self.pages.has_windows, "pages that a window has passed cannot be sent"
         self._by_id[request.id] = request
         self.waiting.append(request)
         self.arrived[request.priority] = request.arrival_time

@@ -16,7 +16,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from crossdock.workers.schedule.batch import Batch, SampledToken
+from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
+from crossdock.workers.schedule.page_needs import PageNeeds
+from crossdock.workers.schedule.pages import HOLE, Window
 from crossdock.workers.schedule.request import Leg, Overloaded, Request, SamplingParams, Status
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
@@ -33,7 +35,7 @@ class Flight(NamedTuple):
 
     batch: Batch
     token_ids: list[list[int]]  # of each part; below 0: the result of the step before, in that row
-    pages: list[list[int]]  # of each part
+    pages: list[list[list[int]]]  # of each part and group of layers
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -44,6 +46,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     most_flights = 1
     depth = 1  # of the scheduler
+    group_windows: Sequence[tuple[Window, ...]] = ((None,),)  # of the groups of layers of each model to choose from
 
     @initialize(
         pages=st.integers(10, 30),
@@ -58,6 +61,7 @@ class AnyHistory(RuleBasedStateMachine):
         partial=st.sampled_from([(1, 1), (2, 1), (8, 2)]),
         lane=st.sampled_from([0.0, 0.5, 0.9]),
         admission=st.sampled_from(["queue", "reject"]),
+        model=st.integers(0, 3),
     )
     def start(
         self,
@@ -73,13 +77,18 @@ class AnyHistory(RuleBasedStateMachine):
         partial: tuple[int, int],
         lane: float,
         admission: str,
+        model: int,
     ) -> None:
+        budget = budget if chunked else max(budget, 40)
+        self.windows = self.group_windows[model % len(self.group_windows)]
+        self.needs = PageNeeds(4, self.windows, budget)
         self.scheduler = new_scheduler(
-            num_pages=pages,
+            num_pages=max(pages, self.needs.at_once(40)),
+            windows=self.windows,
             max_model_len=40,
             caching=caching,
             cost=COST if policy == "adaptive" else None,
-            max_num_batched_tokens=budget if chunked else max(budget, 40),
+            max_num_batched_tokens=budget,
             max_num_seqs=min(seqs, budget - 4),
             long_prefill_token_threshold=threshold,
             enable_chunked_prefill=chunked,
@@ -128,6 +137,7 @@ class AnyHistory(RuleBasedStateMachine):
         leg: Leg,
         is_offered: bool,
     ) -> None:
+        leg = Leg.LOCAL if self.pages.has_windows else leg
         params = SamplingParams(max_tokens=max(max_tokens, leg is not Leg.LOCAL), ignore_eos=ignore_eos)
         name, prompt = f"r{self.count}", (prefix + tail)[:39]
         epoch = int(leg is not Leg.LOCAL)
@@ -264,7 +274,8 @@ class AnyHistory(RuleBasedStateMachine):
             each, end = part.request, part.start + part.num_tokens
             assert part.start == each.num_scheduled_tokens - part.num_tokens >= each.num_computed_tokens
             assert part.samples == (end == each.num_tokens and each.sampling.max_tokens > 0)
-            assert len(part.pages) * size >= each.num_tokens
+            assert self.pages.has_windows or len(part.pages) * size >= each.num_tokens
+            assert all(len(pages) * size >= end for pages in (part.pages, *part.further_pages))
             assert end == each.num_tokens or end % size == 0
             if number < batch.num_decodes:  # a partially prefilled request is never decodable
                 assert each.num_output_tokens > 0
@@ -280,7 +291,8 @@ class AnyHistory(RuleBasedStateMachine):
             assert batch.num_decodes in (0, len(batch.scheduled)), "chunks and decodes take turns"
         if batch:
             ids = [part.request.token_ids[part.start : part.start + part.num_tokens] for part in batch.scheduled]
-            self.flights.append(Flight(batch, ids, [list(part.pages) for part in batch.scheduled]))
+            pages = [[list(group) for group in (part.pages, *part.further_pages)] for part in batch.scheduled]
+            self.flights.append(Flight(batch, ids, pages))
         return bool(batch)
 
     def land(self) -> None:
@@ -288,10 +300,10 @@ class AnyHistory(RuleBasedStateMachine):
         batch, token_ids, pages = self.flights.pop(0)
         self.now += COST.seconds(batch.work)
         for part, ids, written in zip(batch.scheduled, token_ids, pages, strict=True):
-            self.write(written, part.start, [self.found[~token] if token < 0 else token for token in ids])
-        reads = [
-            self.read(owned, part.start + part.num_tokens) for part, owned in zip(batch.scheduled, pages, strict=True)
-        ]
+            known = [self.found[~token] if token < 0 else token for token in ids]
+            for group in written:
+                self.write(group, part.start, known)
+        reads = [self.read(owned, part) for part, owned in zip(batch.scheduled, pages, strict=True)]
         sampling = [(part, read) for part, read in zip(batch.scheduled, reads, strict=True) if part.samples]
         self.found = [next_token(read) for _, read in sampling]
         names = [part.request.id for part, _ in sampling]
@@ -319,9 +331,15 @@ class AnyHistory(RuleBasedStateMachine):
         for at, token in enumerate(token_ids, start):
             self.memory[pages[at // self.pages.page_size], at % self.pages.page_size] = token
 
-    def read(self, pages: Sequence[int], end: int) -> list[int]:
-        size = self.pages.page_size
-        return [self.memory[pages[at // size], at % size] for at in range(end)]
+    def read(self, pages: Sequence[Sequence[int]], part: Scheduled) -> list[int]:
+        """Return the tokens up to the end of a part, all of those that each group sees read from its pages."""
+        size, end, tokens = self.pages.page_size, part.start + part.num_tokens, part.request.token_ids[: part.start]
+        for owned, window in zip(pages, self.windows, strict=True):
+            first = 0 if window is None else max(0, part.start - window + 1)
+            seen = [self.memory[owned[at // size], at % size] for at in range(first, end)]
+            assert seen == tokens[first:] or len(tokens) == part.start, "groups of layers have unlike tokens"
+            tokens[first:] = seen
+        return tokens
 
     @invariant()
     def pages_balance(self) -> None:
@@ -331,8 +349,11 @@ class AnyHistory(RuleBasedStateMachine):
         assert counts.free + counts.owned + counts.cached + counts.quarantined == counts.total
         owners = {each.owner for each in [*self.scheduler.running, *self.scheduler.held]} | self.being_read
         owners |= {part.request.owner for flight in self.flights for part in flight.batch.scheduled}
-        held = {page for owner in owners for page in self.pages.pages_of(owner)}
+        groups = range(len(self.windows))
+        held = {page for owner in owners for group in groups for page in self.pages.pages_of(owner, group)} - {HOLE}
         assert counts.owned == len(held)
+        for owner in owners:
+            assert self.pages.num_held_by(owner) <= self.needs.at_once(40), "windows hold what a chunk needs at most"
         for each in self.scheduler.waiting:
             assert not self.pages.pages_of(each.owner)
             assert each.num_computed_tokens == 0
@@ -388,12 +409,36 @@ class AnyHistoryInStages(AnyHistory):
     most_flights = depth = 3
 
 
-MACHINES = (AnyHistory, AnyHistoryAhead, AnyHistoryInStages)
+class AnyHistoryWithWindows(AnyHistory):
+    """The same with layers that see the last tokens alone, whose pages go while a request runs."""
+
+    group_windows = ((5,), (None, 6), (None, 1, 9), (None, None, 4, 4))
+
+
+class AnyHistoryWithWindowsAhead(AnyHistoryWithWindows):
+    """Windows, with each step begun before the tokens of the previous one are known."""
+
+    most_flights = 2
+
+
+class AnyHistoryWithWindowsInStages(AnyHistoryWithWindows):
+    """Windows, with several steps of different streams in flight."""
+
+    most_flights = depth = 3
+
+
+MACHINES = (
+    *(AnyHistory, AnyHistoryAhead, AnyHistoryInStages),
+    *(AnyHistoryWithWindows, AnyHistoryWithWindowsAhead, AnyHistoryWithWindowsInStages),
+)
 for machine in MACHINES:
     machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestAnyHistory = AnyHistory.TestCase
 TestAnyHistoryAhead = AnyHistoryAhead.TestCase
 TestAnyHistoryInStages = AnyHistoryInStages.TestCase
+TestAnyHistoryWithWindows = AnyHistoryWithWindows.TestCase
+TestAnyHistoryWithWindowsAhead = AnyHistoryWithWindowsAhead.TestCase
+TestAnyHistoryWithWindowsInStages = AnyHistoryWithWindowsInStages.TestCase
 
 
 @pytest.mark.soak

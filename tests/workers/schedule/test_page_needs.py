@@ -1,0 +1,42 @@
+"""PageNeeds: no group ever needs more pages than are counted, and the longest prompt is the one that fits."""
+
+from math import inf
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossdock.workers.schedule.page_needs import PageNeeds
+from crossdock.workers.schedule.pages import Window, first_visible_page
+
+PAGE_SIZE = 16
+
+
+def test_prompt_holds_the_window_and_a_chunk_in_each_group() -> None:
+    needs = PageNeeds(PAGE_SIZE, (None, 1024), chunk=2048)
+    assert needs.at_once(32_768) == 32_768 // PAGE_SIZE + (1024 + 2048) // PAGE_SIZE + 1
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 9), st.integers(0, 200))
+def test_window_and_chunk_need_no_more_pages_than_counted(window: int, chunk: int, size: int, start: int) -> None:
+    needs = PageNeeds(size, (window,), chunk)
+    first, last = first_visible_page(window, start, size), (start + chunk - 1) // size
+    assert needs.most[0] is not None
+    assert last - first + 1 <= needs.most[0] <= (window + chunk) // size + 2
+
+
+@given(st.lists(st.sampled_from([None, 8, 64]), min_size=1, max_size=5), st.integers(0, 300), st.integers(1, 64))
+def test_longest_prompt_needs_the_pages_that_there_are(windows: list[Window], num_pages: int, chunk: int) -> None:
+    needs = PageNeeds(PAGE_SIZE, windows, chunk)
+    longest = needs.longest_prompt(num_pages)
+    assert needs.at_once(int(min(longest, 1e6)) // PAGE_SIZE * PAGE_SIZE) <= num_pages
+    if len({window for window in windows if window is not None}) < 2 and longest < inf:  # else it is a lower bound
+        assert needs.at_once(int(longest) + PAGE_SIZE) > num_pages
+
+
+def test_router_counts_pages_as_the_replica_does() -> None:
+    """The router's formula for many replicas at once is `at_once` of the same prompt, where windows are alike."""
+    for windows in ([None], [None, 64, 64], [64], [None, None, 8]):
+        needs = PageNeeds(PAGE_SIZE, windows, 32)
+        for num_pages in range(1, 60):
+            full = needs.num_full_groups * num_pages
+            assert min(len(windows) * num_pages, full + needs.window_pages) == needs.at_once(num_pages * PAGE_SIZE)

@@ -1,0 +1,66 @@
+"""Divide the layers of a model into groups whose pages have the same number of bytes.
+
+A page holds some tokens for all layers of its group. The layers of a group have the same window, so that a page can go
+once the window has passed it. A group with fewer layers than others leaves a part of its pages unused.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from crossdock.workers.schedule.page_needs import PageNeeds
+from crossdock.workers.schedule.pages import Window
+
+_MOST_GROUPS = 8  # each has a page table, which every step fills and copies
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share pages."""
+
+    window: Window
+    layers: tuple[int, ...]  # numbers, ascending
+
+
+def group_layers(
+    windows: Sequence[Window], token_bytes: Sequence[int], max_model_len: int, page_size: int
+) -> tuple[LayerGroup, ...]:
+    """Return the groups with which a stream of `max_model_len` tokens holds the fewest bytes; groups without a window
+    first.
+
+    `windows` and `token_bytes`: of each layer. Of two divisions that hold as much, the one of fewer groups is chosen.
+    """
+    visible = [window if window is not None and window < max_model_len else None for window in windows]
+    divisions = [_in_one_group(visible), *(_divided(visible, most) for most in range(len(visible), 0, -1))]
+    divisions = [division for division in divisions if len(division) <= _MOST_GROUPS]
+
+    def cost(division: Sequence[LayerGroup]) -> tuple[int, int]:
+        return held_bytes(division, token_bytes, max_model_len, page_size), len(division)
+
+    return min(divisions, key=cost)
+
+
+def held_bytes(groups: Sequence[LayerGroup], token_bytes: Sequence[int], num_tokens: int, page_size: int) -> int:
+    """Return the bytes of pages that a stream of `num_tokens` tokens holds at most."""
+    needs = PageNeeds(page_size, [group.window for group in groups], chunk=1)
+    return (
+        needs.held(num_tokens) * page_size * max(sum(token_bytes[layer] for layer in group.layers) for group in groups)
+    )
+
+
+def _in_one_group(windows: Sequence[Window]) -> tuple[LayerGroup, ...]:
+    """Return all layers as one group: its pages stay as long as some layer sees them."""
+    seen = [window for window in windows if window is not None]
+    widest = max(seen) if len(seen) == len(windows) else None
+    return (LayerGroup(widest, tuple(range(len(windows)))),)
+
+
+def _divided(windows: Sequence[Window], most_layers: int) -> tuple[LayerGroup, ...]:
+    """Return groups of up to `most_layers` layers with equal windows."""
+    groups = []
+    for window in sorted(set(windows), key=lambda window: (window is not None, window or 0)):
+        layers = [layer for layer, other in enumerate(windows) if other == window]
+        groups += [
+            LayerGroup(window, tuple(layers[first : first + most_layers]))
+            for first in range(0, len(layers), most_layers)
+        ]
+    return tuple(groups)
