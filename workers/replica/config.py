@@ -10,6 +10,7 @@ from crossdock.workers.model.memory_budget import MemoryBudget
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.config import SchedulerConfig
+from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 
@@ -64,6 +65,10 @@ class EngineConfig(SchedulerConfig):
     async_scheduling: bool | None = Field(
         None,
         description="Begin a step before the tokens of the one before it are known; null: on GPUs, of one stage.",
+    )
+    speculative_config: SpeculativeConfig | None = Field(
+        None,
+        description="Draft tokens and verify several of a stream in one step, as JSON with vLLM's names; null: do not.",
     )
     kv_cache_dtype: KVCacheDtype = Field(
         "auto", description="Dtype of KV pages; auto: the model's; fp8 (e4m3) holds twice as many tokens as bfloat16."

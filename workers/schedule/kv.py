@@ -72,6 +72,26 @@ def grow(table: RequestTable, request: Request) -> bool:
     return True
 
 
+def grow_for_drafts(table: RequestTable, request: Request, num_drafts: int) -> int:
+    """Give a stream pages for tokens after its newest one, and return how many of `num_drafts` have a place.
+
+    Only available pages are given: a draft preempts no request.
+    """
+    pages = table.pages
+    num_held = len(pages.pages_of(request.owner))
+    missing = -(-(request.num_tokens + num_drafts) // pages.page_size) - num_held
+    num_new = max(min(missing, pages.num_available), 0)
+    if num_new:
+        pages.allocate(request.owner, num_new)
+    return min(num_drafts, (num_held + num_new) * pages.page_size - request.num_tokens)
+
+
+def take_back_drafts(table: RequestTable, request: Request) -> None:
+    """Take from a stream the pages that only rejected drafts needed."""
+    pages = table.pages
+    pages.trim(request.owner, -(-request.num_tokens // pages.page_size))
+
+
 def index_full_pages(table: RequestTable, request: Request, start: int) -> None:
     """Let other requests share the full pages among the computed tokens from `start` on."""
     size = table.pages.page_size

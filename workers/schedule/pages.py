@@ -2,7 +2,7 @@
 
 Every page is in exactly one state: *free*, *owned* (by one request or more), *cached* (in the prefix index, without an
 owner; evicted least recently used first) or *quarantined* (without an owner, but a remote writer may still reach it).
-Only `release(owner)` and `end_quarantine(owner)` give pages back.
+Only `release(owner)`, `trim(owner)` and `end_quarantine(owner)` give pages back.
 """
 
 import hashlib
@@ -168,6 +168,13 @@ class PagePool:
         Indexed pages stay in the index until they are evicted, the ends of prefixes first.
         """
         return self._give_back(self._owned.pop(owner, ()))
+
+    def trim(self, owner: str, num_pages: int) -> None:
+        """Take from `owner` all pages after its first `num_pages`: no token is in them."""
+        held = self._owned[owner]
+        surplus = held[num_pages:]
+        del held[num_pages:]
+        self._give_back(surplus)
 
     def quarantine(self, owner: str, first: int = 0) -> int:
         """Release the pages of `owner`, but quarantine those from number `first` on that have no other owner.

@@ -1,0 +1,87 @@
+"""An engine that verifies drafts gives the tokens of one that does not, whatever is drafted."""
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+
+from crossdock.workers.schedule.request import TokenDelta
+
+from .speculating import History, Oracle, engine_of, fixed, serve, speculating
+
+NUM_REQUESTS = 8
+
+
+@cache
+def expected(seed: int) -> dict[str, list[TokenDelta]]:
+    """Return the deltas of a history's requests from an engine without drafts, with pages for all and no abort."""
+    history = History.random(seed, NUM_REQUESTS)
+    return serve(engine_of(), History(history.works, history.arrivals, {}))[0]
+
+
+def tokens_of(deltas: Sequence[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def check_history(seed: int) -> int:
+    """Serve one random history with and without drafts. Returns how many drafts were accepted."""
+    draw, reference = random.Random(seed), expected(seed)
+    config: dict[str, Any] = {
+        "speculative_config": fixed(draw.choice([1, 2, 4, 9])),
+        "max_num_batched_tokens": draw.choice([24, 40, 80]),
+        "max_num_seqs": draw.choice([2, 4, 8]),
+        "enable_prefix_caching": draw.random() < 0.7,
+        "mixed_chunks": draw.random() < 0.8,
+        "num_pages": draw.choice([8, 10, 14, 100]),
+    }
+    engine = engine_of(**config)
+    answers = {name: tokens_of(deltas) for name, deltas in reference.items()}
+    if draw.random() < 0.8:
+        speculating(engine, Oracle(answers, draw.choice([0.0, 0.5, 0.9, 1.0]), draw))
+    found, aborted = serve(engine, History.random(seed, NUM_REQUESTS))
+    for name, deltas in reference.items():
+        check_request(found[name], deltas, name in aborted)
+    assert engine.pages.counts().owned == 0
+    assert engine.scheduler.verification is not None
+    return sum(engine.scheduler.verification.totals.num_accepted_at)
+
+
+def check_request(found: Sequence[TokenDelta], deltas: Sequence[TokenDelta], was_aborted: bool) -> None:
+    """Compare everything that a client sees of one request, but in how many deltas."""
+    tokens, logprobs = tokens_of(found), [entry for delta in found for entry in delta.logprobs or ()]
+    assert tokens == tokens_of(deltas)[: len(tokens) if was_aborted else None]
+    first = 0
+    for delta in found:
+        assert delta.first == first
+        first += len(delta.token_ids)
+    theirs = [entry for delta in deltas for entry in delta.logprobs or ()]
+    assert [(each.token_id, each.rank) for each in logprobs] == [
+        (each.token_id, each.rank) for each in theirs[: len(logprobs)]
+    ]
+    assert len(logprobs) == (len(tokens) if theirs else 0)
+    assert [each.logprob for each in logprobs] == pytest.approx(
+        [each.logprob for each in theirs[: len(logprobs)]], abs=1e-4
+    )
+    if not was_aborted:
+        assert (found[-1].finish_reason, found[-1].stop_token_id) == (
+            deltas[-1].finish_reason,
+            deltas[-1].stop_token_id,
+        )
+        assert found[-1].error == deltas[-1].error
+    prompt = [entry.token_id if entry else None for delta in found for entry in delta.prompt_logprobs or ()]
+    reported = [entry.token_id if entry else None for delta in deltas for entry in delta.prompt_logprobs or ()]
+    assert prompt == reported[: len(prompt)]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_any_history_with_drafts_gives_the_tokens_without(seed: int) -> None:
+    check_history(seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(1000, 2000, 100))
+def test_hundred_histories_with_drafts_give_the_tokens_without(first: int) -> None:
+    assert sum(check_history(seed) for seed in range(first, first + 100)) > 1000
+    expected.cache_clear()
