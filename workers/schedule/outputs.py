@@ -1,4 +1,4 @@
-"""What sampled tokens add to a request's output, and which of them ends it."""
+"""Append sampled tokens to a request's output, and find the one that ends it."""
 
 from collections.abc import Collection
 

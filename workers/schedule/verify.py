@@ -20,7 +20,7 @@ from crossdock.workers.schedule.table import RequestTable
 
 @dataclass(slots=True)
 class DraftTotals:
-    """What steps have verified since the start."""
+    """Counts of verified drafts since the start."""
 
     num_drafts: int = 0  # streams with drafts, summed over steps
     num_tokens: int = 0  # drafted tokens

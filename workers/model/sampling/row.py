@@ -46,7 +46,7 @@ class TokenCounts:
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """What the rows of one request keep between steps, each built when a row first needs it."""
+    """Masks and counts that the rows of one request keep between steps, each built when a row first needs it."""
 
     counts: TokenCounts | None = None
     bias: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
