@@ -388,7 +388,7 @@ class Scheduler:
 
     def steady_steps(self, batch: Batch) -> int:
         """Return how many steps, `batch` the first of them, are the same decodes while no request arrives or leaves."""
-        return stretch.steady_steps(self._table, self._forecast.cost, batch)
+        return 1 if self.verification is not None else stretch.steady_steps(self._table, self._forecast.cost, batch)
 
     def advance(self, batch: Batch, tokens: Mapping[str, Sequence[int]], ends: Sequence[float]) -> Batch:
         """Record fewer than `steady_steps` steps, `batch` the first of them, and return the batch of the next step."""

@@ -8,6 +8,7 @@ from typing import Any
 from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost import StepCost, StepWork
+from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
@@ -44,13 +45,17 @@ def new_scheduler(
     cost: StepCost | None = None,
     depth: int = 1,
     interval_share: float = 1.0,
+    drafting: DraftPolicy | None = None,
     **config: Any,
 ) -> Scheduler:
     """Return a small scheduler: pages of 4 tokens, 8 places, 32 tokens in a step, unless `config` differs."""
     settings = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "page_size": 4} | config
     pool = PagePool(num_pages, settings["page_size"], caching)
     return Scheduler(
-        SchedulerConfig(**settings), pool, max_model_len, {EOS}, cost, depth=depth, interval_share=interval_share
+        *(SchedulerConfig(**settings), pool, max_model_len, {EOS}, cost),
+        depth=depth,
+        interval_share=interval_share,
+        drafting=drafting,
     )
 
 
