@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype, Quantization
 from crossdock.workers.model.memory_budget import MemoryBudget
@@ -86,6 +86,15 @@ class EngineConfig(SchedulerConfig):
     fault_token_ids: tuple[int, ...] = Field(
         (), description="For tests alone: a prompt with these tokens side by side kills every replica it is sent to."
     )
+
+    @model_validator(mode="after")
+    def _drafts_follow_known_tokens(self) -> "EngineConfig":
+        if self.speculative_config is not None and self.async_scheduling:
+            raise ValueError(
+                "async_scheduling must be false or null with speculative_config: drafts continue the tokens of the step "
+                "before, which must be known"
+            )
+        return self
 
     def sized(self, defaults: StepSizes, max_model_len: int) -> Self:
         """Return the configuration with numbers where it leaves them to the device. ValueError: they do not fit."""

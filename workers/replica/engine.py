@@ -103,18 +103,13 @@ class Engine:
         """Return whether steps begin before the tokens of the step before are known.
 
         Raises:
-            ValueError: `async_scheduling` is on, and the model is divided into stages, or steps verify drafts.
+            ValueError: `async_scheduling` is on, and the model is divided into stages.
         """
         wanted, is_one_stage = self.config.async_scheduling, self.model.part.position.num_stages == 1
         if wanted and not is_one_stage:
             raise ValueError("async_scheduling must be false or null for the stages of a pipeline")
         if self.config.speculative_config is not None:
-            if wanted:
-                raise ValueError(
-                    "async_scheduling must be false or null with speculative_config: drafts continue the tokens of the "
-                    "step before, which must be known"
-                )
-            return False
+            return False  # drafts continue the tokens of the step before
         return wanted if wanted is not None else is_one_stage and self.model.device.type == "cuda"
 
     def _num_pages(self) -> int:

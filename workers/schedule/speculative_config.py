@@ -87,5 +87,6 @@ def _check_method(values: dict[str, object]) -> None:
     if method not in METHODS:
         raise ValueError(f"method {method!r} is not supported; accepted are {', '.join(METHODS)}")
     for name, methods in _FIELDS_OF_OTHERS.items():
-        if values.get(name) is not None and method not in methods:
+        default = SpeculativeConfig.model_fields[name].default  # which a printed configuration has too
+        if values.get(name) not in (None, default) and method not in methods:
             raise ValueError(f"{name}: method {method} does not read it; only {', '.join(methods)} does")

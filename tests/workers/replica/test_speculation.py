@@ -80,6 +80,11 @@ def test_any_history_with_drafts_gives_the_tokens_without(seed: int) -> None:
     check_history(seed)
 
 
+def test_steps_ahead_of_known_tokens_are_refused_with_drafts() -> None:
+    with pytest.raises(ValueError, match="async_scheduling must be false or null with speculative_config"):
+        engine_of(speculative_config=fixed(4), async_scheduling=True)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("first", range(1000, 2000, 100))
 def test_hundred_histories_with_drafts_give_the_tokens_without(first: int) -> None:
