@@ -91,8 +91,8 @@ class EngineConfig(SchedulerConfig):
     def _drafts_follow_known_tokens(self) -> "EngineConfig":
         if self.speculative_config is not None and self.async_scheduling:
             raise ValueError(
-                "async_scheduling must be false or null with speculative_config: drafts continue the tokens of the step "
-                "before, which must be known"
+                "async_scheduling must be false or null with speculative_config: drafts continue the tokens of the "
+                "step before, which must be known"
             )
         return self
 

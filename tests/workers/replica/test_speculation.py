@@ -3,13 +3,16 @@
 import random
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from crossdock.workers.schedule.request import TokenDelta
+from tests.workers.gangs import ganged
+from tests.workers.ranks import Ranks, saved
 
-from .speculating import History, Oracle, engine_of, fixed, serve, speculating
+from .speculating import History, Oracle, engine_of, fixed, module, serve, speculating
 
 NUM_REQUESTS = 8
 
@@ -83,6 +86,23 @@ def test_any_history_with_drafts_gives_the_tokens_without(seed: int) -> None:
 def test_steps_ahead_of_known_tokens_are_refused_with_drafts() -> None:
     with pytest.raises(ValueError, match="async_scheduling must be false or null with speculative_config"):
         engine_of(speculative_config=fixed(4), async_scheduling=True)
+
+
+@pytest.mark.parametrize(("tensor_size", "num_stages"), [(2, 1), (1, 2), (2, 2)])
+def test_gang_with_drafts_gives_the_tokens_of_one_rank_without(
+    ranks: Ranks, tmp_path: Path, tensor_size: int, num_stages: int
+) -> None:
+    path, reference = saved(module(), tmp_path), expected(1)
+    answers = {name: tokens_of(deltas) for name, deltas in reference.items()}
+    config = {"speculative_config": fixed(4), "admission": "queue"}
+    with ganged(ranks, path, tensor_size, num_stages, **config) as engine:
+        found, aborted = serve(
+            speculating(engine, Oracle(answers, 0.8, random.Random(1))), History.random(1, NUM_REQUESTS)
+        )
+        assert engine.scheduler.verification is not None
+        assert sum(engine.scheduler.verification.totals.num_accepted_at) > 20
+    for name, deltas in reference.items():
+        check_request(found[name], deltas, name in aborted)
 
 
 @pytest.mark.soak

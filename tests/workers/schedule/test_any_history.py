@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
+from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.request import Leg, Overloaded, Request, SamplingParams, Status
 from crossdock.workers.schedule.speculative_config import SpeculativeConfig
@@ -24,9 +24,11 @@ from tests.workers.schedule.model_free_replica import (
     CLASSES,
     COST,
     EOS,
+    guesses,
     new_scheduler,
     next_token,
     reference_output,
+    sampled_by,
 )
 
 
@@ -36,17 +38,6 @@ class Flight(NamedTuple):
     batch: Batch
     token_ids: list[list[int]]  # of each part; below 0: the result of the step before, in that row
     pages: list[list[int]]  # of each part
-
-
-def sampled_by(part: Scheduled, read: Sequence[int]) -> SampledToken:
-    """Return what a step samples for a part, given the tokens in its pages: a token after each accepted draft."""
-    accepted = list[SampledToken]()
-    for number, draft in enumerate(part.drafts):
-        token = next_token(read[: part.start + 1 + number])
-        if token != draft:
-            return SampledToken(token, accepted=accepted)
-        accepted.append(SampledToken(token))
-    return SampledToken(next_token(read), accepted=accepted)
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -244,18 +235,12 @@ class AnyHistory(RuleBasedStateMachine):
                 self.being_read.add(request.owner)
 
     def drafts(self) -> dict[str, list[int]]:
-        """Return right guesses of the next tokens, up to a place where they go wrong."""
-        found = {}
-        for name, most in self.scheduler.wanted_drafts(self.now).items():
-            tokens, request = list(self.live[name].token_ids), self.live[name]
+        wanted = self.scheduler.wanted_drafts(self.now)
+        for name, most in wanted.items():
+            request = self.live[name]
             assert 0 < most < request.sampling.max_tokens - request.num_output_tokens
             assert request.num_tokens + most < 40
-            for _ in range(most):
-                tokens.append(next_token(tokens))
-            found[name] = tokens[request.num_tokens :]
-            if (wrong := tokens[request.num_tokens - 1] % 8) < most:
-                found[name][wrong] += 1
-        return found
+        return guesses(self.scheduler, wanted)
 
     def begin(self) -> bool:
         if not self.flights:
