@@ -17,6 +17,8 @@ from crossdock.workers.schedule.forecast import Forecast
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.table import RequestTable
 
+_NEWEST_STEP = 0.02  # weight of one more step in `gap_share`, which so spans about 50: a second of steps of 20 ms
+
 
 @dataclass(slots=True)
 class DraftTotals:
@@ -43,11 +45,16 @@ class Verification:
     forecast: Forecast
     policy: DraftPolicy
     totals: DraftTotals = field(default_factory=DraftTotals)
+    gap_share: float = 1.0  # recent seconds per token of the streams, as a share of those without drafts
+    _lengthened: float = 1.0  # seconds of the last step, as a share of those without drafts; predicted
+    _num_decodes: int = 0  # of the last step if it had drafts
+    _num_accepted: int = 0  # of its drafts
 
     def wanted(self, streams: Sequence[Request]) -> dict[str, int]:
         """Return how many drafts each of `streams` may profit from in a step of their decodes; 0 is left out."""
         if not streams:
             return {}
+        self._note_last_step()
         work = StepWork(decodes=len(streams), context=sum([stream.num_computed_tokens for stream in streams]))
         seen = [Stream(stream.id, stream.num_computed_tokens, self._most(stream)) for stream in streams]
         return self.policy.lengths(seen, work, self.forecast.cost, self._seconds(work))
@@ -68,7 +75,11 @@ class Verification:
             else:
                 without.append(part)
         chunks = batch.scheduled[batch.num_decodes :]
-        return Batch([*without, *verified, *chunks], batch.num_decodes, batch.limit, batch.num_skipped)
+        longer = Batch([*without, *verified, *chunks], batch.num_decodes, batch.limit, batch.num_skipped)
+        self._num_decodes, self._num_accepted = batch.num_decodes, 0
+        if (cost := self.forecast.cost) is not None:
+            self._lengthened = cost.seconds(longer.work) / cost.seconds(batch.work)
+        return longer
 
     def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Learn what became of a stream's drafts, and take back the pages that only rejected ones needed."""
@@ -76,7 +87,15 @@ class Verification:
         self.policy.observe(request.id, num_drafted, num_accepted)
         request.num_drafted_tokens += num_drafted
         request.num_accepted_tokens += num_accepted
+        self._num_accepted += num_accepted
         kv.take_back_drafts(self.table, request)
+
+    def _note_last_step(self) -> None:
+        """Average `gap_share` over recent steps, those without drafts included."""
+        tokens = self._num_decodes + self._num_accepted
+        share = self._lengthened * self._num_decodes / tokens if self._num_decodes else 1.0
+        self.gap_share += _NEWEST_STEP * (share - self.gap_share)
+        self._num_decodes = self._num_accepted = 0
 
     def _most(self, stream: Request) -> int:
         """Return how many drafts a stream can use: the step makes one token more than it accepts drafts."""
