@@ -20,7 +20,7 @@ MAX_CANDIDATES = 32
 LONGEST_MATCH = 32
 """Tokens from which on a match of method suffix is not compared further."""
 
-_SHORTEST_MATCH = 2  # tokens, of method suffix
+_SHORTEST_MATCH = 1  # tokens, of method suffix
 _LEAST_TABLE = 256  # slots
 _MULTIPLIER = 0x9E3779B1  # 2^32 / golden ratio: spreads token ids over the upper bits (Knuth, multiplicative hashing)
 _MASK = 0xFFFFFFFF

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 
 _LENGTHS = 17  # matches of this many tokens and longer ones are alike
-_PRIOR_WEIGHT = 2.0  # drafts that a prior counts as
-_KEPT_PER_STEP = 0.995  # of what all requests have taught: after 140 steps without news, half is forgotten
-_KEPT_PER_DRAFT = 0.8  # of what a request's own drafts have taught
-_FIRST_PAUSE, _LONGEST_PAUSE = 4, 256  # steps for which a stream is left alone after drafts that did not pay
+_PRIOR_WEIGHT = 4.0  # drafts that a prior counts as
+_KEPT_PER_STEP = 0.98  # of what all requests have taught: after 34 steps without news, half is forgotten
+_KEPT_PER_DRAFT = 0.9  # of what a request's own drafts have taught
+_FIRST_PAUSE, _LONGEST_PAUSE = 4, 64  # steps for which a stream is left alone after drafts that did not pay
 _MOST, _LEAST = 0.995, 0.001  # a probability is never certain
 
 
@@ -24,11 +24,12 @@ class _Record:
     """How a request's own drafts differ from those of others, and when it may draft again."""
 
     match: int = 0  # of its newest drafts
-    failed: float = 0.0  # rejected drafts, and how many were expected
+    accepted: float = 0.0  # drafts, and how many were expected to be
     expected: float = 0.0
     pause: int = 0  # steps that its last pause had; 0: its last drafts paid
     paused_until: int = 0  # step
-    factor: float = 1.0  # failures / expected ones
+    step: int = 0  # of the last change
+    factor: float = 1.0  # accepted / expected
 
 
 @dataclass(slots=True)
@@ -53,42 +54,43 @@ class Acceptance:
         """Advance the clock by which old drafts are forgotten and pauses end."""
         self.step += 1
 
-    def may_reach(self, request_id: str, needed: float) -> bool:
-        """Return whether a draft of the request may be accepted with probability `needed`, whatever its match.
+    def shortest_match(self, needed: float) -> int:
+        """Return the length from which on a match's first draft is accepted with probability `needed`."""
+        return next((match for match in range(1, _LENGTHS) if self._by_length(match) >= needed), _LENGTHS)
 
-        False while it pauses. A pause that is over makes the request's own record that of a new one.
-        """
-        record = self._records.get(request_id)
-        if record is None:
-            return True
-        if record.paused_until > self.step:
-            return False
-        if record.paused_until:
-            record.failed = record.expected = record.paused_until = 0
-            record.factor = 1.0
-        return 1 - (1 - _MOST) * record.factor >= needed
+    def paused(self) -> set[str]:
+        """Return the requests that are not worth a look in this step."""
+        step = self.step
+        return {request_id for request_id, record in self._records.items() if record.paused_until > step}
 
-    def is_worth(self, request_id: str, match: int, needed: float) -> bool:
+    def is_worth(self, request_id: str, match: int, needed: float, shortest: int) -> bool:
         """Return whether the first draft after a match is accepted with probability `needed`; if not, begin a pause.
 
-        The first pause is short and each further one twice as long, until drafts are accepted again.
+        `shortest`: what `shortest_match` returns for `needed`. A match grows by one token a step, so a shorter one
+        pauses until it can be as long. A request whose own drafts failed pauses for a few steps, then for twice as many
+        each time, until drafts are accepted again. Meanwhile its failures are forgotten.
         """
         record = self._records.get(request_id)
         if record is None:
             record = self._records[request_id] = _Record()
         record.match = match
-        if self.probability(request_id, match) >= needed:
-            return True
-        if record.factor > 1:
+        if match >= shortest or (match and record.factor > 1):
+            self._decay(record)
+            if self.probability(request_id, match) >= needed:
+                return True
+        if match >= shortest and record.factor < 1:
             record.pause = min(max(2 * record.pause, _FIRST_PAUSE), _LONGEST_PAUSE)
             record.paused_until = self.step + record.pause
+        else:
+            record.paused_until = self.step + max(shortest - match, 1)
         return False
 
     def probability(self, request_id: str, match: int) -> float:
         """Return the probability that the first draft after a match of `match` tokens is accepted."""
-        record = self._records.get(request_id)
-        failure = (1 - self._by_length(match)) * (record.factor if record is not None else 1.0)
-        return min(max(1 - failure, _LEAST), _MOST)
+        record, expected = self._records.get(request_id), self._by_length(match)
+        factor = record.factor if record is not None else 1.0
+        probability = expected * factor if factor <= 1 else 1 - (1 - expected) / factor
+        return min(max(probability, _LEAST), _MOST)
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
         """Learn from one draft of a request: so many of its tokens were accepted."""
@@ -97,22 +99,30 @@ class Acceptance:
         record = self._records.get(request_id)
         if record is None:
             return
-        record.failed *= _KEPT_PER_DRAFT
+        self._decay(record)
+        record.accepted *= _KEPT_PER_DRAFT
         record.expected *= _KEPT_PER_DRAFT
         for position in range(min(num_accepted + 1, num_drafted)):
             is_accepted = position < num_accepted
             share = self._decayed(record.match + position)
-            record.failed += not is_accepted
-            record.expected += 1 - self._by_length(record.match + position)
+            record.accepted += is_accepted
+            record.expected += self._by_length(record.match + position)
             share.accepted += is_accepted
             share.reached += 1
-        record.factor = (record.failed + 1) / (record.expected + 1)
+        record.factor = _factor(record)
         if 2 * num_accepted >= num_drafted:
             record.pause = 0
 
     def forget(self, request_id: str) -> None:
         """Drop what is known of one request."""
         self._records.pop(request_id, None)
+
+    def _decay(self, record: _Record) -> None:
+        if record.step != self.step:
+            kept = _KEPT_PER_STEP ** (self.step - record.step)
+            record.accepted *= kept
+            record.expected *= kept
+            record.factor, record.step = _factor(record), self.step
 
     def _by_length(self, match: int) -> float:
         share = self._decayed(match)
@@ -128,6 +138,14 @@ class Acceptance:
         return share
 
 
+def _factor(record: _Record) -> float:
+    return (record.accepted + _PRIOR_WEIGHT) / (record.expected + _PRIOR_WEIGHT)
+
+
+_PRIORS = (0.0, 0.3, 0.5, 0.7, 0.75, 0.8, 0.8, 0.85)  # by match length
+_LONG_PRIOR = 0.93
+
+
 def _prior(match: int) -> float:
-    """Return the probability to begin with: more than is usual, so that drafts are tried."""
-    return 0.9 if match > 4 else 0.7
+    """Return the probability to begin with, as measured: see `python benchmarks/speculation.py --offline`."""
+    return _PRIORS[match] if match < len(_PRIORS) else _LONG_PRIOR

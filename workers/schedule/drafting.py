@@ -120,13 +120,13 @@ class DraftPolicy:
         """Return the streams whose first draft may be accepted with probability `needed`, at which a draft pays."""
         if needed >= 1:
             return []
-        acceptance, match_length = self._acceptance, self.source.match_length
-        chains = []
+        acceptance, match_length, chains = self._acceptance, self.source.match_length, list[_Chain]()
+        shortest, paused = acceptance.shortest_match(needed), acceptance.paused()
         for stream in streams:
-            if stream.most <= 0 or not acceptance.may_reach(stream.id, needed):
+            if stream.id in paused or stream.most <= 0:
                 continue
             match = match_length(stream.id)
-            if match and acceptance.is_worth(stream.id, match, needed):
+            if acceptance.is_worth(stream.id, match, needed, shortest):
                 row_seconds = cost.per_prefill_token + cost.per_attended * stream.context
                 chains.append(_Chain(stream, match, row_seconds, acceptance.probability(stream.id, match)))
         return chains

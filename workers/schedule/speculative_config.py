@@ -30,8 +30,8 @@ class SpeculativeConfig(BaseModel):
         True,
         description="Draft as many tokens as the predicted seconds of a step pay for; off: the most. Not in vLLM.",
     )
-    prompt_lookup_min: int = Field(2, ge=1, description="ngram: shortest match, in tokens.")
-    prompt_lookup_max: int = Field(5, ge=1, description="ngram: tokens from which on a longer match is no better.")
+    prompt_lookup_min: int = Field(1, ge=1, description="ngram: shortest match, in tokens.")
+    prompt_lookup_max: int = Field(8, ge=1, description="ngram: tokens from which on a longer match is no better.")
     model: str | None = Field(None, min_length=1, description="draft_model: directory or hub name of the small model.")
     draft_kv_cache_memory: ByteSize = Field(
         ByteSize(256 << 20), gt=0, description="draft_model: memory for the small model's KV pages. Not in vLLM."
