@@ -52,16 +52,9 @@ class _Chain:
     length: int = 0
 
     def added_to(self, work: StepWork) -> StepWork:
-        """Return the work of a step with one more of these drafts: the decode becomes a chunk, or that grows."""
-        start, size = self.stream.context, self.length + 1
-        is_first = self.length == 0
-        before = 0.0 if is_first else size * (start + size / 2)
-        return StepWork(
-            work.prefill_tokens + 1 + is_first,
-            work.attended + (size + 1) * (start + (size + 1) / 2) - before,
-            work.decodes - is_first,
-            work.context,
-        )
+        """Return the work of a step with one more of these drafts, as `StepWork.plus_drafts` does for all of them."""
+        attended = work.attended + self.stream.context + self.length + 1.5
+        return StepWork(work.prefill_tokens, attended, work.decodes, work.context, work.drafts + 1)
 
 
 @dataclass(slots=True)
@@ -101,7 +94,7 @@ class DraftPolicy:
         seconds = cost.seconds(work)
         if seconds <= 0 or seconds >= within:
             return {}
-        row_seconds = cost.per_prefill_token + min(cost.per_early_row if work.rows < cost.bend_rows else 0.0, 0.0)
+        row_seconds = cost.per_decode + min(cost.per_early_row if work.rows < cost.bend_rows else 0.0, 0.0)
         chains = self._chains(streams, work.decodes / seconds * max(row_seconds, 0.0), cost)
         return self._best(chains, work, cost, within) if chains else {}
 
@@ -127,7 +120,7 @@ class DraftPolicy:
                 continue
             match = match_length(stream.id)
             if acceptance.is_worth(stream.id, match, needed, shortest):
-                row_seconds = cost.per_prefill_token + cost.per_attended * stream.context
+                row_seconds = cost.per_decode + cost.per_attended * stream.context
                 chains.append(_Chain(stream, match, row_seconds, acceptance.probability(stream.id, match)))
         return chains
 

@@ -54,8 +54,10 @@ def work_of(streams: list[Stream]) -> StepWork:
 
 def speculating(streams: list[Stream], lengths: dict[str, int]) -> StepWork:
     """Return the work of a step that verifies so many drafts of each stream."""
-    chunks = [(stream.context, 1 + lengths[stream.id]) for stream in streams if lengths.get(stream.id)]
-    return StepWork.of(chunks, [stream.context for stream in streams if not lengths.get(stream.id)])
+    work = work_of(streams)
+    for stream in streams:
+        work = work.plus_drafts(stream.context, lengths.get(stream.id, 0))
+    return work
 
 
 def rate(policy: DraftPolicy, streams: list[Stream], lengths: dict[str, int], cost: StepCost) -> float:
@@ -131,7 +133,7 @@ def test_seconds_of_the_drafter_are_paid_for() -> None:
     assert policy_of(Matches(matches, 0.05)).lengths(streams, work_of(streams), FREE_ROWS) == {}
 
 
-COSTLY = StepCost(base=0.01, per_prefill_token=0.004, per_decode=0.001)  # a draft pays from 0.36 on for one stream
+COSTLY = StepCost(base=0.004, per_prefill_token=0.001, per_decode=0.004)  # a draft pays from 0.5 on for one stream
 
 
 def drafts_over(policy: DraftPolicy, steps: int, accepted: bool) -> list[int]:
