@@ -147,6 +147,11 @@ def serve(engine: Engine, history: History) -> tuple[dict[str, list[TokenDelta]]
 
 
 def grammar_of(work: Submission) -> GrammarState | None:
-    """Return the state of a request's grammar over bytes."""
+    """Return the state of a request's grammar over bytes, after the tokens that the client has."""
     grammar = work.sampling.grammar
-    return None if grammar is None else GrammarState(new_matcher(_BYTES, grammar), VOCAB_SIZE, MaskBudget())
+    if grammar is None:
+        return None
+    state = GrammarState(new_matcher(_BYTES, grammar), VOCAB_SIZE, MaskBudget())
+    for token_id in work.output_token_ids:
+        state.accept(token_id)
+    return state

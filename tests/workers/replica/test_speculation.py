@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from crossdock.workers.schedule.request import TokenDelta
 from tests.workers.gangs import ganged
 from tests.workers.ranks import Ranks, saved
 
+from .driven import Driven, run_driven
 from .speculating import History, Oracle, engine_of, fixed, module, serve, speculating
 
 NUM_REQUESTS = 8
@@ -81,6 +83,36 @@ def check_request(found: Sequence[TokenDelta], deltas: Sequence[TokenDelta], was
 @pytest.mark.parametrize("seed", range(16))
 def test_any_history_with_drafts_gives_the_tokens_without(seed: int) -> None:
     check_history(seed)
+
+
+@pytest.mark.parametrize("seed", [2, 5, 9])
+def test_request_that_goes_on_elsewhere_with_drafts_gets_the_rest_of_its_tokens(seed: int) -> None:
+    """As after a loss: the client has some tokens, and the grammar begins after these."""
+    history, reference = History.random(seed, NUM_REQUESTS), expected(seed)
+    works = [
+        replace(work, output_token_ids=tokens_of(reference[work.id])[: len(tokens_of(reference[work.id])) // 2])
+        for work in history.works
+    ]
+    answers = {name: tokens_of(deltas)[len(tokens_of(deltas)) // 2 :] for name, deltas in reference.items()}
+    engine = speculating(engine_of(speculative_config=fixed(4)), Oracle(answers, 0.8, random.Random(seed)))
+    found, _ = serve(engine, History(works, history.arrivals, {}))
+    assert {name: tokens_of(deltas) for name, deltas in found.items()} == answers
+
+
+def test_timeline_and_metrics_count_drafts_and_all_tokens_of_a_step() -> None:
+    async def main(driven: Driven) -> None:
+        await driven.run("a", 40, max_tokens=60)
+        timeline = driven.timeline("a")
+        drafted, accepted = timeline["num_drafted_tokens"], timeline["num_accepted_tokens"]
+        assert 0 < accepted < drafted
+        assert timeline["num_output_tokens"] == 60 == driven.metric("crossdock_output_tokens_total")
+        assert timeline["num_decode_steps"] == 59 - accepted
+        assert driven.metric("crossdock_draft_tokens_total") == drafted
+        assert driven.metric("crossdock_draft_tokens_accepted_total") == accepted
+        assert driven.metric("crossdock_draft_tokens_accepted_at_total") == accepted
+        assert driven.metric("crossdock_draft_tokens_accepted_at_total", position="0") >= accepted / 3
+
+    run_driven(main, is_warm=False, speculative_config=fixed(3))
 
 
 def test_steps_ahead_of_known_tokens_are_refused_with_drafts() -> None:
