@@ -14,36 +14,35 @@ def append_sampled(
 
     Returns the delta, and why the request has to end now; None: it goes on.
     """
-    delta = new_delta(request, [])
+    delta = new_delta(request)
     reason = None
-    for token in (*sampled.accepted, sampled):
-        request.token_ids.append(token.token_id)
-        delta.token_ids.append(token.token_id)
+    for token in (*sampled.accepted, sampled) if sampled.accepted else (sampled,):
+        token_id = token.token_id
+        request.token_ids.append(token_id)
+        delta.token_ids.append(token_id)
         if token.logprobs is not None:
             delta.logprobs = [*(delta.logprobs or ()), token.logprobs]
-        is_stop = _is_stop(request, token.token_id, eos_token_ids)
-        if is_stop:
-            delta.stop_token_id = token.token_id
-        if token.error is not None:
-            reason, delta.error = FinishReason.ERROR, token.error
-        elif is_stop or token.ends:
+        if (token_id in eos_token_ids or token_id in request.stop_token_ids) and _is_stop(request, token_id):
+            delta.stop_token_id, reason = token_id, FinishReason.STOP
+        elif token.ends:
             reason = FinishReason.STOP
         elif table.is_full(request):
             reason = FinishReason.LENGTH
+        if token.error is not None:
+            delta.error, reason = token.error, FinishReason.ERROR
         if reason is not None:
             break
     return delta, reason
 
 
-def new_delta(request: Request, token_ids: list[int]) -> TokenDelta:
-    """Return the delta of a request whose newest tokens are `token_ids`."""
-    first = request.num_output_tokens - len(token_ids)
-    delta = TokenDelta(request.id, token_ids, first, request.epoch)
-    delta.finish_reason, delta.num_cached_tokens = request.finish_reason, request.num_cached_tokens
-    return delta
+def new_delta(request: Request) -> TokenDelta:
+    """Return a delta without tokens, after all that the request has."""
+    first = len(request.token_ids) - len(request.prompt_token_ids)
+    return TokenDelta(request.id, [], first, request.epoch, num_cached_tokens=request.num_cached_tokens)
 
 
-def _is_stop(request: Request, token_id: int, eos_token_ids: Collection[int]) -> bool:
+def _is_stop(request: Request, token_id: int) -> bool:
+    """Return whether the newest token of a request, an EOS or a stop token, ends it."""
     params = request.sampling
-    is_eos = token_id in eos_token_ids and not params.ignore_eos
-    return (is_eos or token_id in request.stop_token_ids) and request.num_output_tokens > params.min_tokens
+    is_heeded = not params.ignore_eos or token_id in request.stop_token_ids
+    return is_heeded and request.num_output_tokens > params.min_tokens

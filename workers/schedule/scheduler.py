@@ -142,8 +142,10 @@ class Scheduler:
 
         Ask a drafter for these, and give what it finds to `schedule`.
         """
+        if self.verification is None:
+            return {}
         self._table.begin_step(now)
-        return self.verification.wanted(self._choose_streams()[0]) if self.verification is not None else {}
+        return self.verification.wanted(self._choose_streams()[0])
 
     def schedule(self, now: float, drafts: Mapping[str, Sequence[int]] | None = None) -> Batch:
         """Return the next step, empty if there is nothing to do. `now`: seconds on the clock of arrival times.
@@ -212,44 +214,42 @@ class Scheduler:
         `sampled` has an entry for each part that `samples`. Parts that began with an assumed token which turned out to
         be another one have none, and are computed again.
         """
-        deltas, size = [], self.pages.page_size
+        deltas, size, table, classes = [], self.pages.page_size, self._table, self.config.slo_classes
         for part in batch.scheduled:
             request = part.request
             request.num_in_flight_tokens -= part.num_tokens
             if request.status is not Status.RUNNING:
-                self._table.release_after_flight(request)
-                continue
-            if part.samples and request.id not in sampled:
+                table.release_after_flight(request)
                 continue
             end = part.start + part.num_tokens
             delta, reason = None, None
             if part.samples:
-                delta, reason = append_sampled(self._table, request, sampled[request.id], self.eos_token_ids)
-                end = request.num_tokens - 1  # so that rejected drafts, and tokens after the last one, do not count
+                if (token := sampled.get(request.id)) is None:
+                    continue
+                delta, reason = append_sampled(table, request, token, self.eos_token_ids)
+                if part.drafts:
+                    end = request.num_tokens - 1  # rejected drafts do not count, nor do tokens after the last one
             elif end == request.num_tokens:  # max_tokens is 0: only the prompt was asked for
-                delta, reason = new_delta(request, []), FinishReason.LENGTH
+                delta, reason = new_delta(request), FinishReason.LENGTH
             request.num_computed_tokens = end
             if end // size > part.start // size:
-                kv.index_full_pages(self._table, request, part.start)
+                kv.index_full_pages(table, request, part.start)
             if part.drafts and self.verification is not None:
                 self.verification.verified(request, len(part.drafts), len(sampled[request.id].accepted))
-            if delta is not None:
-                self._ends_or_goes_on(request, delta, reason, now)
-                deltas.append(delta)
+            if delta is None:
+                continue
+            deltas.append(delta)
+            tpot = classes[request.priority].tpot_s
+            for _ in delta.token_ids:
+                request.due = next_due(request.due, now, tpot)
+            if request.paced_from is None:
+                request.paced_from = now - tpot * request.num_output_tokens
+            if reason is not None:
+                delta.finish_reason = reason
+                table.end(request, reason)
+            elif request.leg is Leg.SEND:
+                table.hold(request)
         return deltas
-
-    def _ends_or_goes_on(self, request: Request, delta: TokenDelta, reason: FinishReason | None, now: float) -> None:
-        """End a request that got its last token, or note when its next one is due."""
-        tpot = self.config.slo_classes[request.priority].tpot_s
-        for _ in delta.token_ids:
-            request.due = next_due(request.due, now, tpot)
-        if request.paced_from is None:
-            request.paced_from = now - tpot * request.num_output_tokens
-        if reason is not None:
-            self._table.end(request, reason)
-            delta.finish_reason = reason
-        elif request.leg is Leg.SEND:
-            self._table.hold(request)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
