@@ -190,6 +190,8 @@ def row(
     num_steps, per_step = _steps_between_tokens(num_future + 1, depth, interval_share)
     future_gap = cost.decode_step_seconds(num_future / num_steps, future_context / num_steps) * per_step
     joined = cost.decode_step_seconds((num_future + 1) / num_steps, future_context / num_steps) * per_step
+    per_joining_decode = (joined - future_gap) * num_steps / per_step
+    gap, future_gap = gap * live.gap_share, future_gap * live.gap_share  # with drafts, a step brings several tokens
     future_streams = [now + more if more > 0 else now for now, more in zip(streams, work.arriving, strict=True)]
     groups, num_groups, urgent = work.backlog(len(classes))
     free_pages, free_places, max_prompt_now = work.room(profile, live, len(classes))
@@ -218,8 +220,8 @@ def row(
         recent_excess_share=max(live.stream_share - (1 - shares[0]), 0.0),
         gap=gap,
         future_gap=future_gap,
-        token_share=per_step / num_steps,
-        per_joining_decode=(joined - future_gap) * num_steps / per_step,
+        token_share=per_step / num_steps * live.gap_share,
+        per_joining_decode=per_joining_decode,
         most_urgent_stream=first_nonzero(streams),
         lateness=lateness(gap, streams, classes),
         future_lateness=lateness(future_gap, future_streams, classes),

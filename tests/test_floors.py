@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = ("cluster", "router", "workers", "kvtransfer", "kernels")
-WORKERS = {"workers/schedule", "workers/report", "workers/model", "workers/replica"}
+WORKERS = {"workers/schedule", "workers/report", "workers/model", "workers/draft", "workers/replica"}
 CONFIG = {"cluster/config.py", "cluster/config_file.py"}
 BELOW = {  # room: the rooms it may import besides itself
     "cluster/cli.py": {"cluster"},
@@ -26,7 +26,15 @@ BELOW = {  # room: the rooms it may import besides itself
     "cluster/tune": {"cluster/bench", *CONFIG, *WORKERS},
     "cluster/deploy": {*CONFIG, "cluster/serve"},
     "router": {"workers/report", "workers/schedule"},
-    "workers/replica": {"workers/model", "workers/report", "workers/schedule", "kvtransfer", "kernels"},
+    "workers/replica": {
+        "workers/draft",
+        "workers/model",
+        "workers/report",
+        "workers/schedule",
+        "kvtransfer",
+        "kernels",
+    },
+    "workers/draft": {"workers/model", "workers/schedule"},
     "workers/model": {"workers/schedule", "kvtransfer", "kernels"},
     "workers/report": {"workers/schedule", "kvtransfer"},
     "workers/schedule": set[str](),

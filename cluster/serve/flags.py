@@ -126,6 +126,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("engine.gpu_memory_utilization"),
         Flag("engine.enforce_eager"),
         Flag("engine.async_scheduling"),
+        Flag("engine.speculative_config"),
         Flag("engine.attention_backend"),
         Flag("engine.cpu_kernels"),
         Flag("engine.quantization", ("--quantization", "-q")),
@@ -343,7 +344,7 @@ def _parsed_type(annotation: Any) -> tuple[Any, str | None]:
     annotation = _required(annotation)
     if get_origin(annotation) is Literal:
         return str, "|".join(get_args(annotation))
-    if get_origin(annotation) is dict:
+    if get_origin(annotation) is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return str, "JSON"
     if annotation in _METAVARS:
         return str, _METAVARS[annotation]

@@ -15,6 +15,7 @@ from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.slo import SloClass
+from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 
 
 class SimulatedPool(BaseModel):
@@ -33,6 +34,10 @@ class SimulatedPool(BaseModel):
         description="Settings that differ from the profile, or are not in it, e.g. prefill_order."
     )
     enable_prefix_caching: bool = Field(True, description="Share pages between requests with equal beginnings.")
+    speculative_config: SpeculativeConfig | None = Field(None, description="As of a server; null: no drafts.")
+    draft_acceptance: float = Field(
+        0.5, ge=0, le=1, description="Probability that a draft is accepted if all before it are; drawn by seed."
+    )
     price: float = Field(0.0, ge=0, description="Price of a replica for an hour, in any currency.")
 
     @property

@@ -17,13 +17,15 @@ import numpy as np
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import SimulatedPool
 from crossdock.workers.report.advertise import Publisher
-from crossdock.workers.schedule.batch import Batch, SampledToken
+from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
+from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Request, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
 
 TOKEN = 2**32 - 1  # the token that every simulated model samples
 _SAMPLED = SampledToken(TOKEN)
+_DRAFTS = 1  # sets their random numbers apart from those of noise
 
 Action: TypeAlias = Callable[[float], None]
 """A function of the time, in seconds, at which it is called."""
@@ -74,6 +76,26 @@ class Noise:
             rng = np.random.default_rng([*self.seed, block])
             self._block, self._factors = block, rng.lognormal(-(self.spread**2) / 2, self.spread, 1024).tolist()
         return self._factors[place]
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Draws how many drafts are accepted, each with the same probability if all before it are."""
+
+    probability: float
+    seed: tuple[int, int]  # of the simulation, and the replica's number
+    _random: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._random = np.random.default_rng([*self.seed, _DRAFTS])
+
+    def sampled(self, part: Scheduled) -> SampledToken:
+        """Return what the step sampled for a part."""
+        if not part.drafts:
+            return _SAMPLED
+        is_rejected = self._random.random(len(part.drafts)) >= self.probability
+        num_accepted = int(is_rejected.argmax()) if is_rejected.any() else len(part.drafts)
+        return SampledToken(TOKEN, accepted=[_SAMPLED] * num_accepted)
 
 
 @dataclass(slots=True)
@@ -134,11 +156,12 @@ class SimulatedReplica:
     _is_between: bool = False  # two steps
     _flights: deque[_Flight] = field(default_factory=deque)  # oldest first
     _stages: Stages = field(init=False)
+    _acceptance: Acceptance = field(init=False)
     _since: float = 0.0  # when the oldest step in flight began, or the step before it ended
     _version: int = 0  # of the plan that is in the clock
 
     def __post_init__(self) -> None:
-        profile = self.pool.profile
+        profile, speculative = self.pool.profile, self.pool.speculative_config
         pages = PagePool(profile.num_pages, profile.page_size, self.pool.enable_prefix_caching, profile.windows)
         overrun, depth = max(profile.overrun, self.noise.overrun), profile.pipeline_parallel_size
         self._stages = Stages.of(depth, profile.interval_share)
@@ -150,7 +173,9 @@ class SimulatedReplica:
             overrun=overrun,
             depth=depth,
             interval_share=self._stages.interval_share,
+            drafting=DraftPolicy(speculative) if speculative is not None else None,
         )
+        self._acceptance = Acceptance(self.pool.draft_acceptance, self.noise.seed)
         self.publisher = Publisher(self.scheduler, self.name)
 
     def post(self, action: Action, now: float, ends: str | None = None) -> None:
@@ -197,7 +222,8 @@ class SimulatedReplica:
 
     def _begin_steps(self, now: float) -> None:
         while len(self._flights) < len(self._stages.shares) and self.scheduler.has_work:
-            batch = self.scheduler.schedule(now)
+            wanted = self.scheduler.wanted_drafts(now)
+            batch = self.scheduler.schedule(now, {name: [TOKEN] * count for name, count in wanted.items()})
             self._take_returned(now)
             if not batch:
                 return
@@ -251,7 +277,8 @@ class SimulatedReplica:
         self.num_steps += 1
         self.num_decoded += batch.num_decodes
         self.num_prefilled += sum(part.num_tokens for part in batch.scheduled[batch.num_decodes :])
-        sampled = dict.fromkeys([part.request.id for part in batch.scheduled if part.samples], _SAMPLED)
+        sampled = {part.request.id: self._acceptance.sampled(part) for part in batch.scheduled if part.samples}
+        self.num_decoded += sum(len(token.accepted) for token in sampled.values())
         deltas = self.scheduler.update(batch, sampled, now)
         self.observer.stepped(self, batch, deltas, now)
         self._after(now)

@@ -165,7 +165,7 @@ class Simulation:
                 assert placement is not None
                 placed = Placed(placement.reason, placement.predicted_ttft, now - request.sample.sent)
                 self._outcome.placed.append(placed)
-            times.append(now)
+            times.extend([now] * len(delta.token_ids))
         if delta.finish_reason is not None:
             self._over(request, now)
 

@@ -230,6 +230,11 @@ def _replica(replica: str, now: Scrape, change: Scrape) -> RenderableType:
     preempted = _number(now.total(scrape.PREEMPTIONS, **which))
     pages = now.by(scrape.PAGES, scrape.STATE, **which)
     lines = [Text.assemble(("KV pages  ", "dim"), _pages(pages), f"   preempted {preempted}")]
+    if now.total(scrape.DRAFT_TOKENS, **which):
+        drafted, accepted = (change.total(name, **which) for name in (scrape.DRAFT_TOKENS, scrape.ACCEPTED_TOKENS))
+        share = _percent((accepted or 0.0) / drafted if drafted else None)
+        rate = _number(change.rate(scrape.DRAFT_TOKENS, **which))
+        lines.append(Text.assemble(("drafts    ", "dim"), f"tokens/s {rate} · accepted {share}"))
     lines += [
         Text.assemble(("kernels   ", "dim"), kernels) for kernels in now.by(scrape.CPU_KERNELS, scrape.KERNELS, **which)
     ]

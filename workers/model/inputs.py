@@ -34,13 +34,15 @@ class StepInputs:
     def of(cls, batch: Batch, page_size: int) -> "tuple[StepInputs, list[range]]":
         """Return the step, and for each part of the batch its rows of the N rows of logits.
 
-        A part that samples has its last token's row. A part whose request wants prompt logprobs has every token's.
+        A part that samples has its last token's row, and the row of each draft. A part whose request wants prompt
+        logprobs has every token's.
         """
         token_ids: list[int] = []
         wanted: list[int] = []
         rows: list[range] = []
         for part in batch.scheduled:
             token_ids += part.request.token_ids[part.start : part.start + part.num_tokens]
+            token_ids += part.drafts
             rows.append(range(len(wanted), len(wanted) + _num_rows(part)))
             wanted += range(len(token_ids) - _num_rows(part), len(token_ids))
         starts = np.array([part.start for part in batch.scheduled], np.int64)
@@ -150,7 +152,8 @@ def _page_table(parts: Sequence[Scheduled], page_size: int) -> NDArray[np.int32]
 
 
 def _num_rows(part: Scheduled) -> int:
-    """Return how many rows of logits a part needs: all for a prompt's logprobs, the last to sample, else none."""
+    """Return how many rows of logits a part needs: all for a prompt's logprobs, to sample the last and those of its
+    drafts, else none."""
     if part.request.sampling.prompt_logprobs is not None and part.start < part.request.num_prompt_tokens:
         return part.num_tokens
-    return int(part.samples)
+    return part.samples + len(part.drafts)

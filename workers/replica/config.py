@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype, Quantization
 from crossdock.workers.model.memory_budget import MemoryBudget
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.config import SchedulerConfig
+from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 
@@ -68,6 +69,10 @@ class EngineConfig(SchedulerConfig):
         None,
         description="Begin a step before the tokens of the one before it are known; null: on GPUs, of one stage.",
     )
+    speculative_config: SpeculativeConfig | None = Field(
+        None,
+        description="Draft tokens and verify several of a stream in one step, as JSON with vLLM's names; null: do not.",
+    )
     kv_cache_dtype: KVCacheDtype = Field(
         "auto", description="Dtype of KV pages; auto: the model's; fp8 (e4m3) holds twice as many tokens as bfloat16."
     )
@@ -84,6 +89,15 @@ class EngineConfig(SchedulerConfig):
     fault_token_ids: tuple[int, ...] = Field(
         (), description="For tests alone: a prompt with these tokens side by side kills every replica it is sent to."
     )
+
+    @model_validator(mode="after")
+    def _drafts_follow_known_tokens(self) -> "EngineConfig":
+        if self.speculative_config is not None and self.async_scheduling:
+            raise ValueError(
+                "async_scheduling must be false or null with speculative_config: drafts continue the tokens of the "
+                "step before, which must be known"
+            )
+        return self
 
     def sized(self, defaults: StepSizes, max_model_len: int) -> Self:
         """Return the configuration with numbers where it leaves them to the device. ValueError: they do not fit."""

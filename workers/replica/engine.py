@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from crossdock.kvtransfer.layout import PoolSpec
+from crossdock.workers.draft.drafter import new_drafter
 from crossdock.workers.model.checkpoint import resolve_tokenizer
 from crossdock.workers.model.grammar.compiler import GrammarCompiler
 from crossdock.workers.model.grammar.state import GrammarState
@@ -22,11 +23,13 @@ from crossdock.workers.replica.device import device_of
 from crossdock.workers.replica.gang import Gang
 from crossdock.workers.replica.pipeline import FinishedStep, Pipeline
 from crossdock.workers.replica.pool_layout import held_layers, pool_spec
+from crossdock.workers.replica.speculation import Speculation
 from crossdock.workers.replica.step_sampler import StepSampler
 from crossdock.workers.replica.step_sizes import sized
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.cost import StepWork
 from crossdock.workers.schedule.cost_fit import StepCostFit
+from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.interval_share import IntervalShare
 from crossdock.workers.schedule.page_needs import PageNeeds
 from crossdock.workers.schedule.pages import PagePool, Window
@@ -65,20 +68,28 @@ class Engine:
     scheduler: Scheduler = field(init=False)
     pipeline: Pipeline = field(init=False)
     grammars: GrammarCompiler = field(init=False)
+    speculation: Speculation | None = field(init=False, default=None)
     _sampler: StepSampler = field(init=False)
 
     def __post_init__(self) -> None:
         config, model = sized(self.config, self.model), self.model
         self.config = config
+        speculative = config.speculative_config
+        drafter = new_drafter(speculative, model) if speculative is not None else None  # before pages take all memory
+        drafting = DraftPolicy(speculative, drafter) if speculative is not None and drafter is not None else None
         self._group_layers()
         windows = [group.window for group in model.groups] or [None]
         num_pages = self._num_pages(windows)
         model.allocate_pool(num_pages, config.page_size)
         self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows)
         depth = model.part.position.num_stages
-        self.scheduler = Scheduler(config, self.pages, model.max_model_len, model.eos_token_ids, depth=depth)
+        self.scheduler = Scheduler(
+            *(config, self.pages, model.max_model_len, model.eos_token_ids), depth=depth, drafting=drafting
+        )
         self.grammars = GrammarCompiler(self.tokenizer_dir, model.vocab_size, model.eos_token_ids)
         self._sampler = StepSampler(tuple(model.eos_token_ids))
+        if drafter is not None:
+            self.speculation = Speculation(drafter, self.scheduler, self._sampler)
         is_ahead = self._runs_ahead()
         self.pipeline = Pipeline(self._runner(num_pages), self._sampler, self.clock, is_ahead)
 
@@ -128,6 +139,8 @@ class Engine:
         wanted, is_one_stage = self.config.async_scheduling, self.model.part.position.num_stages == 1
         if wanted and not is_one_stage:
             raise ValueError("async_scheduling must be false or null for the stages of a pipeline")
+        if self.config.speculative_config is not None:
+            return False  # drafts continue the tokens of the step before
         return wanted if wanted is not None else is_one_stage and self.model.device.type == "cuda"
 
     def _num_pages(self, windows: Sequence[Window]) -> int:
@@ -179,6 +192,14 @@ class Engine:
         request = Request.from_submission(submission, self.clock() if arrived is None else arrived)
         self.scheduler.add(request)
         self._sampler.add(request, grammar)
+        if self.speculation is not None:
+            self.speculation.drafter.add(request.id, request.token_ids)
+
+    def _forget(self, request_id: str) -> None:
+        """Drop what sampling and drafting keep of a request."""
+        self._sampler.remove(request_id)
+        if self.speculation is not None:
+            self.speculation.drafter.remove(request_id)
 
     async def compiled(self, submission: Submission) -> GrammarState | None:
         """Return the state of the request's grammar after its output tokens; None for a request without one.
@@ -196,7 +217,7 @@ class Engine:
     def abort(self, request_id: str) -> Request | None:
         """End a request in any state, unless it is in flight. Returns None if it has ended already."""
         assert not self.is_in_flight(request_id), "a step in flight still writes to its pages"
-        self._sampler.remove(request_id)
+        self._forget(request_id)
         return self.scheduler.abort(request_id)
 
     def arrive(self, request_id: str, token_id: int) -> None:
@@ -206,14 +227,14 @@ class Engine:
 
     def ship(self, request_id: str) -> None:
         """End a held request here: all its pages are at another replica."""
-        self._sampler.remove(request_id)
+        self._forget(request_id)
         self.scheduler.finish_sent(request_id)
 
     def take_returned(self) -> list[Request]:
         """Return the requests that made way for more urgent ones since the last call; they have ended here."""
         returned = self.scheduler.take_returned()
         for request in returned:
-            self._sampler.remove(request.id)
+            self._forget(request.id)
         return returned
 
     def is_in_flight(self, request_id: str) -> bool:
@@ -237,7 +258,11 @@ class Engine:
         """Schedule the next step and begin to execute it. Return whether there was one that can begin now."""
         now, before = self.clock(), self.pipeline.newest
         if before is None or not self.pipeline.is_ahead:
-            return self._execute(self.scheduler.schedule(now), now)
+            if self.speculation is None:
+                return self._execute(self.scheduler.schedule(now), now)
+            drafts = self.speculation.drafts(now)
+            now = self.clock()  # drafting is no part of the step, whose seconds are learnt from
+            return self._execute(self.scheduler.schedule(now, drafts), now)
         if before.device_tokens is None or self.scheduler.needs_preemption:
             return False
         predicted = self.cost_fit.cost.seconds(before.batch.work) if self.cost_fit is not None else 0.0
@@ -259,7 +284,7 @@ class Engine:
         for delta in deltas:
             delta.prompt_logprobs = self._sampler.take_prompt_logprobs(delta.request_id)
             if delta.finish_reason is not None:
-                self._sampler.remove(delta.request_id)
+                self._forget(delta.request_id)
         return Step(batch, deltas, step.started, seconds, self._learn(step), step.interval)
 
     def fail_all(self, error: str) -> list[tuple[Request, TokenDelta]]:

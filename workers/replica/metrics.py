@@ -14,6 +14,7 @@ from crossdock.workers.replica.replica_dock import ReplicaDock
 from crossdock.workers.report.timeline import Progress, Timeline, prompt_length_bucket
 from crossdock.workers.report.vllm_names import OF_REPLICAS, exposition
 from crossdock.workers.schedule.request import Leg, Request, Status
+from crossdock.workers.schedule.verify import DraftTotals
 
 _STEP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
 _CHUNK_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -168,7 +169,7 @@ class EngineMetrics:
             predicted.observe(step.predicted)
         self._step_tokens.observe(batch.num_tokens)
         if num_chunks:
-            self._step_prompt_tokens.observe(batch.num_tokens - batch.num_decodes)
+            self._step_prompt_tokens.observe(batch.num_tokens - batch.num_decodes - batch.num_drafts)
         if batch.num_decodes:
             self._step_decodes[kind].observe(batch.num_decodes)
         if batch.num_skipped:
@@ -182,8 +183,8 @@ class EngineMetrics:
             self._chunk_wait.labels(timeline.slo.name).observe(chunk.waited_s)
             if timeline.num_chunks == 1:
                 self._cached_tokens.inc(chunk.start)
-        if progress.tokens:
-            self._output_tokens.inc(len(progress.tokens))
+        if progress.num_tokens:
+            self._output_tokens.inc(progress.num_tokens)
         for timeline in progress.tokens:
             if timeline.gap is not None:
                 self._gap[timeline.slo.name, timeline.is_gap_shared].observe(timeline.gap)
@@ -289,11 +290,31 @@ class _Gauges(Collector):
         if engine.model.kernels and engine.model.device.type == "cpu":
             text = "Always 1; the label says which kernels compute the matrix products of fused layers."
             yield _gauge("crossdock_cpu_kernels", text, ("kernels",), {(engine.model.kernels,): 1})
-        preemptions = CounterMetricFamily(
-            "crossdock_preemptions", "Requests preempted: their pages went to other requests."
+        text = "Requests preempted: their pages went to other requests."
+        yield _counter("crossdock_preemptions", text, engine.scheduler.num_preemptions)
+        yield from self._drafts()
+
+    def _drafts(self) -> Iterator[Metric]:
+        """Yield the counts of verified drafts, which are 0 without speculation."""
+        verification = self._engine.scheduler.verification
+        totals = verification.totals if verification is not None else DraftTotals()
+        accepted = list(totals.num_accepted_at)
+        wasted = verification.policy.wasted_s if verification is not None else 0.0
+        yield _counter(
+            "crossdock_drafts", "Drafts that steps verified: one for each stream and step.", totals.num_drafts
         )
-        preemptions.add_metric([], engine.scheduler.num_preemptions)
-        yield preemptions
+        yield _counter("crossdock_draft_tokens", "Drafted tokens that steps verified.", totals.num_tokens)
+        yield _counter("crossdock_draft_tokens_accepted", "Drafted tokens that the model chose too.", sum(accepted))
+        text = "Predicted seconds by which drafted tokens that were rejected made steps longer."
+        yield _counter("crossdock_draft_wasted_seconds", text, wasted)
+        by_position = CounterMetricFamily(
+            "crossdock_draft_tokens_accepted_at",
+            "Accepted drafted tokens by their place in a draft.",
+            labels=["position"],
+        )
+        for position, count in enumerate(accepted):
+            by_position.add_metric([str(position)], count)
+        yield by_position
 
     def _requests(self, requests: list[Request]) -> Iterator[Metric]:
         classes = [slo.name for slo in self._engine.config.slo_classes]
@@ -343,11 +364,14 @@ class _Gauges(Collector):
             ("quantile",),
             {(str(quantile),): fit.error(quantile) for quantile in (0.5, 0.9)},
         )
-        rejected = CounterMetricFamily(
-            "crossdock_step_outliers", "Steps too far from their prediction to be learnt from."
-        )
-        rejected.add_metric([], fit.num_rejected)
-        yield rejected
+        text = "Steps too far from their prediction to be learnt from."
+        yield _counter("crossdock_step_outliers", text, fit.num_rejected)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    family = CounterMetricFamily(name, text)
+    family.add_metric([], value)
+    return family
 
 
 def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Mapping[Any, float]) -> Metric:

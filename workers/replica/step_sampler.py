@@ -3,6 +3,7 @@ grammar."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -10,8 +11,8 @@ from torch import Tensor
 from crossdock.workers.model.grammar.state import GrammarState
 from crossdock.workers.model.sampling.logprobs import logprobs_of
 from crossdock.workers.model.sampling.row import SampleRow
-from crossdock.workers.model.sampling.sampler import PendingTokens, sample
-from crossdock.workers.schedule.batch import Batch, SampledToken
+from crossdock.workers.model.sampling.sampler import DrawnToken, PendingTokens, sample
+from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.request import Request, Status, TokenLogprobs
 
 
@@ -65,27 +66,56 @@ class StepSampler:
         `logits`: [N, vocab]; `rows`: for each part of `batch`, which of the N are its own.
         """
         self._collect_prompt_logprobs(batch, logits, rows)
-        parts = [
-            (part, row[-1])
-            for part, row in zip(batch.scheduled, rows, strict=True)
-            if part.samples and part.request.status is not Status.FINISHED  # FINISHED: by the step before
-        ]
+        wanted, sample_rows = list[int](), list[SampleRow]()  # of the logits
+        parts: list[tuple[Scheduled, int]] = []  # with the number of their rows
+        for part, row in zip(batch.scheduled, rows, strict=True):
+            if not part.samples or part.request.status is Status.FINISHED:  # FINISHED: by the step before
+                continue
+            own = self._sample_rows(part)
+            first = row.stop - 1 - len(part.drafts)
+            wanted += range(first, first + len(own))
+            sample_rows += own
+            parts.append((part, len(own)))
         if not parts:
             return {}
-        if len(parts) < len(logits):
-            logits = logits[torch.tensor([row for _, row in parts], device=logits.device)]
-        sample_rows = [self._rows[part.request.id] for part, _ in parts]
-        for part, _ in parts:
-            if (grammar := self._grammars.get(part.request.id)) is not None:
-                self._rows[part.request.id].allowed = grammar.mask()
-        sampled = {}
-        for (part, _), token in zip(parts, sample(logits, sample_rows), strict=True):
-            state = self._grammars.get(part.request.id)
-            if state is not None:
-                state.accept(token.token_id)
-            ends = state is not None and state.finished
-            error = state.error if state is not None else None
-            sampled[part.request.id] = SampledToken(token.token_id, token.logprobs, ends, error)
+        if len(wanted) < len(logits):
+            logits = logits[torch.tensor(wanted, device=logits.device)]
+        drawn = iter(sample(logits, sample_rows))
+        return {part.request.id: self._accept(part, list(islice(drawn, num_rows))) for part, num_rows in parts}
+
+    def vetted(self, request_id: str, drafts: Sequence[int]) -> Sequence[int]:
+        """Return the drafts up to the first that the request's grammar refuses."""
+        grammar = self._grammars.get(request_id)
+        return drafts if grammar is None else drafts[: grammar.num_allowed(drafts)]
+
+    def _sample_rows(self, part: Scheduled) -> list[SampleRow]:
+        """Return the rows to sample: of the newest token, and of each draft that the grammar allows."""
+        row, grammar = self._rows[part.request.id], self._grammars.get(part.request.id)
+        if not part.drafts:
+            if grammar is not None:
+                row.allowed = grammar.mask()
+            return [row]
+        if grammar is None:
+            return [row.after(part.drafts[:number], None) for number in range(len(part.drafts) + 1)]
+        return [row.after(part.drafts[:number], mask) for number, mask in enumerate(grammar.masks(part.drafts))]
+
+    def _accept(self, part: Scheduled, drawn: Sequence[DrawnToken]) -> SampledToken:
+        """Return the first of a part's tokens that is no draft, with the accepted drafts before it.
+
+        A row's token counts as long as all drafts before it were drawn. `drawn`: of the part's rows, in order.
+        """
+        grammar = self._grammars.get(part.request.id)
+        accepted: list[SampledToken] = []
+        for number, token in enumerate(drawn, 1):
+            sampled = SampledToken(token.token_id, token.logprobs)
+            if grammar is not None:
+                grammar.accept(token.token_id)
+                sampled.ends, sampled.error = grammar.finished, grammar.error
+            is_draft = number < len(drawn) and token.token_id == part.drafts[number - 1]
+            if not is_draft or sampled.ends or sampled.error is not None:
+                break
+            accepted.append(sampled)
+        sampled.accepted = accepted
         return sampled
 
     def _collect_prompt_logprobs(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> None:

@@ -64,6 +64,7 @@ class LiveProfile:
     done_seconds: float = 0.0  # of prompts computed since the start, in the unit of `Prompts.seconds`
     role: Role | None = None  # that the replica is assigned to now; None: the role in its static profile
     interval_share: float = 1.0  # interval of steps / seconds of one, as learnt so far, with `cost`
+    gap_share: float = 1.0  # recent seconds per token of streams with drafts, as a share of those without
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ def observe(
         scheduler.prefilled.seconds,
         role,
         scheduler.interval_share,
+        scheduler.verification.gap_share if scheduler.verification is not None else 1.0,
     )
 
 

@@ -48,6 +48,8 @@ class Counts(NamedTuple):
     computed: int
     output: int
     preemptions: int
+    drafted: int = 0
+    accepted: int = 0  # of the drafted ones
 
 
 class Gaps(NamedTuple):
@@ -78,9 +80,7 @@ class Timeline:
     ttft_deadline: float  # seconds after arrival
     predicted_ttft: float | None  # seconds
     request: Request | None  # None once finished: its tokens are not stored
-    transfers: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # as JSON; several if the request was placed here again
+    transfers: list[dict[str, Any]] = field(default_factory=list)  # as JSON; several if it was placed here again
     chunks: deque[Chunk] = field(default_factory=lambda: deque(maxlen=KEEP_CHUNKS))
     num_chunks: int = 0
     first_chunk: float | None = None
@@ -92,14 +92,16 @@ class Timeline:
     is_gap_shared: bool = False  # a chunk was computed between these two tokens
     gaps: "array[float]" = field(default_factory=lambda: array("f"))  # all gaps in seconds, until the request ends
     shared_gaps: tuple[int, float] = (0, 0.0)  # how many, and their sum in seconds
+    num_later_tokens: int = 0  # after all gaps: with drafts, several may follow one
+    num_shared_tokens: int = 0  # after shared gaps
     finish_reason: FinishReason | None = None
     ended: float = 0.0
     freed_bytes: int | None = None  # of KV pages, by an abort
     _final_counts: Counts = _NO_COUNTS
     _final_gaps: Gaps = _NO_GAPS
 
-    def token(self, now: float, last_chunks: float) -> None:
-        """Record a token at `now`. `last_chunks`: when the newest step with a chunk ended."""
+    def tokens(self, count: int, now: float, last_chunks: float) -> None:
+        """Record `count` tokens of one step at `now`. `last_chunks`: when the newest step with a chunk ended."""
         if self.begun is None:
             self.begun = now
             if self.request is not None and self.request.num_output_tokens == 1:
@@ -107,10 +109,12 @@ class Timeline:
         else:
             self.gap = gap = now - self.last_token
             self.gaps.append(gap)
+            self.num_later_tokens += count
             self.is_gap_shared = shared = last_chunks > self.last_token
             if shared:
-                count, seconds = self.shared_gaps
-                self.shared_gaps = count + 1, seconds + gap
+                number, seconds = self.shared_gaps
+                self.shared_gaps = number + 1, seconds + gap
+                self.num_shared_tokens += count
         self.last_token = now
 
     def finish(self, reason: FinishReason, now: float) -> None:
@@ -126,9 +130,8 @@ class Timeline:
         request = self.request
         if request is None:
             return self._final_counts
-        return Counts(
-            request.num_cached_tokens, request.num_computed_tokens, request.num_output_tokens, request.num_preemptions
-        )
+        made = request.num_cached_tokens, request.num_computed_tokens, request.num_output_tokens
+        return Counts(*made, request.num_preemptions, request.num_drafted_tokens, request.num_accepted_tokens)
 
     @property
     def state(self) -> str:
@@ -160,12 +163,12 @@ class Timeline:
     @property
     def tpot(self) -> float | None:
         """Return the mean seconds per token after the first made here; None before the second."""
-        count = len(self.gaps) or self._final_gaps.number
-        return None if self.begun is None or not count else (self.last_token - self.begun) / count
+        count = self.num_later_tokens
+        return (self.last_token - self.begun) / count if self.begun is not None and count else None
 
     def tpot_by_sharing(self) -> dict[bool, float]:
-        """Return the mean gap (s) of a finished request: True for gaps with a chunk in them, False for the others."""
-        count, num_shared, shared = self._final_gaps.number, *self.shared_gaps
+        """Return a finished request's mean gap (s) per token: True for gaps with a chunk, False for the others."""
+        count, num_shared, shared = self.num_later_tokens, self.num_shared_tokens, self.shared_gaps[1]
         alone = max((self.tpot or 0.0) * count - shared, 0.0)
         means = {True: shared / num_shared} if num_shared else {}
         return means | ({False: alone / (count - num_shared)} if count > num_shared else {})
@@ -207,6 +210,8 @@ class Timeline:
             "waiting_s": _rounded(now - self.progressed) if is_live else None,
             "num_chunks": self.num_chunks,
             "num_preemptions": counts.preemptions,
+            "num_drafted_tokens": counts.drafted,
+            "num_accepted_tokens": counts.accepted,
             "predicted_first_token_s": _rounded(self.predicted_ttft),
             "first_token_s": _rounded(self.ttft),
             "num_decode_steps": gaps.number,
@@ -246,7 +251,8 @@ class Progress:
     """The timelines that one step changed, and how."""
 
     chunks: Sequence[tuple[Timeline, Chunk]]
-    tokens: Sequence[Timeline]  # those that got a token
+    tokens: Sequence[Timeline]  # those that got tokens
+    num_tokens: int
     finished: Sequence[Timeline]
 
 
@@ -322,12 +328,12 @@ class Timelines:
         for delta in deltas:
             timeline = self._live[delta.request_id]
             if delta.token_ids:
-                timeline.token(ended, self._last_chunks)
+                timeline.tokens(len(delta.token_ids), ended, self._last_chunks)
                 tokens.append(timeline)
             if delta.finish_reason is not None:
                 self._finish(timeline, delta.finish_reason, ended)
                 finished.append(timeline)
-        return Progress(chunks, tokens, finished)
+        return Progress(chunks, tokens, sum([len(delta.token_ids) for delta in deltas]), finished)
 
     def transferred(self, request_id: str, is_sent: bool, figures: Figures, outcome: str, now: float) -> None:
         """Record a transfer of the request's pages that ended at `now`."""

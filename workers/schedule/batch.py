@@ -16,19 +16,20 @@ class Scheduled(NamedTuple):
 
     request: Request
     start: int
-    num_tokens: int
+    num_tokens: int  # drafts included
     pages: Sequence[int]  # page i holds tokens [i * page_size, (i + 1) * page_size) of the request; see `HOLE`
-    samples: bool  # the part ends with the newest token, whose logits give the next one
+    samples: bool  # the part has the newest token, whose logits give the next one
     reason: str = "decode"  # why the request is in this step
     further_pages: Sequence[Sequence[int]] = ()  # of each group of layers after the first, as `pages`
+    drafts: Sequence[int] = ()  # the part's tokens after the newest one, which the step verifies
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: decodes first, then chunks."""
+    """One step: decodes first, those with drafts behind the others, then chunks."""
 
     scheduled: Sequence[Scheduled]
-    num_decodes: int
+    num_decodes: int  # with and without drafts
     limit: str = ""  # what bounded the chunks
     num_skipped: int = 0  # streams left out in favour of more urgent ones
 
@@ -38,12 +39,23 @@ class Batch:
         return sum(part.num_tokens for part in self.scheduled)
 
     @property
+    def num_drafts(self) -> int:
+        """Return how many drafted tokens the step verifies."""
+        return sum(len(part.drafts) for part in self.scheduled[: self.num_decodes])
+
+    @property
     def work(self) -> StepWork:
         """Return what the step computes, in the terms of `StepCost`."""
-        return StepWork.of(
+        decodes = self.scheduled[: self.num_decodes]
+        work = StepWork.of(
             [(part.start, part.num_tokens) for part in self.scheduled[self.num_decodes :]],
-            [part.start for part in self.scheduled[: self.num_decodes]],
+            [part.start for part in decodes],
         )
+        if decodes and decodes[-1].drafts:  # they are at the end
+            for part in decodes:
+                if part.drafts:
+                    work = work.plus_drafts(part.start, len(part.drafts))
+        return work
 
     @property
     def is_scored(self) -> bool:
@@ -57,9 +69,10 @@ class Batch:
 
 @dataclass(slots=True)
 class SampledToken:
-    """The token that a step sampled for one request."""
+    """The token that a step sampled for one request, after the drafts that it accepted."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     ends: bool = False  # the grammar is complete: no token may follow
     error: str | None = None  # the grammar cannot continue: this request fails, others go on
+    accepted: Sequence["SampledToken"] = ()  # the drafts before this token that equal what their rows sampled

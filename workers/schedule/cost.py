@@ -19,6 +19,7 @@ class StepWork:
     attended: float = 0.0  # sum over chunks of tokens * (context before the chunk + tokens / 2)
     decodes: float = 0
     context: float = 0  # sum of tokens before each chunk and each decode: attention reads them once for each
+    drafts: float = 0  # drafted tokens, computed behind the newest tokens of decodes; `attended` counts theirs too
 
     @classmethod
     def of(cls, chunks: Iterable[tuple[int, int]], decode_contexts: Sequence[int] = ()) -> "StepWork":
@@ -35,13 +36,13 @@ class StepWork:
 
     @property
     def rows(self) -> float:
-        """Return the rows of the step's matrix products: one for each prompt token and each decode."""
-        return self.prefill_tokens + self.decodes
+        """Return the rows of the step's matrix products: one for each prompt token, each decode and each draft."""
+        return self.prefill_tokens + self.decodes + self.drafts
 
     @property
     def is_decodes_alone(self) -> bool:
         """Return whether a CUDA graph may compute the step. A chunk of one token is computed like a decode."""
-        return self.prefill_tokens <= 1
+        return self.prefill_tokens <= 1 and not self.drafts
 
     def plus_chunk(self, start: int, num_tokens: float) -> "StepWork":
         """Return the work with one more chunk, of `num_tokens` after `start` tokens of context."""
@@ -50,6 +51,18 @@ class StepWork:
             self.attended + num_tokens * (start + num_tokens / 2),
             self.decodes,
             self.context + start,
+            self.drafts,
+        )
+
+    def plus_drafts(self, context: int, num_drafts: float) -> "StepWork":
+        """Return the work with `num_drafts` more tokens behind a decode after `context` tokens, which is counted
+        already."""
+        return StepWork(
+            self.prefill_tokens,
+            self.attended + num_drafts * (context + 1 + num_drafts / 2),
+            self.decodes,
+            self.context,
+            self.drafts + num_drafts,
         )
 
 
@@ -57,16 +70,18 @@ NO_WORK = StepWork()
 
 
 class StepCost(BaseModel):
-    """seconds(step) = base + per_prefill_token·tokens + per_attended·Σ chunk·(context + chunk/2) + per_decode·decodes
-    + per_context·Σ context + per_early_row·min(rows, bend_rows), and at least `least_with_chunk` if the step has a
-    chunk. Measured, never configured; in seconds.
+    """seconds(step) = base + per_prefill_token·tokens + per_attended·Σ chunk·(context + chunk/2)
+    + per_decode·(decodes + drafts) + per_context·Σ context + per_early_row·min(rows, bend_rows), and at least
+    `least_with_chunk` if the step has a chunk or drafts. Measured, never configured; in seconds.
 
     Context is summed over chunks and decodes: its pages are read once for each decode and once for each chunk of any
     size. Without that for chunks, a one-page chunk 12k tokens deep is predicted a fifth too short (SmolLM2-135M, Zen 4,
     2026-11-21).
 
-    Rows are prompt tokens and decodes. A step of few rows waits for the weights, one of many for the products, and
-    different kernels compute the two: so the price of a row changes at `bend_rows`. Below the bend, a row costs
+    A drafted token costs what a decode does, since its logits are needed too. Its context is read with the decode's.
+
+    Rows are prompt tokens, decodes and drafts. A step of few rows waits for the weights, one of many for the products,
+    and different kernels compute the two: so the price of a row changes at `bend_rows`. Below the bend, a row costs
     `per_early_row` more than beyond it, or less where that is negative.
 
     Where decodes alone run as a CUDA graph and a step with a chunk does not, it is launched kernel by kernel. Launching
@@ -124,7 +139,7 @@ class StepCost(BaseModel):
             self.base
             + self.per_prefill_token * work.prefill_tokens
             + self.per_attended * work.attended
-            + (self.per_decode * work.decodes + self.per_context * work.context)
+            + (self.per_decode * (work.decodes + work.drafts) + self.per_context * work.context)
         )
         return seconds + self._early_seconds(work.rows)
 

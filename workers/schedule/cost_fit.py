@@ -140,7 +140,7 @@ class StepCostFit:
             return predicted
         if not is_outlier:
             self._rejected_in_a_row = 0
-        if work.prefill_tokens:
+        if work.prefill_tokens or work.drafts:
             self._overruns.append(seconds / predicted)
         self._sums.forget(1 - 1 / self.memory)
         scale = min(max(predicted, seconds / _OUTLIER), seconds * _OUTLIER)
@@ -228,7 +228,7 @@ def _columns(work: StepWork) -> _Floats:
     """Return the scaled factors of the six coefficients, for every shape."""
     bends, signs = _shapes()
     columns = np.empty((len(_SHAPES), 6))
-    columns[:, :5] = (1.0, work.prefill_tokens, work.attended, work.decodes, work.context)
+    columns[:, :5] = (1.0, work.prefill_tokens, work.attended, work.decodes + work.drafts, work.context)
     before = np.minimum(bends, work.rows)
     columns[:, 5] = np.where(signs > 0, work.rows - before, before)
     columns /= _SCALE

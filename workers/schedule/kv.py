@@ -104,6 +104,28 @@ def _reach(table: RequestTable, request: Request, num_tokens: int) -> bool:
     return True
 
 
+def grow_for_drafts(table: RequestTable, request: Request, num_drafts: int) -> int:
+    """Give a stream pages for tokens after its newest one, and return how many of `num_drafts` have a place.
+
+    Only available pages are given: a draft preempts no request.
+    """
+    pages, owner = table.pages, request.owner
+    for wanted in range(-(-(request.num_tokens + num_drafts) // pages.page_size), 0, -1):
+        missing = [max(wanted - len(pages.pages_of(owner, group)), 0) for group in range(pages.num_groups)]
+        if sum(missing) <= pages.num_available:
+            break
+    for group, num_pages in enumerate(missing):
+        if num_pages:
+            pages.allocate(owner, num_pages, group)
+    return min(num_drafts, pages.num_tokens_held(owner) - request.num_tokens)
+
+
+def take_back_drafts(table: RequestTable, request: Request) -> None:
+    """Take from a stream the pages that only rejected drafts needed."""
+    pages = table.pages
+    pages.trim(request.owner, -(-request.num_tokens // pages.page_size))
+
+
 def index_full_pages(table: RequestTable, request: Request, start: int) -> None:
     """Let other requests share the full pages among the computed tokens from `start` on."""
     size = table.pages.page_size

@@ -2,7 +2,7 @@
 
 Every page is in exactly one state: *free*, *owned* (by one request or more), *cached* (in the prefix index, without an
 owner; evicted least recently used first) or *quarantined* (without an owner, but a remote writer may still reach it).
-Only `release(owner)`, `slide(owner)` and `end_quarantine(owner)` give pages back.
+Only `release(owner)`, `trim(owner)`, `slide(owner)` and `end_quarantine(owner)` give pages back.
 
 Layers with equal windows share pages: they are a group. An owner has a list of pages for each group; all pages have
 the same number of bytes, and any page serves any group.
@@ -287,6 +287,13 @@ class PagePool:
         Indexed pages stay in the index until they are evicted, the ends of prefixes first.
         """
         return sum(self._give_back(held.live()) for held in self._owned.pop(owner, ()))
+
+    def trim(self, owner: str, num_pages: int) -> None:
+        """Take from `owner` each group's pages after the first `num_pages`: no token is in them."""
+        for held in self._owned[owner]:
+            surplus = held.pages[num_pages:]
+            del held.pages[num_pages:]
+            self._give_back(surplus)
 
     def quarantine(self, owner: str, first: int = 0) -> int:
         """Release the pages of `owner`, but quarantine each group's from number `first` on that have no other owner.

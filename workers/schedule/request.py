@@ -184,6 +184,8 @@ class Request:
     num_in_flight_tokens: int = 0  # the tokens after these, in steps that have not ended
     num_cached_tokens: int = 0  # computed tokens found in the prefix index at first admission
     num_preemptions: int = 0
+    num_drafted_tokens: int = 0  # that steps have verified
+    num_accepted_tokens: int = 0  # of these
     page_hashes: list[PageHash] = field(default_factory=list)  # of the full pages of token_ids, as far as computed
 
     def __post_init__(self) -> None:

@@ -10,13 +10,16 @@ from crossdock.workers.schedule import admission, ahead, handoff, kv, stretch
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.forecast import Forecast
+from crossdock.workers.schedule.outputs import append_sampled, new_delta
 from crossdock.workers.schedule.pace import next_due, skip_decodes
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.prefills import PrefillScheduler
 from crossdock.workers.schedule.request import FinishReason, InvalidField, Leg, Request, Status, TokenDelta
 from crossdock.workers.schedule.slo import priority_of
 from crossdock.workers.schedule.table import PrefillTotals, RequestTable
+from crossdock.workers.schedule.verify import Verification
 
 
 class Scheduler:
@@ -46,6 +49,7 @@ class Scheduler:
         overrun: float = 1.0,
         depth: int = 1,
         interval_share: float = 1.0,
+        drafting: DraftPolicy | None = None,
     ) -> None:
         """Create a scheduler without requests.
 
@@ -58,6 +62,7 @@ class Scheduler:
             overrun: factor by which some steps take longer than `cost` predicts.
             depth: most steps in flight, the number of pipeline stages.
             interval_share: interval of the steps of a full pipeline / seconds that one takes, see `IntervalShare`.
+            drafting: how many drafts streams get. Without it none do.
 
         Raises:
             ValueError: a request of `max_model_len` could not be served.
@@ -71,6 +76,10 @@ class Scheduler:
         self._table = RequestTable(config, pages, max_model_len)
         self._forecast = Forecast(self._table, cost, overrun, depth, interval_share)
         self._prefills = PrefillScheduler(self._table, self._forecast)
+        self.verification: Verification | None = None
+        if drafting is not None:
+            self.verification = Verification(self._table, self._forecast, drafting)
+            self._table.on_end = lambda request: drafting.forget(request.id)
         self._computed_chunks = False  # in the last step; used without mixed_chunks
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -128,8 +137,21 @@ class Scheduler:
 
     # -- schedule: what the next step computes -----------------------------------------------------------------------
 
-    def schedule(self, now: float) -> Batch:
-        """Return the next step, empty if there is nothing to do. `now`: seconds on the clock of arrival times."""
+    def wanted_drafts(self, now: float) -> dict[str, int]:
+        """Return how many drafts each running stream may profit from in the step that begins at `now`; 0 is left out.
+
+        Ask a drafter for these, and give what it finds to `schedule`.
+        """
+        if self.verification is None:
+            return {}
+        self._table.begin_step(now)
+        return self.verification.wanted(self._choose_streams()[0])
+
+    def schedule(self, now: float, drafts: Mapping[str, Sequence[int]] | None = None) -> Batch:
+        """Return the next step, empty if there is nothing to do. `now`: seconds on the clock of arrival times.
+
+        `drafts`: guesses of the tokens after the newest one, by request. The step verifies as many as it has room for.
+        """
         self._table.begin_step(now)
         self._table.needs_preemption = False
         streams, skipped = self._choose_streams()
@@ -139,6 +161,8 @@ class Scheduler:
             batch = self._mix(decodes, skipped, prefills)
         else:
             batch = self._alternate(decodes, skipped, prefills)
+        if drafts and self.verification is not None:
+            batch = self.verification.with_drafts(batch, drafts)
         for part in batch.scheduled:
             part.request.num_in_flight_tokens += part.num_tokens
         return batch
@@ -193,57 +217,44 @@ class Scheduler:
         `sampled` has an entry for each part that `samples`. Parts that began with an assumed token which turned out to
         be another one have none, and are computed again.
         """
-        deltas, size = [], self.pages.page_size
+        deltas, size, table, classes = [], self.pages.page_size, self._table, self.config.slo_classes
         for part in batch.scheduled:
             request = part.request
             request.num_in_flight_tokens -= part.num_tokens
             if request.status is not Status.RUNNING:
-                self._release_after_flight(request)
+                table.release_after_flight(request)
                 continue
-            if part.samples and request.id not in sampled:
-                continue
-            end = request.num_computed_tokens = part.start + part.num_tokens
-            if end // size > part.start // size:
-                kv.index_full_pages(self._table, request, part.start)
-            if self.pages.has_windows:
-                kv.slide(self._table, request)
+            end = part.start + part.num_tokens
+            delta, reason = None, None
             if part.samples:
-                deltas.append(self._append_token(request, sampled[request.id]))
-                tpot = self.config.slo_classes[request.priority].tpot_s
-                request.due = next_due(request.due, now, tpot)
-                if request.paced_from is None:
-                    request.paced_from = now - tpot * request.num_output_tokens
-                if request.leg is Leg.SEND and request.status is Status.RUNNING:
-                    self._table.hold(request)
+                if (token := sampled.get(request.id)) is None:
+                    continue
+                delta, reason = append_sampled(table, request, token, self.eos_token_ids)
+                if part.drafts:
+                    end = request.num_tokens - 1  # rejected drafts do not count, nor do tokens after the last one
             elif end == request.num_tokens:  # max_tokens is 0: only the prompt was asked for
-                self._table.end(request, FinishReason.LENGTH)
-                deltas.append(_delta(request, []))
+                delta, reason = new_delta(request), FinishReason.LENGTH
+            request.num_computed_tokens = end
+            if end // size > part.start // size:
+                kv.index_full_pages(table, request, part.start)
+            if self.pages.has_windows:
+                kv.slide(table, request)
+            if part.drafts and self.verification is not None:
+                self.verification.verified(request, len(part.drafts), len(sampled[request.id].accepted))
+            if delta is None:
+                continue
+            deltas.append(delta)
+            tpot = classes[request.priority].tpot_s
+            for _ in delta.token_ids:
+                request.due = next_due(request.due, now, tpot)
+            if request.paced_from is None:
+                request.paced_from = now - tpot * request.num_output_tokens
+            if reason is not None:
+                delta.finish_reason = reason
+                table.end(request, reason)
+            elif request.leg is Leg.SEND:
+                table.hold(request)
         return deltas
-
-    def _release_after_flight(self, request: Request) -> None:
-        """Release the pages of a request that ended in flight, once no step writes to them and no transfer reads."""
-        is_used = request.num_in_flight_tokens or request.leg is Leg.SEND
-        if request.status is Status.FINISHED and not is_used:
-            self.pages.release(request.owner)
-
-    def _append_token(self, request: Request, sampled: SampledToken) -> TokenDelta:
-        token_id, params = sampled.token_id, request.sampling
-        request.token_ids.append(token_id)
-        is_eos = token_id in self.eos_token_ids and not params.ignore_eos
-        is_stop = (is_eos or token_id in request.stop_token_ids) and request.num_output_tokens > params.min_tokens
-        if sampled.error is not None:
-            self._table.end(request, FinishReason.ERROR)
-        elif is_stop or sampled.ends:
-            self._table.end(request, FinishReason.STOP)
-        elif self._table.is_full(request):
-            self._table.end(request, FinishReason.LENGTH)
-        delta = _delta(request, [token_id])
-        if sampled.logprobs is not None:
-            delta.logprobs = [sampled.logprobs]
-        if is_stop:
-            delta.stop_token_id = token_id
-        delta.error = sampled.error
-        return delta
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -386,7 +397,7 @@ class Scheduler:
 
     def steady_steps(self, batch: Batch) -> int:
         """Return how many steps, `batch` the first of them, are the same decodes while no request arrives or leaves."""
-        return stretch.steady_steps(self._table, self._forecast.cost, batch)
+        return 1 if self.verification is not None else stretch.steady_steps(self._table, self._forecast.cost, batch)
 
     def advance(self, batch: Batch, tokens: Mapping[str, Sequence[int]], ends: Sequence[float]) -> Batch:
         """Record fewer than `steady_steps` steps, `batch` the first of them, and return the batch of the next step."""
@@ -395,10 +406,3 @@ class Scheduler:
 
 def _running(parts: Sequence[Scheduled]) -> list[Scheduled]:
     return [part for part in parts if part.request.status is Status.RUNNING]
-
-
-def _delta(request: Request, token_ids: list[int]) -> TokenDelta:
-    first = len(request.token_ids) - len(request.prompt_token_ids) - len(token_ids)
-    delta = TokenDelta(request.id, token_ids, first, request.epoch)
-    delta.finish_reason, delta.num_cached_tokens = request.finish_reason, request.num_cached_tokens
-    return delta

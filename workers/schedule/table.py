@@ -1,7 +1,7 @@
 """Every request that has not ended, by status, and its pages. Requests change status here and nowhere else."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from crossdock.workers.schedule.config import SchedulerConfig
@@ -50,6 +50,7 @@ class RequestTable:
     assumed_ended: Collection[str] = ()  # requests of a step in flight that is assumed to have ended, see ahead.py
     needs_preemption: bool = False  # see Scheduler.needs_preemption
     needs: PageNeeds = field(init=False)
+    on_end: Callable[[Request], None] = lambda request: None  # called with each request that has ended
     _by_id: dict[str, Request] = field(default_factory=dict)
     _room: int | None = None  # see `room_for_outputs`; None: to be counted
     _read: list[str] = field(default_factory=list)  # owners that ended while their pages may have been read elsewhere
@@ -248,6 +249,13 @@ class RequestTable:
         request.status = Status.FINISHED
         request.finish_reason = reason
         del self._by_id[request.id]
+        self.on_end(request)
+
+    def release_after_flight(self, request: Request) -> None:
+        """Release the pages of a request that ended in flight, once no step writes to them and no transfer reads."""
+        is_used = request.num_in_flight_tokens or request.leg is Leg.SEND
+        if request.status is Status.FINISHED and not is_used:
+            self.pages.release(request.owner)
 
     def _requeue(self, request: Request, expected_cached_tokens: int, now: float) -> None:
         request.status, request.queued_at = Status.WAITING, now

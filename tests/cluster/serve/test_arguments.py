@@ -78,10 +78,10 @@ def test_configuration_of_ours_is_no_file_of_flags(tmp_path: Path) -> None:
 
 def test_flags_in_a_file_that_are_missing_here_get_their_line(tmp_path: Path) -> None:
     file = tmp_path / "vllm.yaml"
-    file.write_text("model: org/y\nenable-lora: true\nspeculative_config: {method: ngram}\n")
+    file.write_text("model: org/y\nenable-lora: true\nspec_tokens: 4\n")
     result = run("config", "--config", str(file))
     assert result.exit_code == 2
-    assert [line.split()[1] for line in result.stderr.splitlines()] == ["--enable-lora:", "--speculative-config:"]
+    assert [line.split()[1] for line in result.stderr.splitlines()] == ["--enable-lora:", "--spec-tokens:"]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ VALUES = {  # an example of a value, as vLLM or SGLang take it; others take none
     "--block-size": "32",
     "--override-generation-config": '{"temperature": 0.5}',
     "--page-size": "32",
+    "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}',
     "--chat-template": "{{ messages }}",
     "--chat-template-content-format": "openai",
     "--chunked-prefill-size": "8192",
@@ -136,7 +137,7 @@ def test_no_flag_of_the_table_is_unknown_to_all() -> None:
         (["--trust-remote-code"], "--trust-remote-code: not supported: code that comes with a model"),
         (["--no-enable-lora"], "--no-enable-lora: not supported: LoRA"),
         (["--ssl-keyfile", "a"], "--ssl-keyfile: use a gateway with TLS"),
-        (["--speculative-anything-new", "a"], "--speculative-anything-new: not supported: speculative decoding"),
+        (["--speculative-anything-new", "a"], "--speculative-anything-new: not supported: drafts of other kinds"),
     ],
 )
 def test_flag_of_others_ends_the_command_with_its_line(command: str, args: list[str], line: str) -> None:

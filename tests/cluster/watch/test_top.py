@@ -37,6 +37,7 @@ class Deployment:
         self.output_tokens = self._counter(scrape.OUTPUT_TOKENS)
         self.pages = self._gauge(scrape.PAGES, scrape.STATE)
         self.preemptions = self._counter(scrape.PREEMPTIONS)
+        self.drafted, self.accepted = self._counter(scrape.DRAFT_TOKENS), self._counter(scrape.ACCEPTED_TOKENS)
         self.requests = self._gauge(scrape.REQUESTS, scrape.STATUS, scrape.CLASS)
         self.backlog = self._gauge(scrape.BACKLOG_SECONDS, scrape.CLASS)
         self.uncached = self._gauge(scrape.UNCACHED_WAITING, scrape.CLASS)
@@ -150,6 +151,18 @@ def test_frame_after_two_readings_shows_the_difference() -> None:
     #                        class       TTFT p50, p99, met  gap p50, p99, TPOT met  refused, tokens waiting
     assert row(screen, "interactive") == "interactive 50 ms 99 ms 90% 30 ms 40 ms 100% 3 -"
     assert row(screen, "batch") == "batch 5.5 s 9.9 s - - - - - 98,304"
+
+
+def test_frame_of_a_server_that_speculates_has_a_row_for_drafts() -> None:
+    deployment = Deployment()
+    readings, served, clock = watching(deployment.text())
+    readings.poll()
+    assert "drafts" not in shown(readings)
+    deployment.drafted.inc(60)
+    deployment.accepted.inc(45)
+    served["text"], clock.now = deployment.text(), clock.now + 2
+    readings.poll()
+    assert row(shown(readings), "drafts") == "drafts tokens/s 30 · accepted 75%"
 
 
 def test_frame_leaves_out_work_older_than_the_window() -> None:

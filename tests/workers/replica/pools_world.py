@@ -12,7 +12,7 @@ from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine import Step
 from crossdock.workers.replica.handover import Handover
-from crossdock.workers.schedule.batch import SampledToken
+from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import (
     FinishReason,
@@ -22,10 +22,19 @@ from crossdock.workers.schedule.request import (
     Submission,
     TokenDelta,
 )
-from tests.workers.schedule.model_free_replica import CLASSES, COST, new_scheduler, next_token, reference_output
+from crossdock.workers.schedule.speculative_config import SpeculativeConfig
+from tests.workers.schedule.model_free_replica import (
+    CLASSES,
+    COST,
+    guesses,
+    new_scheduler,
+    reference_output,
+    sampled_by,
+)
 
 PAGE_SIZE = 4
 LONGEST = 60  # tokens of a request
+DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=5)
 TRANSFER = TransferConfig(deadline_s=3.0, grace_s=0.5)
 
 
@@ -121,7 +130,9 @@ class PoolReplica:
 
     def __post_init__(self) -> None:
         defaults = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "admission": "queue", "slo_classes": CLASSES}
-        self.scheduler = new_scheduler(self.num_pages, LONGEST, cost=COST, **(defaults | self.settings))
+        drafting = DraftPolicy(DRAFTS) if self.world.is_drafting else None
+        settings = defaults | self.settings
+        self.scheduler = new_scheduler(self.num_pages, LONGEST, cost=COST, drafting=drafting, **settings)
         self.pages: PagePool = self.scheduler.pages
         self.config, self.model = SimpleNamespace(page_size=PAGE_SIZE), SimpleNamespace(vocab_size=1000)
         self.dock = SansIoDock(self.name, self.world, lambda event: self.inbox.append(lambda: self.handle(event)))
@@ -173,10 +184,11 @@ class PoolReplica:
         self.handover.grant()
         batch = None
         if self.scheduler.has_work:
-            batch = self.scheduler.schedule(self.world.now)
+            drafts = guesses(self.scheduler, self.scheduler.wanted_drafts(self.world.now))
+            batch = self.scheduler.schedule(self.world.now, drafts)
             self.on_scheduled(batch)
             sampled = {
-                part.request.id: SampledToken(next_token(part.request.token_ids))
+                part.request.id: sampled_by(part, [*part.request.token_ids, *part.drafts])
                 for part in batch.scheduled
                 if part.samples
             }
@@ -208,9 +220,12 @@ class World:
     """Two replicas, what travels between them, and a router. `both_ways`: every other request is prefilled by the
     decode replica, as between two mixed ones."""
 
-    def __init__(self, prefill_pages: int, decode_pages: int, both_ways: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, prefill_pages: int, decode_pages: int, both_ways: bool = False, is_drafting: bool = False, **settings: Any
+    ) -> None:
         self.now = 0.0
         self.both_ways = both_ways
+        self.is_drafting = is_drafting
         self.channels: dict[tuple[str, str], deque[Any]] = {}
         self.writes: list[tuple[SansIoDock, Write]] = []
         self.clients: dict[str, Client] = {}

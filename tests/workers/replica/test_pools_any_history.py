@@ -29,10 +29,11 @@ class Pools(RuleBasedStateMachine):
         prefill_pages=st.integers(16, 30),
         decode_pages=st.integers(16, 30),
         both_ways=st.booleans(),
+        is_drafting=st.booleans(),
         seqs=st.integers(2, 8),
     )
-    def begin(self, prefill_pages: int, decode_pages: int, both_ways: bool, seqs: int) -> None:
-        self.world = World(prefill_pages, decode_pages, both_ways, max_num_seqs=seqs, starvation_s=5.0)
+    def begin(self, prefill_pages: int, decode_pages: int, both_ways: bool, is_drafting: bool, seqs: int) -> None:
+        self.world = World(prefill_pages, decode_pages, both_ways, is_drafting, max_num_seqs=seqs, starvation_s=5.0)
 
     @rule(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=6), slo_class=CLASS, max_tokens=st.integers(1, 12))
     def submit(self, sizes: list[int], slo_class: str, max_tokens: int) -> None:

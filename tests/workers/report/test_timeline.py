@@ -94,6 +94,8 @@ def test_timeline_of_a_request_alone_is_complete() -> None:
         "waiting_s": None,
         "num_chunks": 3,
         "num_preemptions": 0,
+        "num_drafted_tokens": 0,
+        "num_accepted_tokens": 0,
         "predicted_first_token_s": None,
         "first_token_s": 3.0,
         "num_decode_steps": 2,

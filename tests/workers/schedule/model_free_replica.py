@@ -1,13 +1,14 @@
 """A replica without a model: a real scheduler, steps that take what a cost predicts, and a simulated clock."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from crossdock.workers.schedule.batch import Batch, SampledToken
+from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost import StepCost, StepWork
+from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.pages import PagePool, Window
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
@@ -37,6 +38,32 @@ def reference_output(prompt: Sequence[int], params: SamplingParams, max_model_le
     return tokens[len(prompt) :]
 
 
+def sampled_by(part: Scheduled, read: Sequence[int]) -> SampledToken:
+    """Return what a step samples for a part, given all its tokens: a token after each accepted draft."""
+    accepted = list[SampledToken]()
+    for number, draft in enumerate(part.drafts):
+        token = next_token(read[: part.start + 1 + number])
+        if token != draft:
+            return SampledToken(token, accepted=accepted)
+        accepted.append(SampledToken(token))
+    return SampledToken(next_token(read), accepted=accepted)
+
+
+def guesses(scheduler: Scheduler, wanted: Mapping[str, int]) -> dict[str, list[int]]:
+    """Return so many drafts for each request: right ones, in many of which one is wrong."""
+    found = {}
+    for name, most in wanted.items():
+        request = scheduler.get(name)
+        assert request is not None
+        tokens = list(request.token_ids)
+        for _ in range(most):
+            tokens.append(next_token(tokens))
+        found[name] = tokens[request.num_tokens :]
+        if (wrong := request.token_ids[-1] % 8) < most:
+            found[name][wrong] += 1
+    return found
+
+
 def new_scheduler(
     num_pages: int = 64,
     max_model_len: int = 100,
@@ -45,13 +72,17 @@ def new_scheduler(
     depth: int = 1,
     interval_share: float = 1.0,
     windows: Sequence[Window] = (None,),
+    drafting: DraftPolicy | None = None,
     **config: Any,
 ) -> Scheduler:
     """Return a small scheduler: pages of 4 tokens, 8 places, 32 tokens in a step, unless `config` differs."""
     settings = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "page_size": 4} | config
     pool = PagePool(num_pages, settings["page_size"], caching, windows)
     return Scheduler(
-        SchedulerConfig(**settings), pool, max_model_len, {EOS}, cost, depth=depth, interval_share=interval_share
+        *(SchedulerConfig(**settings), pool, max_model_len, {EOS}, cost),
+        depth=depth,
+        interval_share=interval_share,
+        drafting=drafting,
     )
 
 

@@ -16,17 +16,21 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
+from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.page_needs import PageNeeds
 from crossdock.workers.schedule.pages import HOLE, Window
 from crossdock.workers.schedule.request import Leg, Overloaded, Request, SamplingParams, Status
+from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
     COST,
     EOS,
+    guesses,
     new_scheduler,
     next_token,
     reference_output,
+    sampled_by,
 )
 
 
@@ -47,6 +51,7 @@ class AnyHistory(RuleBasedStateMachine):
     most_flights = 1
     depth = 1  # of the scheduler
     group_windows: Sequence[tuple[Window, ...]] = ((None,),)  # of the groups of layers of each model to choose from
+    drafting: SpeculativeConfig | None = None  # what steps verify; None: no drafts
 
     @initialize(
         pages=st.integers(10, 30),
@@ -102,6 +107,7 @@ class AnyHistory(RuleBasedStateMachine):
             starvation_s=0.5,
             slo_classes=CLASSES,
             depth=self.depth,
+            drafting=None if self.drafting is None else DraftPolicy(self.drafting),
         )
         self.pages = self.scheduler.pages
         self.now = 0.0
@@ -238,16 +244,24 @@ class AnyHistory(RuleBasedStateMachine):
             if request.leg is Leg.SEND:
                 self.being_read.add(request.owner)
 
+    def drafts(self) -> dict[str, list[int]]:
+        wanted = self.scheduler.wanted_drafts(self.now)
+        for name, most in wanted.items():
+            request = self.live[name]
+            assert 0 < most < request.sampling.max_tokens - request.num_output_tokens
+            assert request.num_tokens + most < 40
+        return guesses(self.scheduler, wanted)
+
     def begin(self) -> bool:
         if not self.flights:
-            batch = self.scheduler.schedule(self.now)
+            batch = self.scheduler.schedule(self.now, self.drafts())
             self.take_returned()
             assert len(self.scheduler.running) <= self.scheduler.config.max_num_seqs
             if batch or not (self.scheduler.held or self.being_read or self.pages.counts().quarantined):
                 assert bool(batch) == self.scheduler.has_work, "there is work, so a step must do some"
             return self.launch(batch)
         if self.depth > 1:
-            return self.launch(self.scheduler.schedule(self.now))
+            return self.launch(self.scheduler.schedule(self.now, self.drafts()))
         if self.scheduler.needs_preemption or self.late:
             return False
         before = self.flights[-1].batch
@@ -273,27 +287,42 @@ class AnyHistory(RuleBasedStateMachine):
         for number, part in enumerate(batch.scheduled):
             each, end = part.request, part.start + part.num_tokens
             assert part.start == each.num_scheduled_tokens - part.num_tokens >= each.num_computed_tokens
-            assert part.samples == (end == each.num_tokens and each.sampling.max_tokens > 0)
+            known = end - len(part.drafts)
+            assert part.samples == (known == each.num_tokens and each.sampling.max_tokens > 0)
             assert self.pages.has_windows or len(part.pages) * size >= each.num_tokens
             assert all(len(pages) * size >= end for pages in (part.pages, *part.further_pages))
-            assert end == each.num_tokens or end % size == 0
+            assert known == each.num_tokens or known % size == 0
             if number < batch.num_decodes:  # a partially prefilled request is never decodable
                 assert each.num_output_tokens > 0
-                assert part.num_tokens == 1
+                assert part.num_tokens == 1 + len(part.drafts)
                 assert part.samples
                 assert each.num_output_tokens < each.sampling.max_tokens, "it is known to have ended"
                 assert each.num_tokens < 40
             assert part.reason
             threshold = config.long_prefill_token_threshold
             is_bounded = threshold and config.enable_chunked_prefill and num_computed_here > 1
-            assert not is_bounded or part.num_tokens <= threshold
+            assert not is_bounded or part.num_tokens - len(part.drafts) <= threshold
         if not config.mixed_chunks:
             assert batch.num_decodes in (0, len(batch.scheduled)), "chunks and decodes take turns"
         if batch:
-            ids = [part.request.token_ids[part.start : part.start + part.num_tokens] for part in batch.scheduled]
+            ids = [
+                [*part.request.token_ids[part.start : part.start + part.num_tokens], *part.drafts]
+                for part in batch.scheduled
+            ]
+            self.check_no_stream_is_late_for_drafts(batch)
+            lengths = [len(part.drafts) > 0 for part in batch.scheduled[: batch.num_decodes]]
+            assert lengths == sorted(lengths), "decodes without drafts come first"
             pages = [[list(group) for group in (part.pages, *part.further_pages)] for part in batch.scheduled]
             self.flights.append(Flight(batch, ids, pages))
         return bool(batch)
+
+    def check_no_stream_is_late_for_drafts(self, batch: Batch) -> None:
+        if self.scheduler.cost is None or not batch.num_drafts:
+            return
+        plain = Batch([part._replace(drafts=()) for part in batch.scheduled], batch.num_decodes)
+        for stream in self.scheduler.running:
+            if stream.is_decoding and self.now + COST.seconds(plain.work) <= stream.due:
+                assert self.now + COST.seconds(batch.work) <= stream.due
 
     def land(self) -> None:
         """The oldest step in flight ends: it writes its pages, reads its contexts, and samples."""
@@ -305,11 +334,10 @@ class AnyHistory(RuleBasedStateMachine):
                 self.write(group, part.start, known)
         reads = [self.read(owned, part) for part, owned in zip(batch.scheduled, pages, strict=True)]
         sampling = [(part, read) for part, read in zip(batch.scheduled, reads, strict=True) if part.samples]
-        self.found = [next_token(read) for _, read in sampling]
         names = [part.request.id for part, _ in sampling]
-        sampled = {
-            name: SampledToken(token) for name, token in zip(names, self.found, strict=True) if name not in self.late
-        }
+        results = [sampled_by(part, read) for part, read in sampling]
+        self.found = [result.token_id for result in results]
+        sampled = {name: result for name, result in zip(names, results, strict=True) if name not in self.late}
         self.found = [EOS if row in self.late_rows else token for row, token in enumerate(self.found)]
         self.late = {name for row, name in enumerate(names) if self.flights and row in self.late_rows}
         self.late_rows = set()
@@ -427,9 +455,28 @@ class AnyHistoryWithWindowsInStages(AnyHistoryWithWindows):
     most_flights = depth = 3
 
 
+class AnyHistoryWithDrafts(AnyHistory):
+    """The same with drafts, of which some are right."""
+
+    drafting = SpeculativeConfig(method="ngram", num_speculative_tokens=6)
+
+
+class AnyHistoryWithDraftsInStages(AnyHistoryWithDrafts):
+    """Drafts and pipeline stages."""
+
+    most_flights = depth = 3
+
+
+class AnyHistoryWithWindowsAndDrafts(AnyHistoryWithDrafts):
+    """Drafts, and layers whose pages go while a request runs."""
+
+    group_windows = AnyHistoryWithWindows.group_windows
+
+
 MACHINES = (
     *(AnyHistory, AnyHistoryAhead, AnyHistoryInStages),
     *(AnyHistoryWithWindows, AnyHistoryWithWindowsAhead, AnyHistoryWithWindowsInStages),
+    *(AnyHistoryWithDrafts, AnyHistoryWithDraftsInStages, AnyHistoryWithWindowsAndDrafts),
 )
 for machine in MACHINES:
     machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -439,6 +486,9 @@ TestAnyHistoryInStages = AnyHistoryInStages.TestCase
 TestAnyHistoryWithWindows = AnyHistoryWithWindows.TestCase
 TestAnyHistoryWithWindowsAhead = AnyHistoryWithWindowsAhead.TestCase
 TestAnyHistoryWithWindowsInStages = AnyHistoryWithWindowsInStages.TestCase
+TestAnyHistoryWithDrafts = AnyHistoryWithDrafts.TestCase
+TestAnyHistoryWithDraftsInStages = AnyHistoryWithDraftsInStages.TestCase
+TestAnyHistoryWithWindowsAndDrafts = AnyHistoryWithWindowsAndDrafts.TestCase
 
 
 @pytest.mark.soak

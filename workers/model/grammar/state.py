@@ -1,6 +1,7 @@
 """How far one request is in its grammar: the tokens that may come next, and what its masks cost."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,6 +60,28 @@ class GrammarState:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self.budget.spend(time.thread_time() - started)
         return torch.from_numpy(np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_))
+
+    def masks(self, drafts: Sequence[int]) -> list[Tensor]:
+        """Return `mask`, and the masks after each of `drafts` up to the first that the grammar refuses or ends with.
+
+        The state itself does not change. A draft beyond the limits of the parser fails no request.
+        """
+        masks = [self.mask()]
+        if not drafts or self.finished:
+            return masks
+        ahead = GrammarState(self._matcher.deep_copy(), self._vocab_size, self.budget)  # in 1 us
+        for draft in drafts:
+            if not masks[-1][draft]:
+                break
+            ahead.accept(draft)
+            if ahead.finished:
+                break
+            masks.append(ahead.mask())
+        return masks
+
+    def num_allowed(self, drafts: Sequence[int]) -> int:
+        """Return how many of `drafts` the grammar allows, one after the other; 0 where one is no token at all."""
+        return int(self._matcher.deep_copy().validate_tokens(list(drafts)))  # a copy: an unknown id makes it fail
 
     def accept(self, token_id: int) -> None:
         """Advance by the sampled token. A token that `mask` does not allow sets `error`."""

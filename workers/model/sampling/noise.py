@@ -20,7 +20,7 @@ def hashed_ids(vocab_size: int, device: torch.device) -> Tensor:
 
 def row_keys(rows: Sequence[SampleRow], device: torch.device) -> Tensor:
     """Return two 32-bit words a row, [2, N, 1] int32, hashed from seed and position; the second is odd."""
-    keys = [_mix64(_mix64(row.params.seed) + len(row.token_ids)) for row in rows]
+    keys = [_mix64(_mix64(row.params.seed) + row.num_tokens) for row in rows]
     words = np.array([keys, [key >> 32 | 1 for key in keys]], dtype=np.uint64).astype(np.uint32).view(np.int32)
     return copy_to(device, torch.from_numpy(words).unsqueeze(-1))
 

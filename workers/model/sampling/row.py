@@ -1,7 +1,7 @@
 """One row of logits and the request it belongs to."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -45,11 +45,24 @@ class TokenCounts:
 
 
 @dataclass(slots=True, eq=False)
+class _Kept:
+    """Masks and counts that the rows of one request keep between steps, each built when a row first needs it."""
+
+    counts: TokenCounts | None = None
+    bias: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
+    forbidden: tuple[bool, Tensor] | None = None  # `must_continue`, and the mask then
+    choosable: Tensor | None = None
+    continuing: Tensor | None = None
+    not_bad: Tensor | None = None
+    bad_by_last: dict[int, list[tuple[int, ...]]] | None = None
+
+
+@dataclass(slots=True, eq=False)
 class SampleRow:
     """One row of logits and the request it belongs to. Kept between steps or made again, it gives the same tokens.
 
-    `token_ids` is the request's own growing list, prompt first. The next sampled token has position `len(token_ids)`.
-    Its last token is below 0 while only the device knows it.
+    `token_ids` is the request's own growing list, prompt first. Its last token is below 0 while only the device knows
+    it. The next sampled token has position `num_tokens`.
     """
 
     params: SamplingParams
@@ -57,17 +70,20 @@ class SampleRow:
     num_prompt_tokens: int
     eos_token_ids: Sequence[int] = ()  # masked, with stop_token_ids, until min_tokens are out
     allowed: Tensor | None = None  # [V] bool, the grammar's mask for this step
-    _counts: TokenCounts | None = field(default=None, repr=False)  # set when penalties first need it
-    _bias: tuple[NDArray[np.int64], NDArray[np.float32]] | None = field(default=None, repr=False)
-    _forbidden: tuple[bool, Tensor] | None = field(default=None, repr=False)  # `must_continue`, and the mask then
-    _choosable: Tensor | None = field(default=None, repr=False)
-    _continuing: Tensor | None = field(default=None, repr=False)
-    _not_bad: Tensor | None = field(default=None, repr=False)
-    _bad_by_last: dict[int, list[tuple[int, ...]]] | None = field(default=None, repr=False)
+    drafts: Sequence[int] = ()  # tokens after `token_ids` that this row takes for granted
+    _kept: _Kept = field(default_factory=_Kept, repr=False)
+
+    def after(self, drafts: Sequence[int], allowed: Tensor | None) -> "SampleRow":
+        """Return the row of the token after `drafts`. `allowed`: the grammar's mask there."""
+        return replace(self, drafts=drafts, allowed=allowed)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + len(self.drafts)
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def is_greedy(self) -> bool:
@@ -110,16 +126,17 @@ class SampleRow:
     @property
     def bias(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the token ids of logit_bias [B] and their biases [B], built at the first call."""
-        if self._bias is None:
+        if self._kept.bias is None:
             ids, bias = zip(*self.params.logit_bias, strict=True)
-            self._bias = np.array(ids, np.int64), np.array(bias, np.float32)
-        return self._bias
+            self._kept.bias = np.array(ids, np.int64), np.array(bias, np.float32)
+        return self._kept.bias
 
     def used_tokens(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the distinct tokens used so far [U], and how often each is in the output [U]. See `TokenCounts`."""
-        if self._counts is None:
-            self._counts = TokenCounts(self.num_prompt_tokens)
-        return self._counts.catch_up(self.token_ids)
+        if self._kept.counts is None:
+            self._kept.counts = TokenCounts(self.num_prompt_tokens)
+        ids, counts = self._kept.counts.catch_up(self.token_ids)
+        return _with_drafts(ids, counts, self.drafts) if self.drafts else (ids, counts)
 
     def forbidden_on(self, device: torch.device, vocab_size: int) -> Tensor | None:
         """Return the tokens that the row must not use now, [V] bool on `device`; None: it may use all.
@@ -127,14 +144,14 @@ class SampleRow:
         Kept between steps, unless a grammar or the previous tokens decide.
         """
         continues = self.must_continue
-        if self._forbidden is not None and self._forbidden[0] is continues:
-            return self._forbidden[1]
+        if self._kept.forbidden is not None and self._kept.forbidden[0] is continues:
+            return self._kept.forbidden[1]
         mask = self._usable(vocab_size)
         if mask is None:
             return None
         forbidden = copy_to(device, mask.logical_not())
         if self.allowed is None and not self._has_long_bad_words:
-            self._forbidden = continues, forbidden
+            self._kept.forbidden = continues, forbidden
         return forbidden
 
     def _usable(self, vocab_size: int) -> Tensor | None:
@@ -163,42 +180,62 @@ class SampleRow:
 
     def choosable(self, vocab_size: int) -> Tensor:
         """Return the tokens of allowed_token_ids, [V] bool on the CPU, built at the first call."""
-        if self._choosable is None:
-            self._choosable = torch.zeros(vocab_size, dtype=torch.bool)
-            self._choosable[list(self.params.allowed_token_ids)] = True
-        return self._choosable
+        kept = self._kept
+        if kept.choosable is None:
+            kept.choosable = torch.zeros(vocab_size, dtype=torch.bool)
+            kept.choosable[list(self.params.allowed_token_ids)] = True
+        return kept.choosable
 
     def continuing(self, vocab_size: int) -> Tensor:
         """Return the tokens that end no request, [V] bool on the CPU, built at the first call."""
-        if self._continuing is None:
-            self._continuing = torch.ones(vocab_size, dtype=torch.bool)
-            self._continuing[[*self.eos_token_ids, *self.params.stop_token_ids]] = False
-        return self._continuing
+        kept = self._kept
+        if kept.continuing is None:
+            kept.continuing = torch.ones(vocab_size, dtype=torch.bool)
+            kept.continuing[[*self.eos_token_ids, *self.params.stop_token_ids]] = False
+        return kept.continuing
 
     def without_bad_words(self, vocab_size: int) -> Tensor:
         """Return the tokens that complete no bad word, [V] bool on the CPU.
 
         As in vLLM, a word is completed by tokens of the output alone.
         """
-        if self._not_bad is None or self._bad_by_last is None:
-            self._not_bad = torch.ones(vocab_size, dtype=torch.bool)
-            self._not_bad[[word[0] for word in self.params.bad_words if len(word) == 1]] = False
-            self._bad_by_last = {}
+        kept = self._kept
+        if kept.not_bad is None or kept.bad_by_last is None:
+            kept.not_bad = torch.ones(vocab_size, dtype=torch.bool)
+            kept.not_bad[[word[0] for word in self.params.bad_words if len(word) == 1]] = False
+            kept.bad_by_last = {}
             for word in self.params.bad_words:
                 if len(word) > 1:
-                    self._bad_by_last.setdefault(word[-2], []).append(word)
+                    kept.bad_by_last.setdefault(word[-2], []).append(word)
         output = self.num_output_tokens
         completing = [
             word[-1]
-            for word in (self._bad_by_last.get(self.token_ids[-1], ()) if output else ())
-            if len(word) <= output + 1 and tuple(self.token_ids[1 - len(word) :]) == word[:-1]
+            for word in (kept.bad_by_last.get(self._last(1)[0], ()) if output else ())
+            if len(word) <= output + 1 and self._last(len(word) - 1) == word[:-1]
         ]
         if not completing:
-            return self._not_bad
-        mask = self._not_bad.clone()
+            return kept.not_bad
+        mask = kept.not_bad.clone()
         mask[completing] = False
         return mask
+
+    def _last(self, num_tokens: int) -> tuple[int, ...]:
+        """Return the last tokens before the one that the row samples."""
+        return (*self.token_ids[-num_tokens:], *self.drafts)[-num_tokens:]
 
     @property
     def is_filtered(self) -> bool:
         return self.params.top_k > 0 or self.params.top_p < 1.0 or self.params.min_p > 0.0
+
+
+def _with_drafts(
+    ids: NDArray[np.int64], counts: NDArray[np.float32], drafts: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return distinct ids and their counts in the output with those of drafts, which are output too."""
+    drafted, more = np.unique(np.array(drafts, np.int64), return_counts=True)
+    is_new = np.isin(drafted, ids, invert=True)
+    with_drafts = np.concatenate([counts, np.zeros(is_new.sum(), np.float32)])
+    ids = np.concatenate([ids, drafted[is_new]])
+    for token_id, count in zip(drafted, more, strict=True):
+        with_drafts[ids == token_id] += count
+    return ids, with_drafts

@@ -1,0 +1,109 @@
+"""A small model drafts what it would generate itself, for several streams at once, within its own pool."""
+
+import pytest
+import torch
+
+from crossdock.workers.draft.draft_model import CATCH_UP_TOKENS, DraftModel
+from crossdock.workers.schedule.pages import PagePool
+from tests.workers.architectures import build
+from tests.workers.replica.engines import MAX_MODEL_LEN, VOCAB_SIZE, tiny_model
+
+PAGE_SIZE = 16
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+def expected(prompts: dict[str, list[int]], num_tokens: int) -> dict[str, list[int]]:
+    """Return the greedy continuations of a model like the one that drafts, which attends without pages."""
+    module = build("llama", {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN})
+    found = {}
+    with torch.inference_mode():
+        for name, prompt in prompts.items():
+            tokens = list(prompt)
+            for _ in range(num_tokens):
+                tokens.append(int(module(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+            found[name] = tokens[len(prompt) :]
+    return found
+
+
+def drafter(num_pages: int = 200) -> DraftModel:
+    return DraftModel(tiny_model(), PagePool(num_pages, PAGE_SIZE, enable_prefix_caching=False))
+
+
+def test_same_model_as_target_drafts_its_greedy_tokens() -> None:
+    prompts = {"a": prompt_of(40, 0), "b": prompt_of(7, 1), "c": prompt_of(33, 2)}
+    wanted = expected(prompts, 8)
+    drafting = drafter()
+    texts = {name: list(prompt) for name, prompt in prompts.items()}
+    for name, text in texts.items():
+        drafting.add(name, text)
+    first = drafting.propose({"a": 4, "b": 2, "c": 3})
+    assert first == {"a": wanted["a"][:4], "b": wanted["b"][:2], "c": wanted["c"][:3]}
+    for name, text in texts.items():
+        text += wanted[name][: len(first[name]) + 1]  # all are accepted, and one token more is sampled
+    second = drafting.propose(dict.fromkeys(texts, 3))
+    assert second == {name: wanted[name][len(first[name]) + 1 :][:3] for name in texts}
+
+
+def test_rejected_drafts_are_forgotten() -> None:
+    drafting, text = drafter(), prompt_of(30, 3)
+    drafting.add("a", text)
+    drafts = drafting.propose({"a": 5})["a"]
+    for accepted in (2, 0, 1):
+        other = (drafts[accepted] + 1) % VOCAB_SIZE
+        text += [*drafts[:accepted], other]
+        drafts = drafting.propose({"a": 4})["a"]
+        assert drafts == expected({"a": text}, 4)["a"]
+
+
+def test_long_prompt_is_computed_over_several_calls_while_others_draft() -> None:
+    drafting = drafter()
+    long, short = prompt_of(2 * CATCH_UP_TOKENS + 50, 4), prompt_of(5, 5)
+    drafting.add("long", long)
+    drafting.add("short", short)
+    calls = [drafting.propose({"long": 2, "short": 2}) for _ in range(3)]
+    assert ["long" in drafts for drafts in calls] == [False, False, True]
+    assert all(len(drafts["short"]) == 2 for drafts in calls)
+    assert calls[-1]["long"] == expected({"a": long}, 2)["a"]
+
+
+def test_full_pool_takes_pages_of_streams_that_do_not_draft() -> None:
+    drafting = drafter(num_pages=4)
+    texts = {name: prompt_of(40, seed) for seed, name in enumerate("abc")}
+    for name, text in texts.items():
+        drafting.add(name, text)
+    assert "a" in drafting.propose({"a": 3})
+    assert drafting.propose({"b": 3})["b"] == expected({"b": texts["b"]}, 3)["b"]
+    assert len(drafting.propose({"b": 3, "c": 3})) == 1  # there are pages for one of the two
+    drafting.remove("b")
+    drafting.remove("c")
+    assert drafting.propose({"a": 3})["a"] == expected({"a": texts["a"]}, 3)["a"]
+    drafting.remove("a")
+    assert drafting.pages.num_available == 4
+
+
+def test_text_as_long_as_the_small_model_takes_has_no_drafts() -> None:
+    drafting = DraftModel(tiny_model(max_model_len=64), PagePool(10, PAGE_SIZE, enable_prefix_caching=False))
+    text = prompt_of(62, 6)
+    drafting.add("a", text)
+    assert drafting.match_length("a") == 1
+    assert len(drafting.propose({"a": 8})["a"]) == 2
+    text += [1, 2]
+    assert drafting.match_length("a") == 0
+    assert drafting.propose({"a": 8}) == {}
+
+
+def test_longer_drafts_and_more_streams_are_predicted_to_take_longer() -> None:
+    drafting = drafter()
+    assert drafting.seconds(0, 0) == 0
+    assert 0 < drafting.seconds(1, 1) < drafting.seconds(1, 4) <= drafting.seconds(8, 4)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_drafts_are_at_most_as_many_as_wanted(most: int) -> None:
+    drafting = drafter()
+    drafting.add("a", prompt_of(9, 7))
+    assert [len(drafts) for drafts in drafting.propose({"a": most}).values()] == [most]

@@ -1,0 +1,184 @@
+"""The draft policy: drafts where they pay, by the step's predicted seconds, and learns whether they do."""
+
+import itertools
+import random
+from math import inf, prod
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossdock.workers.schedule.cost import StepCost, StepWork
+from crossdock.workers.schedule.drafting import DraftPolicy, FreeDrafts, Stream
+from crossdock.workers.schedule.speculative_config import SpeculativeConfig
+
+MOST = 4
+FREE_ROWS = StepCost(base=0.01, per_prefill_token=0.001, per_decode=0.001, bend_rows=16, per_early_row=-0.001)
+DEAR_ROWS = StepCost(base=0.001, per_prefill_token=0.001, per_decode=0.001)
+
+COSTS = st.builds(
+    lambda base, row, bend, early, launch: StepCost(
+        base=base, per_prefill_token=row, per_decode=row, bend_rows=bend, per_early_row=early * row,
+        least_with_chunk=launch,
+    ),
+    st.floats(0.001, 0.05), st.floats(1e-5, 0.003), st.sampled_from([0, 4, 8, 64]), st.floats(-1, 1),
+    st.sampled_from([0.0, 0.005, 0.02]),
+)  # fmt: skip
+
+
+class Matches(FreeDrafts):
+    """A source with matches of given lengths, and with a price for each position."""
+
+    def __init__(self, lengths: dict[str, int], position_seconds: float = 0.0) -> None:
+        self.lengths = lengths
+        self.position_seconds = position_seconds
+
+    def match_length(self, request_id: str) -> int:
+        return self.lengths[request_id]
+
+    def seconds(self, num_streams: int, num_tokens: int) -> float:
+        return self.position_seconds * num_tokens
+
+
+def policy_of(source: FreeDrafts | None = None) -> DraftPolicy:
+    config = SpeculativeConfig(method="suffix", num_speculative_tokens=MOST)
+    return DraftPolicy(config, source or FreeDrafts())
+
+
+def streams_of(count: int, most: int = MOST) -> list[Stream]:
+    return [Stream(str(number), 100, most) for number in range(count)]
+
+
+def work_of(streams: list[Stream]) -> StepWork:
+    return StepWork.of([], [stream.context for stream in streams])
+
+
+def speculating(streams: list[Stream], lengths: dict[str, int]) -> StepWork:
+    """Return the work of a step that verifies so many drafts of each stream."""
+    work = work_of(streams)
+    for stream in streams:
+        work = work.plus_drafts(stream.context, lengths.get(stream.id, 0))
+    return work
+
+
+def rate(policy: DraftPolicy, streams: list[Stream], lengths: dict[str, int], cost: StepCost) -> float:
+    """Return the expected tokens per second of a step, by the policy's own probabilities."""
+    tokens = float(len(streams))
+    for request_id, length in lengths.items():
+        match = policy.source.match_length(request_id)
+        chain = [policy._acceptance.probability(request_id, match + position) for position in range(length)]
+        tokens += sum(prod(chain[: end + 1]) for end in range(length))
+    seconds = cost.seconds(speculating(streams, lengths))
+    return tokens / (seconds + policy.source.seconds(len(lengths), max(lengths.values(), default=0)))
+
+
+@given(COSTS, st.lists(st.integers(0, 9), min_size=1, max_size=3), st.sampled_from([0.0, 0.001, 0.003]))
+def test_drafts_are_the_best_of_all_choices(cost: StepCost, matches: list[int], position_seconds: float) -> None:
+    """Where a position costs the drafter seconds for all streams, the order of drafts is not always the best one."""
+    streams = streams_of(len(matches), most=3)
+    lengths = {stream.id: match for stream, match in zip(streams, matches, strict=True)}
+    policy = policy_of(Matches(lengths, position_seconds))
+    chosen = policy.lengths(streams, work_of(streams), cost)
+    choices = itertools.product(*(range(4 if match else 1) for match in matches))
+    rates = [
+        rate(policy, streams, {stream.id: n for stream, n in zip(streams, choice, strict=True) if n}, cost)
+        for choice in choices
+    ]
+    assert rate(policy, streams, chosen, cost) >= max(rates) * (0.95 if position_seconds else 1 - 1e-9)
+
+
+@given(COSTS, st.integers(1, 20), st.integers(0, 2**32), st.floats(1, 3))
+def test_drafts_are_never_predicted_to_be_worse_than_none(cost: StepCost, count: int, seed: int, room: float) -> None:
+    rng, streams = random.Random(seed), [Stream(str(n), n * 300, n % 6) for n in range(count)]
+    policy = policy_of(Matches({stream.id: rng.randrange(12) for stream in streams}))
+    for _ in range(12):
+        within = cost.seconds(work_of(streams)) * room
+        lengths = policy.lengths(streams, work_of(streams), cost, within)
+        assert all(0 < lengths[stream.id] <= min(stream.most, MOST) for stream in streams if stream.id in lengths)
+        assert not lengths or cost.seconds(speculating(streams, lengths)) <= within + 1e-12
+        assert rate(policy, streams, lengths, cost) >= rate(policy, streams, {}, cost) * (1 - 1e-9)
+        for request_id, length in lengths.items():
+            policy.observe(request_id, length, rng.randint(0, length))
+
+
+def test_cheap_rows_are_filled_and_dear_ones_are_not() -> None:
+    streams = streams_of(1)
+    assert policy_of().lengths(streams, work_of(streams), FREE_ROWS) == {"0": MOST}
+    many = streams_of(64)
+    assert policy_of().lengths(many, work_of(many), DEAR_ROWS) == {}
+
+
+def test_long_match_is_drafted_where_a_short_one_does_not_pay() -> None:
+    streams = streams_of(32)
+    policy = policy_of(Matches({stream.id: 12 if stream.id == "7" else 1 for stream in streams}))
+    cost = StepCost(base=0.01, per_prefill_token=0.001, per_decode=0.001)
+    assert list(policy.lengths(streams, work_of(streams), cost)) == ["7"]
+
+
+def test_fixed_lengths_without_a_cost_and_without_adaptive() -> None:
+    streams = [Stream("a", 10, 9), Stream("b", 10, 2), Stream("c", 10, 0)]
+    assert policy_of().lengths(streams, work_of(streams), None) == {"a": MOST, "b": 2}
+    fixed = DraftPolicy(SpeculativeConfig(method="ngram", num_speculative_tokens=3, adaptive=False))
+    assert fixed.lengths(streams, work_of(streams), DEAR_ROWS, within=0.0) == {"a": 3, "b": 2}
+
+
+def test_step_without_slack_has_no_drafts() -> None:
+    streams = streams_of(2)
+    assert policy_of().lengths(streams, work_of(streams), FREE_ROWS, within=0.001) == {}
+
+
+def test_seconds_of_the_drafter_are_paid_for() -> None:
+    streams = streams_of(1)
+    matches = {"0": 3}
+    assert policy_of(Matches(matches)).lengths(streams, work_of(streams), FREE_ROWS) == {"0": MOST}
+    assert policy_of(Matches(matches, 0.05)).lengths(streams, work_of(streams), FREE_ROWS) == {}
+
+
+COSTLY = StepCost(base=0.004, per_prefill_token=0.001, per_decode=0.004)  # a draft pays from 0.5 on for one stream
+
+
+def drafts_over(policy: DraftPolicy, steps: int, accepted: bool) -> list[int]:
+    """Return the drafts of one stream in each step, all of them accepted or none."""
+    streams, counts = streams_of(1), []
+    for _ in range(steps):
+        length = policy.lengths(streams, work_of(streams), COSTLY).get("0", 0)
+        counts.append(length)
+        if length:
+            policy.observe("0", length, length if accepted else 0)
+    return counts
+
+
+def test_stream_that_stops_profiting_stops_paying_and_tries_again_rarely() -> None:
+    policy = policy_of(Matches({"0": 6}))
+    assert all(drafts_over(policy, 20, accepted=True))
+    failing = drafts_over(policy, 500, accepted=False)
+    assert not any(failing[12:16])
+    assert sum(map(bool, failing[16:])) < 30
+    assert any(failing[100:])
+
+
+def test_stream_whose_text_becomes_repetitive_drafts_again() -> None:
+    policy = policy_of(Matches({"0": 6}))
+    drafts_over(policy, 200, accepted=False)
+    profiting = drafts_over(policy, 600, accepted=True)
+    assert sum(map(bool, profiting[-100:])) == 100
+
+
+def test_totals_count_what_was_drafted_accepted_and_wasted() -> None:
+    policy = policy_of(Matches({"0": 6}))
+    assert policy.acceptance == 0
+    streams = streams_of(1)
+    lengths = policy.lengths(streams, work_of(streams), COSTLY)
+    policy.observe("0", lengths["0"], 1)
+    assert (policy.drafted, policy.accepted) == (lengths["0"], 1)
+    assert policy.acceptance == 1 / lengths["0"]
+    rows = COSTLY.seconds(speculating(streams, lengths)) - COSTLY.seconds(work_of(streams))
+    assert abs(policy.wasted_s - rows * (lengths["0"] - 1) / lengths["0"]) < 1e-9
+
+
+def test_forgotten_request_leaves_no_record() -> None:
+    policy = policy_of()
+    policy.lengths(streams_of(3), work_of(streams_of(3)), FREE_ROWS, inf)
+    for stream in streams_of(3):
+        policy.forget(stream.id)
+    policy.forget("unknown")
+    assert not policy._acceptance._records

@@ -1,0 +1,1 @@
+"""Draft the next tokens of streams, for a step of the model to verify."""

@@ -1,0 +1,159 @@
+"""How many drafts the next step verifies for each stream: as many as its predicted seconds pay for. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import NamedTuple, Protocol
+
+from crossdock.workers.schedule.acceptance import Acceptance
+from crossdock.workers.schedule.cost import StepCost, StepWork
+from crossdock.workers.schedule.speculative_config import SpeculativeConfig
+
+
+class Stream(NamedTuple):
+    """One stream, as the policy sees it."""
+
+    id: str
+    context: int  # tokens before its newest token
+    most: int  # drafts that it can use at most: max_tokens, max_model_len, num_speculative_tokens
+
+
+class DraftSource(Protocol):
+    """Answers what the policy asks of a drafter before it drafts."""
+
+    def seconds(self, num_streams: int, num_tokens: int) -> float:
+        """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`."""
+
+    def match_length(self, request_id: str) -> int:
+        """Return how many of the request's last tokens support its drafts; 0: there will be none."""
+
+
+class FreeDrafts:
+    """A source that costs nothing and supports all drafts alike."""
+
+    def seconds(self, num_streams: int, num_tokens: int) -> float:
+        """Return 0."""
+        return 0.0
+
+    def match_length(self, request_id: str) -> int:
+        """Return 1."""
+        return 1
+
+
+@dataclass(slots=True)
+class _Chain:
+    """The drafts of one stream, each worth the probability that it and all before it are accepted."""
+
+    stream: Stream
+    match: int  # tokens that support the first draft
+    row_seconds: float  # of each of its rows, beyond the bend
+    worth: float  # of the next draft, in tokens
+    length: int = 0
+
+    def added_to(self, work: StepWork) -> StepWork:
+        """Return the work of a step with one more of these drafts, as `StepWork.plus_drafts` does for all of them."""
+        attended = work.attended + self.stream.context + self.length + 1.5
+        return StepWork(work.prefill_tokens, attended, work.decodes, work.context, work.drafts + 1)
+
+
+@dataclass(slots=True)
+class DraftPolicy:
+    """Decides the number of drafts of each stream, and learns from what was accepted.
+
+    A draft is worth the probability that it is accepted, which includes all drafts before it. It costs the seconds by
+    which one more row lengthens the step, and the drafter's own. Drafts are added in the order of their worth for their
+    seconds, and the step gets as many as give the most expected tokens per second over all streams.
+    """
+
+    config: SpeculativeConfig
+    source: DraftSource = field(default_factory=FreeDrafts)  # the engine sets its drafter here
+    drafted: int = 0  # tokens, in all
+    accepted: int = 0
+    wasted_s: float = 0.0  # predicted seconds of the rows of rejected drafts
+    _acceptance: Acceptance = field(default_factory=Acceptance)
+    _row_seconds: float = 0.0  # that one draft added to the last step, as a mean
+
+    @property
+    def acceptance(self) -> float:
+        """Return the share of recent drafts that were accepted; 0 before the first."""
+        return self._acceptance.share
+
+    def lengths(
+        self, streams: Sequence[Stream], work: StepWork, cost: StepCost | None, within: float = inf
+    ) -> dict[str, int]:
+        """Return how many tokens to draft for each stream; streams without drafts are left out.
+
+        `work`: the decodes of the step without drafts. The step may take `within` seconds. Without `cost`, and with
+        `adaptive` off, every stream drafts as many tokens as it may.
+        """
+        most = self.config.num_speculative_tokens
+        if cost is None or not self.config.adaptive:
+            return {stream.id: min(stream.most, most) for stream in streams if stream.most > 0}
+        self._acceptance.begin_step()
+        seconds = cost.seconds(work)
+        if seconds <= 0 or seconds >= within:
+            return {}
+        row_seconds = cost.per_decode + min(cost.per_early_row if work.rows < cost.bend_rows else 0.0, 0.0)
+        chains = self._chains(streams, work.decodes / seconds * max(row_seconds, 0.0), cost)
+        return self._best(chains, work, cost, within) if chains else {}
+
+    def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
+        """Learn from the drafts of one request in a step that has ended."""
+        self.drafted += num_drafted
+        self.accepted += num_accepted
+        self.wasted_s += (num_drafted - num_accepted) * self._row_seconds
+        self._acceptance.observe(request_id, num_drafted, num_accepted)
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is known of one request."""
+        self._acceptance.forget(request_id)
+
+    def _chains(self, streams: Sequence[Stream], needed: float, cost: StepCost) -> list[_Chain]:
+        """Return the streams whose first draft may be accepted with probability `needed`, at which a draft pays."""
+        if needed >= 1:
+            return []
+        acceptance, match_length, chains = self._acceptance, self.source.match_length, list[_Chain]()
+        shortest, paused = acceptance.shortest_match(needed), acceptance.paused()
+        for stream in streams:
+            if stream.id in paused or stream.most <= 0:
+                continue
+            match = match_length(stream.id)
+            if acceptance.is_worth(stream.id, match, needed, shortest):
+                row_seconds = cost.per_decode + cost.per_attended * stream.context
+                chains.append(_Chain(stream, match, row_seconds, acceptance.probability(stream.id, match)))
+        return chains
+
+    def _best(self, chains: list[_Chain], work: StepWork, cost: StepCost, within: float) -> dict[str, int]:
+        """Add drafts in the order of their worth for their seconds; return the best beginning of that order."""
+        num_decodes, seconds = work.decodes, cost.seconds(work)
+        alone, tokens, order = seconds, float(num_decodes), list[str]()
+        best_rate, best_size = tokens / seconds, 0
+        num_streams = longest = 0
+        heap = [(-chain.worth / (chain.row_seconds or 1e-12), number) for number, chain in enumerate(chains)]
+        heapify(heap)
+        while heap:
+            density, number = heappop(heap)
+            is_bent = work.rows >= cost.bend_rows and seconds > cost.least_with_chunk
+            if is_bent and -density <= best_rate:
+                break  # from here on, every draft costs more than it is worth
+            chain = chains[number]
+            longer = chain.added_to(work)
+            num_with, longest_with = num_streams + (chain.length == 0), max(longest, chain.length + 1)
+            longer_seconds = cost.seconds(longer) + self.source.seconds(num_with, longest_with)
+            if longer_seconds > within:
+                continue
+            work, seconds, num_streams, longest = longer, longer_seconds, num_with, longest_with
+            tokens += chain.worth
+            order.append(chain.stream.id)
+            if tokens / seconds > best_rate:
+                best_rate, best_size = tokens / seconds, len(order)
+                self._row_seconds = (seconds - alone) / best_size
+            chain.length += 1
+            chain.worth *= self._acceptance.probability(chain.stream.id, chain.match + chain.length)
+            if chain.length < min(chain.stream.most, self.config.num_speculative_tokens):
+                heappush(heap, (-chain.worth / (chain.row_seconds or 1e-12), number))
+        lengths: dict[str, int] = {}
+        for request_id in order[:best_size]:
+            lengths[request_id] = lengths.get(request_id, 0) + 1
+        return lengths

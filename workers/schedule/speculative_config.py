@@ -1,0 +1,92 @@
+"""The settings of speculation, with the names of vLLM's `--speculative-config`."""
+
+from typing import Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+
+Method: TypeAlias = Literal["ngram", "suffix", "draft_model"]
+
+METHODS: tuple[Method, ...] = ("ngram", "suffix", "draft_model")
+_HEADS = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator")
+_FIELDS_OF_OTHERS = {  # field: the methods that read it
+    "model": ("draft_model",),
+    "draft_kv_cache_memory": ("draft_model",),
+    "prompt_lookup_min": ("ngram",),
+    "prompt_lookup_max": ("ngram",),
+}
+
+
+class SpeculativeConfig(BaseModel):
+    """Where drafts come from, and how many tokens a step may verify for one stream."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: Method = Field(
+        description="ngram: the longest of the last tokens that the text has had before, and what followed there; "
+        "suffix: the same with a match of any length; draft_model: a small model with the same vocabulary."
+    )
+    num_speculative_tokens: int = Field(8, ge=1, le=64, description="Most drafts of one stream in a step.")
+    adaptive: bool = Field(
+        True,
+        description="Draft as many tokens as the predicted seconds of a step pay for; off: the most. Not in vLLM.",
+    )
+    prompt_lookup_min: int = Field(1, ge=1, description="ngram: shortest match, in tokens.")
+    prompt_lookup_max: int = Field(8, ge=1, description="ngram: tokens from which on a longer match is no better.")
+    model: str | None = Field(None, min_length=1, description="draft_model: directory or hub name of the small model.")
+    draft_kv_cache_memory: ByteSize = Field(
+        ByteSize(256 << 20), gt=0, description="draft_model: memory for the small model's KV pages. Not in vLLM."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, given: Any) -> Any:
+        """Refuse what is not known, and derive from the fields that are given those that are not."""
+        if not isinstance(given, dict):
+            return given
+        unknown = sorted(given.keys() - cls.model_fields.keys())
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)}: not supported; accepted are {', '.join(cls.model_fields)}")
+        values = dict(given)
+        if values.get("method") is None:
+            values["method"] = _method_of(values.get("model"))
+        _check_method(values)
+        least, most = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
+        if least is None and most is not None:  # as in vLLM: one given alone is both
+            values["prompt_lookup_min"] = most
+        elif most is None and least is not None:
+            values["prompt_lookup_max"] = least
+        return {name: value for name, value in values.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> "SpeculativeConfig":
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min ({self.prompt_lookup_min}) must be at most prompt_lookup_max "
+                f"({self.prompt_lookup_max})"
+            )
+        if self.method == "draft_model" and self.model is None:
+            raise ValueError("model: method draft_model needs the directory or the hub name of a small model")
+        return self
+
+
+def _method_of(model: object) -> object:
+    """Return the method that `model` implies: vLLM takes the name of a lookup there as well."""
+    if model is None:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}; or give model, a small model to draft with")
+    return "draft_model"
+
+
+def _check_method(values: dict[str, object]) -> None:
+    """Raise ValueError for a method that is not there, or for a field that the method does not read."""
+    method = values["method"]
+    if method in _HEADS or (isinstance(method, str) and method.endswith("_mtp")):
+        raise ValueError(
+            f"method {method!r} is not supported: its heads read the target's hidden states, and transformers has no "
+            f"class that computes them; accepted are {', '.join(METHODS)}"
+        )
+    if method not in METHODS:
+        raise ValueError(f"method {method!r} is not supported; accepted are {', '.join(METHODS)}")
+    for name, methods in _FIELDS_OF_OTHERS.items():
+        default = SpeculativeConfig.model_fields[name].default  # which a printed configuration has too
+        if values.get(name) not in (None, default) and method not in methods:
+            raise ValueError(f"{name}: method {method} does not read it; only {', '.join(methods)} does")

@@ -1,0 +1,136 @@
+"""Verification of drafts: how many drafts streams may profit from, and which of them a step computes. Pure.
+
+A draft never makes a stream late that would be in time without. It takes no page and no token of the budget from a
+decode or a chunk, for it is added to the step after both.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from crossdock.workers.schedule import kv
+from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.chunking import FREE_SHARE, longest_step
+from crossdock.workers.schedule.cost import StepWork
+from crossdock.workers.schedule.drafting import DraftPolicy, Stream
+from crossdock.workers.schedule.forecast import Forecast
+from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.table import RequestTable
+
+_NEWEST_STEP = 0.02  # weight of one more step in `gap_share`, which so spans about 50: a second of steps of 20 ms
+
+
+@dataclass(slots=True)
+class DraftTotals:
+    """Counts of verified drafts since the start."""
+
+    num_drafts: int = 0  # streams with drafts, summed over steps
+    num_tokens: int = 0  # drafted tokens
+    num_accepted_at: list[int] = field(default_factory=list)  # accepted ones by their place in a draft, from 0
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        """Count the draft of one stream in one step."""
+        self.num_drafts += 1
+        self.num_tokens += num_drafted
+        self.num_accepted_at += [0] * (num_drafted - len(self.num_accepted_at))
+        for place in range(num_accepted):
+            self.num_accepted_at[place] += 1
+
+
+@dataclass(slots=True)
+class Verification:
+    """Adds drafts to the steps of one replica."""
+
+    table: RequestTable
+    forecast: Forecast
+    policy: DraftPolicy
+    totals: DraftTotals = field(default_factory=DraftTotals)
+    gap_share: float = 1.0  # recent seconds per token of the streams, as a share of those without drafts
+    _lengthened: float = 1.0  # seconds of the last step, as a share of those without drafts; predicted
+    _num_decodes: int = 0  # of the last step if it had drafts
+    _num_accepted: int = 0  # of its drafts
+
+    def wanted(self, streams: Sequence[Request]) -> dict[str, int]:
+        """Return how many drafts each of `streams` may profit from in a step of their decodes; 0 is left out."""
+        if not streams:
+            return {}
+        self._note_last_step()
+        work = StepWork(decodes=len(streams), context=sum([stream.num_computed_tokens for stream in streams]))
+        seen = [Stream(stream.id, stream.num_computed_tokens, self._most(stream)) for stream in streams]
+        return self.policy.lengths(seen, work, self.forecast.cost, self._seconds(work))
+
+    def with_drafts(self, batch: Batch, drafts: Mapping[str, Sequence[int]]) -> Batch:
+        """Return the step with the drafts that fit. Where not all do, the last ones of the longest are left out:
+        these are the least likely to be accepted."""
+        plain = batch.scheduled[: batch.num_decodes]
+        offered = [(part, drafts.get(part.request.id, ())[: self._most(part.request)]) for part in plain]
+        longest = self._longest_that_fits(batch, [(part.start, len(tokens)) for part, tokens in offered])
+        if not longest:
+            return batch
+        without, verified = list[Scheduled](), list[Scheduled]()
+        for part, tokens in offered:
+            room = kv.grow_for_drafts(self.table, part.request, min(len(tokens), longest)) if tokens else 0
+            if room:
+                verified.append(part._replace(num_tokens=1 + room, drafts=tokens[:room], reason="decode with drafts"))
+            else:
+                without.append(part)
+        chunks = batch.scheduled[batch.num_decodes :]
+        longer = Batch([*without, *verified, *chunks], batch.num_decodes, batch.limit, batch.num_skipped)
+        self._num_decodes, self._num_accepted = batch.num_decodes, 0
+        if (cost := self.forecast.cost) is not None:
+            self._lengthened = cost.seconds(longer.work) / cost.seconds(batch.work)
+        return longer
+
+    def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """Learn what became of a stream's drafts, and take back the pages that only rejected ones needed."""
+        self.totals.add(num_drafted, num_accepted)
+        self.policy.observe(request.id, num_drafted, num_accepted)
+        request.num_drafted_tokens += num_drafted
+        request.num_accepted_tokens += num_accepted
+        self._num_accepted += num_accepted
+        kv.take_back_drafts(self.table, request)
+
+    def _note_last_step(self) -> None:
+        """Average `gap_share` over recent steps, those without drafts included."""
+        tokens = self._num_decodes + self._num_accepted
+        share = self._lengthened * self._num_decodes / tokens if self._num_decodes else 1.0
+        self.gap_share += _NEWEST_STEP * (share - self.gap_share)
+        self._num_decodes = self._num_accepted = 0
+
+    def _most(self, stream: Request) -> int:
+        """Return how many drafts a stream can use: the step makes one token more than it accepts drafts."""
+        left = stream.sampling.max_tokens - stream.num_output_tokens
+        left = min(left, self.table.max_model_len - stream.num_tokens)
+        return max(min(left - 1, self.policy.config.num_speculative_tokens), 0)
+
+    def _seconds(self, work: StepWork, has_chunks: bool = False) -> float:
+        """Return the predicted seconds that a step of `work` may take with drafts; infinite without a cost.
+
+        A stream that will be late anyway bounds nothing. Beside a chunk every row takes time, and its prompt waits: the
+        drafts must be nearly free.
+        """
+        cost, table = self.forecast.cost, self.table
+        if cost is None:
+            return inf
+        alone, now = cost.seconds(work), table.now
+        dues: Iterable[float] = (stream.due for stream in table.running if stream.is_decoding)
+        arriving = (self.forecast.second_token_due(each, now) for each in table.arriving())
+        slack = min([due - now for due in (*dues, *arriving) if due - now >= alone], default=inf)
+        seconds = longest_step(slack, self.forecast.overrun_when_full)
+        return min(seconds, (1 + FREE_SHARE) * alone) if has_chunks else seconds
+
+    def _longest_that_fits(self, batch: Batch, offered: Sequence[tuple[int, int]]) -> int:
+        """Return to how many tokens drafts have to be cut. `offered`: tokens before each decode, and its drafts."""
+        work, cost = batch.work, self.forecast.cost
+        tokens = self.table.config.max_num_batched_tokens - batch.num_tokens
+        seconds = self._seconds(work, has_chunks=len(batch.scheduled) > batch.num_decodes)
+        for longest in range(max([num_drafts for _, num_drafts in offered], default=0), 0, -1):
+            if sum([min(num_drafts, longest) for _, num_drafts in offered]) > tokens:
+                continue
+            longer = work
+            for start, num_drafts in offered:
+                if num_drafts:
+                    longer = longer.plus_drafts(start, min(num_drafts, longest))
+            if cost is None or cost.seconds(longer) <= seconds:
+                return longest
+        return 0
