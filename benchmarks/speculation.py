@@ -61,7 +61,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # flags by the name of the setting; na
     ),
 }
 OURS = [name for name in SETTINGS if not name.startswith("vllm")]
-DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
+DRAFTED = ("crossdock_draft_tokens_total", "vllm:spec_decode_num_draft_tokens_total")  # the server has one of them
+ACCEPTED = ("crossdock_draft_tokens_accepted_total", "vllm:spec_decode_num_accepted_tokens_total")
 
 
 @dataclass
@@ -136,9 +137,9 @@ def measure(server: RunningServer, workload: str, streams: int, args: argparse.N
     tokens = sum(sample.output_tokens for sample in answers.samples)
     gaps = spread_ms([gap for sample in answers.samples for gap in sample.gaps])
     row: Row = {"tok/s": tokens / seconds, "gap p99": gaps.get("p99", float("nan")), "tokens": tokens}
-    drafted, accepted = change.total(DRAFTED), change.total(ACCEPTED)
+    drafted, accepted = (sum(change.total(name) or 0 for name in names) for names in (DRAFTED, ACCEPTED))
     if drafted:
-        row |= {"accepted %": 100 * (accepted or 0) / drafted, "drafted": drafted}
+        row |= {"accepted %": 100 * accepted / drafted, "drafted": drafted}
     return row | {"others CPU %": 100 * others.share()}, answers.texts
 
 

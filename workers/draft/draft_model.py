@@ -19,6 +19,9 @@ from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 CATCH_UP_TOKENS = 256
 """Most tokens besides drafts that one call computes: the prompt of a new stream takes several steps of the target."""
 
+_MATCH = 4
+"""Tokens of a match whose drafts are about as probable as a small model's, before the policy has seen any."""
+
 _PAGE_SIZE = 16  # tokens, or the least that attention can read
 _SWEEP = (
     (1, 1),
@@ -100,8 +103,8 @@ class DraftModel:
             self.pages.release(request_id)
 
     def match_length(self, request_id: str) -> int:
-        """Return 1 if the small model can take the request's tokens, else 0."""
-        return int(len(self._streams[request_id].tokens) < self.model.max_model_len)
+        """Return the same for every request whose tokens the small model can take, else 0."""
+        return _MATCH if len(self._streams[request_id].tokens) < self.model.max_model_len else 0
 
     def seconds(self, num_streams: int, num_tokens: int) -> float:
         """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`.
