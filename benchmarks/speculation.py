@@ -1,4 +1,4 @@
-"""What does speculation gain, and do adaptive drafts beat fixed ones? Crossdock without and with drafts, and vLLM.
+"""Measure what speculation gains, and whether adaptive drafts beat fixed ones: Crossdock without and with, and vLLM.
 
     python benchmarks/speculation.py --streams 1                # one stream: 6 minutes
     python benchmarks/speculation.py --streams 8                # eight streams: 6 minutes
