@@ -74,13 +74,14 @@ class DraftModel:
 
     @classmethod
     def load(cls, config: SpeculativeConfig, target: PagedModel) -> Self:
-        """Load the small model onto the device of `target`.
+        """Load the small model onto the device of `target`, in its dtype: another one would round other ties.
 
         Raises:
             ValueError: its vocabulary is not the target's, or its memory holds no page; or as in `load_model`.
         """
         memory = int(config.draft_kv_cache_memory)
-        model = load_model(ModelSpec(config.model), str(target.device), kv_bytes=memory)
+        spec = ModelSpec(config.model, dtype=str(target.dtype).removeprefix("torch."))
+        model = load_model(spec, str(target.device), kv_bytes=memory)
         if model.vocab_size != target.vocab_size:
             raise ValueError(
                 f"model: {config.model} has a vocabulary of {model.vocab_size} tokens and the model that is served one "
