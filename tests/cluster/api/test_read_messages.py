@@ -1,7 +1,9 @@
 """Tool calls and reasoning that models write by themselves, as OpenAI's client reads them, whole and streamed."""
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -11,6 +13,7 @@ import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import ValidationError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest
@@ -18,6 +21,8 @@ from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.message_format import MessageFormat, family_in
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from crossdock.workers.schedule.request import Submission, TokenDelta
+from tests.cluster.api.engine_api import EngineApi
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, events, refused, serving
 
 MOVE = {"type": "object", "properties": {"to": {"type": "string"}}, "required": ["to"]}
@@ -270,3 +275,79 @@ def test_budget_below_minus_one_is_refused(http: httpx.Client) -> None:
 )
 def test_family_is_found_by_the_template(template: str, family: str | None) -> None:
     assert family_in(template) == family
+
+
+def small_tokenizer(added: list[str]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of ASCII characters and whole texts: the engine of tests has 128 tokens."""
+    characters = [*"ĊĠ", *map(chr, range(33, 127))]
+    backend = Tokenizer(models.BPE(vocab={each: i for i, each in enumerate(characters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=THINKING)
+    tokenizer.add_tokens(added)
+    return tokenizer
+
+
+def test_message_is_the_same_after_its_replica_is_lost_in_mid_stream() -> None:
+    """Sampled texts of parts of calls and reasoning, from real engines: two choices, whole and streamed."""
+    parts = ['<tool_call>{"name": "move", ', '"arguments": {}}</tool_call>', "</think>", "<think>", "\n", "Sure"]
+    own = small_tokenizer(parts)
+    tokenizer = ModelTokenizer(own)
+    body = {"messages": HI, "tools": TOOLS, "n": 2, "seed": 6, "temperature": 2, "max_tokens": 150, "ignore_eos": True}
+    body["allowed_token_ids"] = [own.convert_tokens_to_ids(part) for part in parts]
+
+    async def messages(*, is_lost: bool, stream: bool) -> list[dict[str, Any]]:
+        async with EngineApi(tokenizer, num_replicas=2, admission="queue") as api:
+            if is_lost:
+                lose_after(api, 50)
+            result = await api.http.post("/v1/chat/completions", json=body | {"stream": stream})
+            assert result.status_code == 200, result.text
+            lost = [replica for replica in api.replicas if replica.is_killed]
+            assert len(lost) == is_lost
+            assert ("crossdock_ingress_placed_again_total 0.0" in api.dispatcher.metrics.text()) != is_lost
+        return summed(events(result)) if stream else [without_ids(each["message"]) for each in result.json()["choices"]]
+
+    async def main() -> None:
+        wanted = await messages(is_lost=False, stream=False)
+        assert all(message["tool_calls"] for message in wanted)
+        assert all(message["reasoning"] for message in wanted)
+        assert wanted[0] != wanted[1]
+        for is_lost, stream in ((False, True), (True, False), (True, True)):
+            assert await messages(is_lost=is_lost, stream=stream) == wanted
+
+    asyncio.run(main())
+
+
+def lose_after(api: EngineApi, num_tokens: int) -> None:
+    """Kill the replica of the first choice once the choice has some tokens."""
+    generate = api.dispatcher.generate
+    seen: set[str] = set()
+
+    async def generate_and_lose(submission: Submission) -> AsyncIterator[TokenDelta]:
+        is_first, count = not seen, 0
+        seen.add(submission.id)
+        async with aclosing(generate(submission)) as deltas:
+            async for delta in deltas:
+                count += len(delta.token_ids)
+                if is_first and count >= num_tokens and not any(replica.is_killed for replica in api.replicas):
+                    victim = next(i for i in range(2) if api.dispatcher.fleet.num_booked(f"r{i}"))
+                    api.replicas[victim].is_killed = True
+                yield delta
+
+    api.dispatcher.generate = generate_and_lose  # type: ignore[method-assign]
+
+
+def summed(chunks: list[Any]) -> list[dict[str, Any]]:
+    """Return the messages that a stream's deltas add up to."""
+    messages: list[dict[str, Any]] = [{}, {}]
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            message = messages[choice["index"]]
+            for name, part in choice["delta"].items():
+                message[name] = part if name == "role" else message.get(name, type(part)()) + part
+    return [without_ids({**message, "refusal": None}) for message in messages]
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return {**message, "content": message["content"] or None, "tool_calls": calls}
