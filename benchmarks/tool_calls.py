@@ -35,7 +35,7 @@ REASONS = {
     "qwen3-hermes/truncated-second-parallel-call": CUT,
     "glm/glm47-missing-last-close-arg-value": "a value without its end is no value: what it includes cannot be known",
     "gpt-oss/llamacpp-builtin-python-recipient": "a built-in tool was not offered: what is sent to it stays content",
-    "gpt-oss/harmony-marker-in-reasoning": "markers in other tokens: a server sees the tokens, this replay the text alone",
+    "gpt-oss/harmony-marker-in-reasoning": "markers in other tokens: a server sees tokens, this replay text alone",
     "kimi/k2i-vllm-noise-between-markers": "text between the calls stays content, and is not dropped",
 }
 SINGLE = {"qwen3-hermes": "hermes", "qwen3-xml": "qwen3_xml", "glm": "glm", "gemma4": "gemma4", "mistral": "mistral"}
