@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -22,7 +22,8 @@ from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.message_format import MessageFormat, family_in
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import Submission, TokenDelta
+from crossdock.workers.model.grammar.matcher import new_matcher
+from crossdock.workers.schedule.request import Grammar, Submission, TokenDelta
 from tests.cluster.api.engine_api import EngineApi
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, events, refused, serving
 
@@ -276,8 +277,7 @@ def test_strict_calls_whose_markers_are_special_tokens_obey_their_schema(
 def accepts(tokenizer: ModelTokenizer, lark: str, text: str) -> bool:
     """Return whether a text may be an answer, written with the fewest tokens that its letters allow: one each."""
     backend = tokenizer._tokenizer.backend_tokenizer.to_str()
-    matcher = LLMatcher(LLTokenizer(backend, eos_token=[0]), LLMatcher.grammar_from_lark(lark))
-    assert not matcher.get_error()
+    matcher = new_matcher(LLTokenizer(backend, eos_token=[0]), Grammar("lark", lark))  # as an engine compiles it
     added = tokenizer.added_tokens()
     parts = re.split(f"({'|'.join(map(re.escape, added))})", text)
     words = [word for part in parts for word in ([part] if part in added else part)]
