@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.routes import chats
 from crossdock.cluster.api.text.message_format import MessageFormat, family_in
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.model.grammar.matcher import new_matcher
@@ -118,6 +119,21 @@ def test_events_have_each_call_once_with_id_and_index(model: tuple[ScriptedDispa
         (1, "function", "wait"),
     ]
     assert all(call["id"].startswith("call_") for call in calls)
+
+
+def test_stream_in_a_long_call_has_events_without_text(
+    model: tuple[ScriptedDispatcher, httpx.Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"messages": HI, "tools": TOOLS, "stream": True}
+    calm = events(model[1].post("/v1/chat/completions", json=body))
+    monkeypatch.setattr(chats, "_SILENCE_S", -1.0)
+    kept_open = events(model[1].post("/v1/chat/completions", json=body))
+    assert len(kept_open) > len(calm) + 20
+    shown = [[event["choices"][0]["delta"] for event in stream] for stream in (calm, kept_open)]
+    for delta in (delta for deltas in shown for delta in deltas):
+        for call in delta.get("tool_calls", ()):
+            del call["id"]
+    assert [delta for delta in shown[0] if delta] == [delta for delta in shown[1] if delta]
 
 
 @pytest.mark.parametrize(
