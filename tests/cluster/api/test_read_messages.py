@@ -184,6 +184,19 @@ def test_parsers_that_the_server_names_are_used(
     assert len(message.get("tool_calls", ())) == calls
 
 
+@pytest.mark.parametrize(
+    ("begun", "is_thinking"), [("<think>Half a", True), ("<think>Why</think>Su", False), ("Su", False)]
+)
+def test_message_that_the_model_continues_is_reasoning_until_its_end(
+    thinker: ModelTokenizer, begun: str, is_thinking: bool
+) -> None:
+    messages = [*HI, {"role": "assistant", "content": begun}]
+    body = ChatCompletionRequest.model_validate({"messages": messages, "continue_final_message": True})
+    message = MessageFormat(thinker).reading(body, thinker.encode(begun)).message().whole("re.", "stop")
+    assert message["content"] == (None if is_thinking else "re.")
+    assert message.get("reasoning") == ("re." if is_thinking else None)
+
+
 def test_unknown_parser_is_refused_with_the_names_that_there_are() -> None:
     with pytest.raises(ValidationError, match="no parser; it must be auto, none, deepseek_v3"):
         HttpConfig(tool_call_parser="mine")
