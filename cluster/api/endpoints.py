@@ -29,6 +29,7 @@ from crossdock.cluster.api.routes.playground import Playground
 from crossdock.cluster.api.routes.status import Decisions, ServerStatus
 from crossdock.cluster.api.routes.tokenization import Tokenization
 from crossdock.cluster.api.routes.web_assets import ASSET_HEADERS, WebAsset, web_assets
+from crossdock.cluster.api.text.message_format import MessageFormat
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.api.tracing import Tracing, otlp_exporter
@@ -120,7 +121,13 @@ def _add_endpoints(
     )
     generations = Generations(dispatcher, tokenizer, models, tiers, defaults, max_logprobs=http.max_logprobs)
     completions = Completions(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
-    chats = Chats(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
+    message_format = MessageFormat(
+        tokenizer,
+        tool_parser=http.tool_call_parser,
+        reasoning_parser=http.reasoning_parser,
+        reads_unforced_calls=http.enable_auto_tool_choice,
+    )
+    chats = Chats(generations, encoder, tokenizer, message_format, forces_usage=http.force_include_usage)
     tokenization = Tokenization(models, encoder, tokenizer)
     for method, path, endpoint, summary in (
         ("POST", "/v1/completions", completions.create, "Continue a prompt, or several"),

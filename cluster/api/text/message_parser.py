@@ -1,0 +1,139 @@
+"""Take what a model writes apart while it comes: content, reasoning and tool calls.
+
+A parser is a function of the text alone. However the text is split into deltas, and whichever replica writes them, the
+pieces add up to the same message.
+"""
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from crossdock.workers.schedule.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class ContentText:
+    """A part of the answer itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningText:
+    """A part of the reasoning before the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallText:
+    """A part of a tool call. The first part of each call has its name; all have a part of the arguments, as JSON."""
+
+    index: int
+    arguments: str
+    name: str | None = None
+
+
+Piece: TypeAlias = ContentText | ReasoningText | CallText
+
+
+class MessageParser(Protocol):
+    """Takes one choice's text apart."""
+
+    def add(self, text: str) -> list[Piece]:
+        """Return the pieces that more text completes."""
+
+    def finish(self, *, is_cut: bool) -> list[Piece]:
+        """Return the pieces that are left at the end of the text. `is_cut`: the limit of tokens ended the text."""
+
+
+class PlainText:
+    """The parser of a text that is content alone."""
+
+    def add(self, text: str) -> list[Piece]:
+        return [ContentText(text)] if text else []
+
+    def finish(self, *, is_cut: bool) -> list[Piece]:
+        return []
+
+
+@dataclass(slots=True)
+class ReasonedText:
+    """The parser of reasoning, and after its end another one's text."""
+
+    thoughts: MessageParser
+    answer: MessageParser
+
+    def add(self, text: str) -> list[Piece]:
+        return self._pieces(self.thoughts.add(text))
+
+    def finish(self, *, is_cut: bool) -> list[Piece]:
+        return [*self._pieces(self.thoughts.finish(is_cut=is_cut)), *self.answer.finish(is_cut=is_cut)]
+
+    def _pieces(self, pieces: list[Piece]) -> list[Piece]:
+        more: list[Piece] = []
+        for piece in pieces:
+            more += self.answer.add(piece.text) if isinstance(piece, ContentText) else [piece]
+        return more
+
+
+def _new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex}"
+
+
+@dataclass(slots=True)
+class ChatMessage:
+    """One choice's message in the form of OpenAI's chats, whole and as deltas.
+
+    `shows_reasoning`: false where the client does not want it (`include_reasoning`). `most_calls`: later calls are left
+    out (`parallel_tool_calls`). `is_named`: the client has named the function, so a call ends as a text does.
+    """
+
+    parser: MessageParser
+    shows_reasoning: bool = True
+    most_calls: int | None = None
+    is_named: bool = False
+    new_call_id: Callable[[], str] = _new_call_id
+    num_calls: int = 0
+
+    def delta(self, text: str, finish_reason: str | None) -> dict[str, Any]:
+        """Return what more text adds to the message; the last text has a finish reason."""
+        pieces = self.parser.add(text) if text else []
+        if finish_reason is not None:
+            pieces = [*pieces, *self.parser.finish(is_cut=finish_reason == FinishReason.LENGTH.value)]
+        delta: dict[str, Any] = {}
+        for piece in pieces:
+            match piece:
+                case ContentText(text):
+                    delta["content"] = delta.get("content", "") + text
+                case ReasoningText(text) if self.shows_reasoning:
+                    delta["reasoning"] = delta["reasoning_content"] = delta.get("reasoning", "") + text
+                case CallText() if self.most_calls is None or piece.index < self.most_calls:
+                    delta.setdefault("tool_calls", []).append(self._call(piece))
+        return delta
+
+    def whole(self, text: str, finish_reason: str | None) -> dict[str, Any]:
+        """Return the fields of the message in which the model has written this text: the sum of all its deltas."""
+        delta = self.delta(text, finish_reason)
+        calls: list[dict[str, Any]] = []
+        for part in delta.pop("tool_calls", ()):
+            index = part.pop("index")
+            if index == len(calls):
+                calls.append(part)
+            else:
+                calls[index]["function"]["arguments"] += part["function"]["arguments"]
+        empty = None if calls or delta else ""
+        return {"content": empty, **delta, **({"tool_calls": calls} if calls else {})}
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """Return OpenAI's finish reason for that of the engine."""
+        is_whole = reason == FinishReason.STOP.value
+        return "tool_calls" if is_whole and self.num_calls and not self.is_named else reason
+
+    def _call(self, piece: CallText) -> dict[str, Any]:
+        if piece.name is None:
+            return {"index": piece.index, "function": {"arguments": piece.arguments}}
+        self.num_calls += 1
+        function = {"name": piece.name, "arguments": piece.arguments}
+        return {"index": piece.index, "id": self.new_call_id(), "type": "function", "function": function}
