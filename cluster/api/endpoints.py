@@ -17,7 +17,7 @@ from crossdock.cluster.api.generation import Generations
 from crossdock.cluster.api.http.gateway_path import GatewayPath
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.http_guard import HttpGuard
-from crossdock.cluster.api.http.http_json import JsonRoute, error_answer
+from crossdock.cluster.api.http.http_json import JsonRoute
 from crossdock.cluster.api.http.keys import KeyRing
 from crossdock.cluster.api.http.limits import AskPeers, Ledger, Loan
 from crossdock.cluster.api.http.tiers import Tiers
@@ -161,16 +161,16 @@ async def _asset(asset: WebAsset, request: Request) -> Response:
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
-    """Answer an unknown path or a wrong method."""
+    """Refuse an unknown path or a wrong method, in the shape that the guard gives to errors of this path."""
     assert isinstance(error, HTTPException)
     reason = f"{error.detail}: {request.method} {shown(request.url.path)}"
     if error.status_code == 404 and (why := why_absent(request.url.path)) is not None:
         reason += f". {why[0].upper()}{why[1:]}."
-    return error_answer(ApiError(reason, status=error.status_code, headers=error.headers))
+    raise ApiError(reason, status=error.status_code, headers=error.headers)
 
 
 async def _invalid_query(request: Request, error: Exception) -> Response:
-    """Answer a query whose fields FastAPI refuses."""
+    """Refuse a query whose fields FastAPI refuses."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    return error_answer(invalid_field(first["loc"][1:], first["type"], first["msg"]))  # the first step is "query"
+    raise invalid_field(first["loc"][1:], first["type"], first["msg"])  # the first step is "query"

@@ -9,6 +9,16 @@ from pydantic import BaseModel
 from crossdock.cluster.api.bounds import MESSAGE_CHARS, SHOWN_CHARS
 
 
+_ANTHROPIC_KINDS = {  # by status
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
 class ErrorDetail(BaseModel):
     """The fields of an error. `param`: the field of the request at fault."""
 
@@ -47,6 +57,12 @@ class ApiError(Exception):
     def body(self) -> bytes:
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return to_json({"error": error})
+
+    def anthropic_body(self, request_id: str) -> bytes:
+        """Return the error in the shape of Anthropic's Messages API."""
+        other = "api_error" if self.status >= 500 else "invalid_request_error"
+        error = {"type": _ANTHROPIC_KINDS.get(self.status, other), "message": str(self)}
+        return to_json({"type": "error", "error": error, "request_id": request_id})
 
 
 def shown(text: str, most: int = SHOWN_CHARS) -> str:

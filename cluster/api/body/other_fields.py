@@ -86,16 +86,23 @@ REFUSED: Mapping[str, RefusedField] = {
 }
 
 
-def check_other_fields(data: Mapping[str, Any], honoured: Collection[str], parent: str = "") -> None:
+def check_other_fields(
+    data: Mapping[str, Any],
+    honoured: Collection[str],
+    parent: str = "",
+    *,
+    no_effect: Mapping[str, str] = NO_EFFECT,
+    refused_fields: Mapping[str, RefusedField] = REFUSED,
+) -> None:
     """Raise ApiError for the first field of `data` that is not honoured, would change the answer, or is unknown.
 
-    `parent`: the field whose value `data` is, and a dot; empty for a body.
+    `parent`: the field whose value `data` is, and a dot; empty for a body. `no_effect`, `refused_fields`: the API's.
     """
     for name, value in data.items():
         path = parent + name
-        if name in honoured or value is None or path in NO_EFFECT:
+        if name in honoured or value is None or path in no_effect:
             continue
-        refused = REFUSED.get(path)
+        refused = refused_fields.get(path)
         if refused is None:
             raise _unknown(name, honoured, parent)
         if not any(type(value) is type(each) and value == each for each in _with_floats(refused.neutral)):

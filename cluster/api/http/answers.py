@@ -59,4 +59,10 @@ class AnswerEvents:
 
 
 def error_event(error: ApiError) -> bytes:
-    return b"data: " + error.body() + b"\n\n"
+    """Return the end of a stream that an error cuts, as OpenAI's clients of completions and chats read it."""
+    return b"data: " + error.body() + b"\n\n" + DONE
+
+
+def named_event(kind: str, content: bytes) -> bytes:
+    """Return a server-sent event that has a name, as in the Responses and Messages APIs. `content`: JSON."""
+    return b"event: " + kind.encode() + b"\ndata: " + content + b"\n\n"
