@@ -24,6 +24,8 @@ from crossdock.cluster.api.http.tiers import Tiers
 from crossdock.cluster.api.routes.absent_paths import why_absent
 from crossdock.cluster.api.routes.chats import Chats
 from crossdock.cluster.api.routes.completions import Completions
+from crossdock.cluster.api.routes.conversations import Conversations
+from crossdock.cluster.api.routes.messages import Messages
 from crossdock.cluster.api.routes.models import Models
 from crossdock.cluster.api.routes.playground import Playground
 from crossdock.cluster.api.routes.status import Decisions, ServerStatus
@@ -34,7 +36,7 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.api.tracing import Tracing, otlp_exporter
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 
-_GENERATES = ("/v1/completions", "/v1/chat/completions")
+_GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 _OPEN = ("/health", "/ready", "/metrics", "/version", "/openapi.json")  # need no key: they show no client's requests
 _KEY = Security(HTTPBearer(auto_error=False, scheme_name="key"))  # for the description; `HttpGuard` checks the key
 
@@ -121,10 +123,14 @@ def _add_endpoints(
     generations = Generations(dispatcher, tokenizer, models, tiers, defaults, max_logprobs=http.max_logprobs)
     completions = Completions(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
     chats = Chats(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
+    conversations = Conversations(generations, encoder)
+    messages = Messages(conversations, models)
     tokenization = Tokenization(models, encoder, tokenizer)
     for method, path, endpoint, summary in (
         ("POST", "/v1/completions", completions.create, "Continue a prompt, or several"),
         ("POST", "/v1/chat/completions", chats.create, "Answer a conversation"),
+        ("POST", "/v1/messages", messages.create, "Answer a conversation, in the form of Anthropic's API"),
+        ("POST", "/v1/messages/count_tokens", messages.count_tokens, "The number of tokens of a conversation"),
         ("POST", "/tokenize", tokenization.tokenize, "The tokens of a text or of a conversation"),
         ("POST", "/detokenize", tokenization.detokenize, "The text of tokens"),
         ("GET", "/v1/models", models.all, "The served model and its aliases"),

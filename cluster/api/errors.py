@@ -8,7 +8,6 @@ from pydantic import BaseModel
 
 from crossdock.cluster.api.bounds import MESSAGE_CHARS, SHOWN_CHARS
 
-
 _ANTHROPIC_KINDS = {  # by status
     401: "authentication_error",
     403: "permission_error",

@@ -1,0 +1,115 @@
+"""The part that the Responses and Messages APIs share: a chat begins, and its text comes back in pieces."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from crossdock.cluster.api.body.bodies import ChatCompletionRequest
+from crossdock.cluster.api.body.conversation_body import ConversationChat
+from crossdock.cluster.api.body.tool_calls import CallReader
+from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.generation import Generation, Generations
+from crossdock.cluster.api.text.choices import Choice, Output, Prompt
+from crossdock.cluster.api.text.message_parser import CallText, ContentText, MessageParser, Piece, PlainText
+from crossdock.cluster.api.text.prompts import PromptEncoder
+from crossdock.cluster.dispatch.dispatcher import ModelCard
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one step of the model adds to an answer."""
+
+    pieces: list[Piece]
+    output: Output
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A chat that has begun: one choice, whose prompt is known."""
+
+    chat: ConversationChat
+    generation: Generation
+
+    @property
+    def choice(self) -> Choice:
+        return self.generation.choices[0]
+
+    def fills_context(self) -> bool:
+        """Return whether the answer ended where the model's context does."""
+        choice = self.choice
+        return len(choice.prompt.token_ids) + choice.num_tokens >= self.generation.card.max_model_len
+
+
+class Conversations:
+    """Begins chats for other APIs, exactly as /v1/chat/completions does. Errors name the fields of the API's own body."""
+
+    def __init__(self, generations: Generations, encoder: PromptEncoder) -> None:
+        self._generations = generations
+        self._encoder = encoder
+
+    async def count(self, chat: ConversationChat, card: ModelCard) -> int:
+        """Return the number of tokens of the prompt, however many the context has."""
+        try:
+            return len(await self._encoder.encode_chat(chat, chat.template_tools(), card, truncates=True))
+        except ApiError as error:
+            raise chat.renamed(error) from None
+
+    async def begin(self, request: Request, chat: ConversationChat) -> Conversation:
+        """Begin a chat. Raises ApiError where /v1/chat/completions would refuse it."""
+        try:
+            generation = self._generations.begin(request, chat)
+            chat.check_logprobs()
+            token_ids = await self._encoder.encode_chat(chat, chat.template_tools(), generation.card, truncates=False)
+            generation.body = _within_context(chat, len(token_ids), generation.card)
+            await self._generations.add_choices(generation, [Prompt(token_ids)])
+        except ApiError as error:
+            raise chat.renamed(error) from None
+        return Conversation(chat, generation)
+
+    async def parts(self, conversation: Conversation) -> AsyncGenerator[Part, None]:
+        """Yield the answer as it comes. The last part has a finish reason. Closing the iterator aborts the request."""
+        parser = _parser(conversation.chat)
+        try:
+            async with aclosing(self._generations.outputs(conversation.generation)) as outputs:
+                async for output in outputs:
+                    pieces = parser.add(output.text)
+                    if output.finish_reason is not None:
+                        pieces = [*pieces, *parser.finish(is_cut=output.finish_reason == "length")]
+                    yield Part(pieces, output)
+        except ApiError as error:
+            raise conversation.chat.renamed(error) from None
+
+
+def _within_context(chat: ConversationChat, num_prompt_tokens: int, card: ModelCard) -> ConversationChat:
+    """Return the chat with a limit that the context has place for: clients of these APIs ask for all there could be."""
+    limit, left = chat.token_limit(), card.max_model_len - num_prompt_tokens
+    if limit is None or left < 1 or limit <= left:
+        return chat
+    return chat.model_copy(update={"max_completion_tokens": left})
+
+
+def _parser(chat: ChatCompletionRequest) -> MessageParser:
+    call = chat.forced_call()
+    return PlainText() if call is None else _ForcedCallText(CallReader(call.parameters))
+
+
+@dataclass(slots=True)
+class _ForcedCallText:
+    """The parser of a text that is one call."""
+
+    reader: CallReader
+
+    def add(self, text: str) -> list[Piece]:
+        return self._pieces(text, None)
+
+    def finish(self, *, is_cut: bool) -> list[Piece]:
+        return self._pieces("", "length" if is_cut else "stop")
+
+    def _pieces(self, text: str, finish_reason: str | None) -> list[Piece]:
+        delta = self.reader.delta(text, finish_reason)
+        if "content" in delta:
+            return [ContentText(delta["content"])]
+        calls = delta.get("tool_calls", ())
+        return [CallText(0, call["function"]["arguments"], call["function"].get("name")) for call in calls]
