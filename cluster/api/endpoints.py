@@ -28,15 +28,18 @@ from crossdock.cluster.api.routes.conversations import Conversations
 from crossdock.cluster.api.routes.messages import Messages
 from crossdock.cluster.api.routes.models import Models
 from crossdock.cluster.api.routes.playground import Playground
+from crossdock.cluster.api.routes.response_store import ResponseStore
+from crossdock.cluster.api.routes.responses import AskStores, Responses
 from crossdock.cluster.api.routes.status import Decisions, ServerStatus
 from crossdock.cluster.api.routes.tokenization import Tokenization
 from crossdock.cluster.api.routes.web_assets import ASSET_HEADERS, WebAsset, web_assets
+from crossdock.cluster.api.text.logprobs import LogprobWriter
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.api.tracing import Tracing, otlp_exporter
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 
-_GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
+_GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 _OPEN = ("/health", "/ready", "/metrics", "/version", "/openapi.json")  # need no key: they show no client's requests
 _KEY = Security(HTTPBearer(auto_error=False, scheme_name="key"))  # for the description; `HttpGuard` checks the key
 
@@ -50,8 +53,10 @@ def build_api(
     defaults: GenerationDefaults | None = None,
     decisions: Decisions | None = None,
     ask_peers: AskPeers | None = None,
+    ask_stores: AskStores | None = None,
 ) -> FastAPI:
-    """Return the ASGI application. Its `state.lend` answers the other ingresses' `ask_peers`.
+    """Return the ASGI application. Its `state` answers other ingresses: `lend` their `ask_peers`, `stored` their
+    `ask_stores`.
 
     `tokenizer` must be that of the model that the dispatcher's replicas serve. `tiers`: their SLO classes; None: the
     default ones. `defaults`: of sampling; None: those of OpenAI's API. `decisions`: the scaler's; None: there is no
@@ -68,7 +73,7 @@ def build_api(
         responses={"default": {"model": ErrorAnswer, "description": "Refused"}},
     )
     status = ServerStatus(dispatcher, decisions)
-    _add_endpoints(app, dispatcher, tokenizer, http, tiers, defaults or GenerationDefaults(), status)
+    _add_endpoints(app, dispatcher, tokenizer, http, tiers, defaults or GenerationDefaults(), status, ask_stores)
     for path, asset in web_assets().items():
         app.add_api_route(path, partial(_asset, asset), response_model=None, include_in_schema=False)
     app.add_exception_handler(HTTPException, _no_such_route)
@@ -96,7 +101,7 @@ def build_api(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=http.allowed_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("*",),
         )
@@ -113,6 +118,7 @@ def _add_endpoints(
     tiers: Tiers,
     defaults: GenerationDefaults,
     status: ServerStatus,
+    ask_stores: AskStores | None,
 ) -> None:
     models = Models(dispatcher, http.model_aliases)
     encoder = PromptEncoder(
@@ -125,10 +131,24 @@ def _add_endpoints(
     chats = Chats(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
     conversations = Conversations(generations, encoder)
     messages = Messages(conversations, models)
+    store = ResponseStore(http.response_store_bytes, http.response_ttl_s) if http.response_store_bytes else None
+    responses = Responses(
+        conversations,
+        LogprobWriter(tokenizer, as_ids=False),
+        store,
+        ask_stores if http.replicas > 1 else None,
+        timeout_s=http.request_timeout_s,
+    )
+    app.state.stored = responses.at_this_ingress
     tokenization = Tokenization(models, encoder, tokenizer)
     for method, path, endpoint, summary in (
         ("POST", "/v1/completions", completions.create, "Continue a prompt, or several"),
         ("POST", "/v1/chat/completions", chats.create, "Answer a conversation"),
+        ("POST", "/v1/responses", responses.create, "Answer a conversation, in the form of OpenAI's Responses API"),
+        ("GET", "/v1/responses/{name}", responses.retrieve, "A stored response"),
+        ("DELETE", "/v1/responses/{name}", responses.delete, "Forget a stored response"),
+        ("POST", "/v1/responses/{name}/cancel", responses.cancel, "End a response in the background"),
+        ("GET", "/v1/responses/{name}/input_items", responses.input_items, "The items before a stored response"),
         ("POST", "/v1/messages", messages.create, "Answer a conversation, in the form of Anthropic's API"),
         ("POST", "/v1/messages/count_tokens", messages.count_tokens, "The number of tokens of a conversation"),
         ("POST", "/tokenize", tokenization.tokenize, "The tokens of a text or of a conversation"),
@@ -152,7 +172,7 @@ def _add_endpoints(
             summary=summary,
             response_model=None,
             dependencies=[] if path in _OPEN else [_KEY],
-            route_class_override=JsonRoute if method == "POST" else None,
+            route_class_override=JsonRoute if method == "POST" and not path.endswith("/cancel") else None,
         )
 
 

@@ -62,13 +62,14 @@ class ConversationBody(Body):
 
 
 class ConversationChat(ChatCompletionRequest):
-    """A chat that another API's body became. Its output is cut where the context ends, however many tokens it may have."""
+    """A chat that another API's body became. Where its limit is beyond the context, the context is the limit."""
 
     parameter_names: ClassVar[Mapping[str, str]] = {}  # the client's names for fields of the chat
 
-    def renamed(self, error: ApiError) -> ApiError:
+    @classmethod
+    def renamed(cls, error: ApiError) -> ApiError:
         """Return an error about the chat in the names of the body that the client has sent."""
-        name = self.parameter_names.get(error.param or "")
+        name = cls.parameter_names.get(error.param or "")
         if name is None or error.param is None:
             return error
         message = str(error).replace(f"'{error.param}'", f"'{name}'")

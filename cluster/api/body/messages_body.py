@@ -15,6 +15,7 @@ from crossdock.cluster.api.body.conversation_body import (
     wrong,
 )
 from crossdock.cluster.api.body.other_fields import RefusedField
+from crossdock.cluster.api.errors import ApiError
 
 _Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=bounds.MESSAGES)]
 _Stop = Annotated[str, Field(min_length=1, max_length=bounds.STOP_CHARS)]
@@ -78,7 +79,10 @@ class CountTokensRequest(ConversationBody):
             fields["service_tier"] = "default"
         if self.messages[-1].get("role") == "assistant":
             fields["continue_final_message"] = True
-        return MessagesChat.of(fields)
+        try:
+            return MessagesChat.of(fields)
+        except ApiError as error:
+            raise MessagesChat.renamed(error) from None
 
     def _answer(self) -> dict[str, Any]:
         """Return the fields of the chat that bound its answer."""

@@ -43,7 +43,7 @@ class Conversation:
 
 
 class Conversations:
-    """Begins chats for other APIs, exactly as /v1/chat/completions does. Errors name the fields of the API's own body."""
+    """Begins chats for other APIs as /v1/chat/completions does. Errors name the fields of the API's own body."""
 
     def __init__(self, generations: Generations, encoder: PromptEncoder) -> None:
         self._generations = generations
