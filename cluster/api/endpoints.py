@@ -34,6 +34,7 @@ from crossdock.cluster.api.routes.status import Decisions, ServerStatus
 from crossdock.cluster.api.routes.tokenization import Tokenization
 from crossdock.cluster.api.routes.web_assets import ASSET_HEADERS, WebAsset, web_assets
 from crossdock.cluster.api.text.logprobs import LogprobWriter
+from crossdock.cluster.api.text.message_format import MessageFormat
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.api.tracing import Tracing, otlp_exporter
@@ -128,8 +129,14 @@ def _add_endpoints(
     )
     generations = Generations(dispatcher, tokenizer, models, tiers, defaults, max_logprobs=http.max_logprobs)
     completions = Completions(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
-    chats = Chats(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
-    conversations = Conversations(generations, encoder)
+    message_format = MessageFormat(
+        tokenizer,
+        tool_parser=http.tool_call_parser,
+        reasoning_parser=http.reasoning_parser,
+        reads_unforced_calls=http.enable_auto_tool_choice,
+    )
+    chats = Chats(generations, encoder, tokenizer, message_format, forces_usage=http.force_include_usage)
+    conversations = Conversations(generations, encoder, message_format)
     messages = Messages(conversations, models)
     store = ResponseStore(http.response_store_bytes, http.response_ttl_s) if http.response_store_bytes else None
     responses = Responses(

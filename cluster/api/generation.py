@@ -3,7 +3,7 @@
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -101,8 +101,12 @@ class Generations:
             request.state.account.check()  # a key without tokens is refused before its prompts cost anything
         return Generation(body, card, tier, request.state)
 
-    async def add_choices(self, generation: Generation, prompts: Sequence[Prompt]) -> None:
+    async def add_choices(
+        self, generation: Generation, prompts: Sequence[Prompt], shown: Mapping[int, str] | None = None
+    ) -> None:
         """Add one choice for each prompt and each of `n`, in OpenAI's order, and charge the prompts to the API key.
+
+        `shown`: the text of special tokens that outputs show in any case, for a parser.
 
         Raises:
             ApiError: one of them cannot be served, or the key has used up its tokens. Nothing has been submitted yet.
@@ -130,7 +134,8 @@ class Generations:
             for prompt, limit, i in some:
                 # Even for no output, the engine samples one token.
                 own = replace(sampling, max_tokens=max(1, limit), seed=(seed + i) % 2**63)
-                generation.choices.append(self._choice(generation, prompt, own, stops, is_prompt_only=limit == 0))
+                choice = self._choice(generation, prompt, own, stops, shown, is_prompt_only=limit == 0)
+                generation.choices.append(choice)
         state.submission_ids = {choice.submission.id for choice in generation.choices}
 
     def _choice(
@@ -139,6 +144,7 @@ class Generations:
         prompt: Prompt,
         sampling: SamplingParams,
         stops: StopTable | None,
+        shown: Mapping[int, str] | None,
         *,
         is_prompt_only: bool,
     ) -> Choice:
@@ -158,7 +164,7 @@ class Generations:
         )
         skips = body.skip_special_tokens
         stream = TextStream(
-            self._tokenizer.detokenizer(after=prompt.token_ids, skip_special_tokens=skips),
+            self._tokenizer.detokenizer(after=prompt.token_ids, skip_special_tokens=skips, shown=shown),
             stops,
             include_stop=body.include_stop_str_in_output,
             min_tokens=body.min_tokens,

@@ -77,14 +77,15 @@ class ChatCompletionRequest(GenerationBody):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=ALL_LOGPROBS, description="-1: the whole vocabulary.")
     tools: _Tools = Field(
-        [], description="Shown to the model by the template. A call that is not forced is a part of the content."
+        [], description="Shown to the model by the template. Its calls are read where the model's family is known."
     )
     tool_choice: Any = Field(None, description="`required` or a named function forces one call, by a grammar.")
-    parallel_tool_calls: bool = Field(True, description="false only with a forced call, or without `tools`.")
+    parallel_tool_calls: bool = Field(True, description="false: only the first call is in the answer.")
     reasoning_effort: _Effort | None = Field(
         None,
         description="Given to the template, with `enable_thinking`; refused where the template reads neither.",
     )
+    include_reasoning: bool = Field(True, description="false: the reasoning is left out of the answer.")
     documents: _Documents = Field(
         [], description="Given to the template; refused where the template does not read them."
     )
@@ -128,13 +129,6 @@ class ChatCompletionRequest(GenerationBody):
                     param=f"tools[{i}]",
                     code="invalid_value",
                 )
-        if self.tools and not self.parallel_tool_calls and self.forced_call() is None:
-            reason = "the number of calls cannot be bounded here; leave it out"
-            raise ApiError(
-                f"Invalid value for 'parallel_tool_calls': {reason}.",
-                param="parallel_tool_calls",
-                code="unsupported_value",
-            )
         return self.tools if self.tools and self.tool_choice != "none" else None
 
     def forced_call(self) -> ForcedCall | None:

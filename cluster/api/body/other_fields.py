@@ -52,7 +52,7 @@ REFUSED: Mapping[str, RefusedField] = {
     "function_call": RefusedField("use 'tools' and 'tool_choice'", ("none", "auto")),
     "functions": RefusedField("use 'tools'", ([],)),
     "guided_whitespace_pattern": RefusedField("write the white space into a 'guided_grammar' or 'guided_regex'"),
-    "include_reasoning": RefusedField("the model's reasoning is a part of its content", (True,)),
+    "include_reasoning": RefusedField("completions are text alone; use /v1/chat/completions", (True,)),
     "kv_transfer_params": RefusedField("pages travel between pools by themselves", ({},)),
     "length_penalty": RefusedField("there is no beam search; use 'n' with a temperature", (1,)),
     "logits_processors": RefusedField("use 'logit_bias', 'bad_words' or 'allowed_token_ids'", ([],)),

@@ -4,6 +4,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from crossdock.cluster.api.body.parser_names import AUTO, REASONING_PARSERS, TOOL_PARSERS, family_of
 from crossdock.cluster.api.http.keys import ApiKey
 
 OPEN_TO_OTHERS = (
@@ -87,6 +88,28 @@ class HttpConfig(BaseModel):
     trust_request_chat_template: bool = Field(
         False, description="Accept chat templates in requests. A template is a program: trust every client first."
     )
+
+    enable_auto_tool_choice: bool = Field(
+        True, description="Read the calls that the model writes by itself. Without it they stay text."
+    )
+    tool_call_parser: str = Field(
+        AUTO, description="How the model writes tool calls: auto (by its chat template), none, or vLLM's name."
+    )
+    reasoning_parser: str = Field(
+        AUTO, description="How the model marks its reasoning: auto (by its chat template), none, or vLLM's name."
+    )
+
+    @field_validator("tool_call_parser")
+    @classmethod
+    def _check_tool_parser(cls, name: str) -> str:
+        family_of(name, TOOL_PARSERS)
+        return name
+
+    @field_validator("reasoning_parser")
+    @classmethod
+    def _check_reasoning_parser(cls, name: str) -> str:
+        family_of(name, REASONING_PARSERS)
+        return name
 
     @field_validator("default_chat_template_kwargs")
     @classmethod

@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: answer a conversation."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -8,13 +8,14 @@ from fastapi import Request, Response
 
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest
 from crossdock.cluster.api.body.messages import last_assistant_text
-from crossdock.cluster.api.body.tool_calls import CallReader, whole_message
 from crossdock.cluster.api.errors import to_json
 from crossdock.cluster.api.generation import Generation, Generations
 from crossdock.cluster.api.http.answers import DONE, AnswerEvents
 from crossdock.cluster.api.http.http_json import event_stream, json_answer, long_json, long_json_answer
 from crossdock.cluster.api.text.choices import Output, Prompt
 from crossdock.cluster.api.text.logprobs import LogprobWriter, num_entries
+from crossdock.cluster.api.text.message_format import MessageFormat
+from crossdock.cluster.api.text.message_parser import ChatMessage
 from crossdock.cluster.api.text.prompts import PromptEncoder, truncate
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 
@@ -23,13 +24,20 @@ _LONG_EVENT = 4096  # log-probabilities, or tokens of a prompt: a longer event i
 
 class Chats:
     def __init__(
-        self, generations: Generations, encoder: PromptEncoder, tokenizer: ModelTokenizer, *, forces_usage: bool = False
+        self,
+        generations: Generations,
+        encoder: PromptEncoder,
+        tokenizer: ModelTokenizer,
+        message_format: MessageFormat,
+        *,
+        forces_usage: bool = False,
     ) -> None:
         """`forces_usage`: streams end with their usage, also where the request does not ask for it."""
         self._forces_usage = forces_usage
         self._generations = generations
         self._encoder = encoder
         self._tokenizer = tokenizer
+        self._format = message_format
 
     async def create(self, request: Request, body: ChatCompletionRequest) -> Response:
         body = body.with_usage() if self._forces_usage else body
@@ -38,13 +46,15 @@ class Chats:
         truncates = body.truncate_prompt_tokens is not None
         token_ids = await self._encoder.encode_chat(body, body.template_tools(), generation.card, truncates=truncates)
         prompt = Prompt(truncate(token_ids, body, generation.card))
-        await self._generations.add_choices(generation, [prompt])
+        new_message = self._format.messages(body, prompt.token_ids)
+        await self._generations.add_choices(generation, [prompt], self._format.shown)
         writer = LogprobWriter(self._tokenizer, as_ids=body.return_tokens_as_token_ids)
         if body.stream:
-            return await event_stream(self._events(body, generation, writer))
+            messages = [new_message() for _ in generation.choices]
+            return await event_stream(self._events(body, generation, writer, messages))
         outputs = await self._generations.whole_outputs(generation)
         answer = generation.head("chatcmpl", "chat.completion")
-        answer["choices"] = [await self._choice(body, writer, output) for output in outputs]
+        answer["choices"] = [await self._choice(body, writer, output, new_message()) for output in outputs]
         answer["usage"] = generation.usage()
         if body.is_answer_plain:
             return json_answer(answer)
@@ -54,16 +64,17 @@ class Chats:
             answer["prompt_token_ids"] = prompt.token_ids
         return await long_json_answer(answer)
 
-    async def _choice(self, body: ChatCompletionRequest, writer: LogprobWriter, output: Output) -> dict[str, Any]:
-        fields: dict[str, Any] = {"content": _echoed(body) + output.text}
-        reason = output.finish_reason
-        if (call := body.forced_call()) is not None:
-            fields, reason = whole_message(CallReader(call.parameters), output.text, reason), call.finish_reason(reason)
+    async def _choice(
+        self, body: ChatCompletionRequest, writer: LogprobWriter, output: Output, message: ChatMessage
+    ) -> dict[str, Any]:
+        fields = message.whole(output.text, output.finish_reason)
+        if echoed := _echoed(body):
+            fields["content"] = echoed + (fields["content"] or "")
         return {
             "index": output.index,
             "message": {"role": "assistant", **fields, "refusal": None},
             **await self._extras(body, writer, output),
-            "finish_reason": reason,
+            "finish_reason": message.finish_reason(output.finish_reason),
             "stop_reason": output.stop_reason,
         }
 
@@ -77,14 +88,16 @@ class Chats:
         return extras
 
     async def _events(
-        self, body: ChatCompletionRequest, generation: Generation, writer: LogprobWriter
+        self,
+        body: ChatCompletionRequest,
+        generation: Generation,
+        writer: LogprobWriter,
+        messages: Sequence[ChatMessage],
     ) -> AsyncGenerator[bytes, None]:
         head = generation.head("chatcmpl", "chat.completion.chunk")
         events = AnswerEvents(head, is_chat=True, include_usage=body.includes_usage)
         is_plain = not body.logprobs and not body.return_token_ids
         has_begun = False
-        call = body.forced_call()
-        readers = {} if call is None else {each.index: CallReader(call.parameters) for each in generation.choices}
         async with aclosing(self._generations.outputs(generation)) as outputs:
             async for output in outputs:
                 if not has_begun:
@@ -92,22 +105,20 @@ class Chats:
                     async for event in self._beginning(body, generation, events):
                         yield event
                 usage = generation.usage_of(output)
-                if call is not None:
-                    delta = readers[output.index].delta(output.text, output.finish_reason)
-                else:
-                    delta = {"content": output.text}
+                message = messages[output.index]
+                delta = message.delta(output.text, output.finish_reason)
                 if not is_plain and output.token_ids:
                     extras = await self._extras(body, writer, output)
                     choice = {"index": output.index, "delta": delta, **extras, "finish_reason": None}
                     is_long = num_entries(output.positions) > _LONG_EVENT
                     yield events.written_choice(await long_json(choice) if is_long else to_json(choice), usage)
-                elif call is not None and delta:
+                elif delta.keys() == {"content"}:
+                    yield events.text(output.index, delta["content"], usage)
+                elif delta:
                     shape = {"index": output.index, "delta": delta, "logprobs": None, "finish_reason": None}
                     yield events.choice(shape, usage)
-                elif call is None and output.texts:
-                    yield events.text(output.index, output.text, usage)
                 if output.finish_reason is not None:
-                    reason = output.finish_reason if call is None else call.finish_reason(output.finish_reason)
+                    reason = message.finish_reason(output.finish_reason)
                     reasons = {"finish_reason": reason, "stop_reason": output.stop_reason}
                     choice = {"index": output.index, "delta": {}, "logprobs": None, **reasons}
                     yield events.choice(choice, usage)

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
-from crossdock.cluster.api.body.bodies import ChatCompletionRequest
 from crossdock.cluster.api.body.conversation_body import ConversationChat
-from crossdock.cluster.api.body.tool_calls import CallReader
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.generation import Generation, Generations
 from crossdock.cluster.api.text.choices import Choice, Output, Prompt
-from crossdock.cluster.api.text.message_parser import CallText, ContentText, MessageParser, Piece, PlainText
+from crossdock.cluster.api.text.message_format import MessageFormat
+from crossdock.cluster.api.text.message_parser import ChatMessage, Piece
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.dispatch.dispatcher import ModelCard
 
@@ -31,6 +30,7 @@ class Conversation:
 
     chat: ConversationChat
     generation: Generation
+    message: ChatMessage
 
     @property
     def choice(self) -> Choice:
@@ -45,9 +45,10 @@ class Conversation:
 class Conversations:
     """Begins chats for other APIs as /v1/chat/completions does. Errors name the fields of the API's own body."""
 
-    def __init__(self, generations: Generations, encoder: PromptEncoder) -> None:
+    def __init__(self, generations: Generations, encoder: PromptEncoder, message_format: MessageFormat) -> None:
         self._generations = generations
         self._encoder = encoder
+        self._format = message_format
 
     async def count(self, chat: ConversationChat, card: ModelCard) -> int:
         """Return the number of tokens of the prompt, however many the context has."""
@@ -63,21 +64,18 @@ class Conversations:
             chat.check_logprobs()
             token_ids = await self._encoder.encode_chat(chat, chat.template_tools(), generation.card, truncates=False)
             generation.body = _within_context(chat, len(token_ids), generation.card)
-            await self._generations.add_choices(generation, [Prompt(token_ids)])
+            message = self._format.messages(chat, token_ids)()
+            await self._generations.add_choices(generation, [Prompt(token_ids)], self._format.shown)
         except ApiError as error:
             raise chat.renamed(error) from None
-        return Conversation(chat, generation)
+        return Conversation(chat, generation, message)
 
     async def parts(self, conversation: Conversation) -> AsyncGenerator[Part, None]:
         """Yield the answer as it comes. The last part has a finish reason. Closing the iterator aborts the request."""
-        parser = _parser(conversation.chat)
         try:
             async with aclosing(self._generations.outputs(conversation.generation)) as outputs:
                 async for output in outputs:
-                    pieces = parser.add(output.text)
-                    if output.finish_reason is not None:
-                        pieces = [*pieces, *parser.finish(is_cut=output.finish_reason == "length")]
-                    yield Part(pieces, output)
+                    yield Part(conversation.message.pieces(output.text, output.finish_reason), output)
         except ApiError as error:
             raise conversation.chat.renamed(error) from None
 
@@ -88,28 +86,3 @@ def _within_context(chat: ConversationChat, num_prompt_tokens: int, card: ModelC
     if limit is None or left < 1 or limit <= left:
         return chat
     return chat.model_copy(update={"max_completion_tokens": left})
-
-
-def _parser(chat: ChatCompletionRequest) -> MessageParser:
-    call = chat.forced_call()
-    return PlainText() if call is None else _ForcedCallText(CallReader(call.parameters))
-
-
-@dataclass(slots=True)
-class _ForcedCallText:
-    """The parser of a text that is one call."""
-
-    reader: CallReader
-
-    def add(self, text: str) -> list[Piece]:
-        return self._pieces(text, None)
-
-    def finish(self, *, is_cut: bool) -> list[Piece]:
-        return self._pieces("", "length" if is_cut else "stop")
-
-    def _pieces(self, text: str, finish_reason: str | None) -> list[Piece]:
-        delta = self.reader.delta(text, finish_reason)
-        if "content" in delta:
-            return [ContentText(delta["content"])]
-        calls = delta.get("tool_calls", ())
-        return [CallText(0, call["function"]["arguments"], call["function"].get("name")) for call in calls]

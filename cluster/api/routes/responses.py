@@ -130,7 +130,7 @@ class Responses:
         return json.loads(found)
 
     async def _items_before(self, request: Request, body: ResponsesRequest) -> list[Item]:
-        """Return the conversation up to the previous response's end. Raises ApiError if that is unknown or still runs."""
+        """Return the conversation up to the previous response's end. Raises ApiError where that is unknown or runs."""
         if body.previous_response_id is None:
             return []
         record = await self._record("get", request, body.previous_response_id, "previous_response_id")

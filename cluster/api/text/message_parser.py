@@ -5,9 +5,11 @@ pieces add up to the same message.
 """
 
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
+
+from crossdock.workers.schedule.request import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,65 +66,63 @@ def _new_call_id() -> str:
 class ChatMessage:
     """One choice's message in the form of OpenAI's chats, whole and as deltas.
 
-    `shows_reasoning`: false where the client does not want it (`include_reasoning`).
+    `shows_reasoning`: false where the client does not want it (`include_reasoning`). `most_calls`: later calls are left
+    out (`parallel_tool_calls`). `is_named`: the client has named the function, so a call ends as a text does.
     """
 
     parser: MessageParser
     shows_reasoning: bool = True
+    most_calls: int | None = None
+    is_named: bool = False
     new_call_id: Callable[[], str] = _new_call_id
     num_calls: int = 0
-    _content: list[str] = field(default_factory=list)
-    _reasoning: list[str] = field(default_factory=list)
-    _calls: list[dict[str, Any]] = field(default_factory=list)
 
-    def deltas(self, text: str, finish_reason: str | None) -> list[dict[str, Any]]:
-        """Return what more text adds to the message, one delta for each piece; the last text has a finish reason."""
-        pieces = self.parser.add(text)
+    def delta(self, text: str, finish_reason: str | None) -> dict[str, Any]:
+        """Return what more text adds to the message; the last text has a finish reason."""
+        delta: dict[str, Any] = {}
+        for piece in self.pieces(text, finish_reason):
+            match piece:
+                case ContentText(text):
+                    delta["content"] = delta.get("content", "") + text
+                case ReasoningText(text):
+                    delta["reasoning"] = delta["reasoning_content"] = delta.get("reasoning", "") + text
+                case CallText():
+                    delta.setdefault("tool_calls", []).append(self._call(piece))
+        return delta
+
+    def pieces(self, text: str, finish_reason: str | None) -> list[Piece]:
+        """Return the pieces that more text completes, without those that the client does not want."""
+        pieces = self.parser.add(text) if text else []
         if finish_reason is not None:
-            pieces = [*pieces, *self.parser.finish(is_cut=finish_reason == "length")]
-        return [delta for piece in pieces if (delta := self._delta(piece))]
+            pieces = [*pieces, *self.parser.finish(is_cut=finish_reason == FinishReason.LENGTH.value)]
+        return [piece for piece in pieces if self._is_wanted(piece)]
+
+    def _is_wanted(self, piece: Piece) -> bool:
+        if isinstance(piece, CallText):
+            return self.most_calls is None or piece.index < self.most_calls
+        return self.shows_reasoning or not isinstance(piece, ReasoningText)
 
     def whole(self, text: str, finish_reason: str | None) -> dict[str, Any]:
         """Return the fields of the message in which the model has written this text: the sum of all its deltas."""
-        for delta in self.deltas(text, finish_reason):
-            self._extend(delta)
-        content = "".join(self._content)
-        message: dict[str, Any] = {"content": content if content or not self._calls else None}
-        if self._reasoning:
-            message |= _reasoning_fields("".join(self._reasoning))
-        return message | ({"tool_calls": self._calls} if self._calls else {})
+        delta = self.delta(text, finish_reason)
+        calls: list[dict[str, Any]] = []
+        for part in delta.pop("tool_calls", ()):
+            index = part.pop("index")
+            if index == len(calls):
+                calls.append(part)
+            else:
+                calls[index]["function"]["arguments"] += part["function"]["arguments"]
+        empty = None if calls or delta else ""
+        return {"content": empty, **delta, **({"tool_calls": calls} if calls else {})}
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
-        match piece:
-            case ContentText(text):
-                return {"content": text}
-            case ReasoningText(text):
-                return _reasoning_fields(text) if self.shows_reasoning else {}
-            case CallText(index, arguments, name):
-                call: dict[str, Any] = {"index": index, "function": {"arguments": arguments}}
-                if name is not None:
-                    self.num_calls += 1
-                    function = {"name": name, "arguments": arguments}
-                    call = {"index": index, "id": self.new_call_id(), "type": "function", "function": function}
-                return {"tool_calls": [call]}
+    def finish_reason(self, reason: str | None) -> str | None:
+        """Return OpenAI's finish reason for that of the engine."""
+        is_whole = reason == FinishReason.STOP.value
+        return "tool_calls" if is_whole and self.num_calls and not self.is_named else reason
 
-    def _extend(self, delta: dict[str, Any]) -> None:
-        if "content" in delta:
-            self._content.append(delta["content"])
-        elif "reasoning" in delta:
-            self._reasoning.append(delta["reasoning"])
-        else:
-            _add_calls(self._calls, delta["tool_calls"])
-
-
-def _reasoning_fields(text: str) -> dict[str, Any]:
-    """Return the reasoning under both of its names: vLLM's new one, and the one of DeepSeek's API."""
-    return {"reasoning": text, "reasoning_content": text}
-
-
-def _add_calls(calls: list[dict[str, Any]], more: Iterable[dict[str, Any]]) -> None:
-    for call in more:
-        if call["index"] == len(calls):
-            calls.append({"id": call["id"], "type": "function", "function": dict(call["function"])})
-        else:
-            calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    def _call(self, piece: CallText) -> dict[str, Any]:
+        if piece.name is None:
+            return {"index": piece.index, "function": {"arguments": piece.arguments}}
+        self.num_calls += 1
+        function = {"name": piece.name, "arguments": piece.arguments}
+        return {"index": piece.index, "id": self.new_call_id(), "type": "function", "function": function}

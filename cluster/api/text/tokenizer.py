@@ -122,16 +122,31 @@ class ModelTokenizer:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         return text
 
-    def detokenizer(self, *, after: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
+    @property
+    def chat_template(self) -> str:
+        """The chat template, or all named ones together; empty without any."""
+        template = self._tokenizer.chat_template or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else str(template)
+
+    def special_tokens(self) -> dict[int, str]:
+        """Return the text of each special token, by its id."""
+        return {i: token.content for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+
+    def detokenizer(
+        self, *, after: Sequence[int] = (), skip_special_tokens: bool = True, shown: Mapping[int, str] | None = None
+    ) -> Detokenizer:
         """Return a detokenizer for a text that follows the tokens of `after`; without them, for a text from its start.
 
         The text of the first output tokens depends on the prompt: some tokenizers drop a text's leading space, and a
-        prompt may end in half a character.
+        prompt may end in half a character. `shown`: the text of special tokens that are shown in any case.
         """
         skip = self._special if skip_special_tokens else frozenset()
+        detokenizer: Detokenizer
         if self._bytes is None:
-            return _WindowDetokenizer(self.decode, skip, after[-_PRIMING:])
-        return _ByteDetokenizer(self._bytes, skip, after[-_PRIMING:])
+            detokenizer = _WindowDetokenizer(self.decode, skip, after[-_PRIMING:])
+        else:
+            detokenizer = _ByteDetokenizer(self._bytes, skip, after[-_PRIMING:])
+        return _ShowingDetokenizer(detokenizer, shown) if shown else detokenizer
 
 
 class TextStream:
@@ -288,6 +303,23 @@ class _ByteDetokenizer:
 
     def flush(self) -> str:
         return self._decode(b"", True)
+
+
+class _ShowingDetokenizer:
+    """Shows some tokens by texts of their own, and the others by another detokenizer."""
+
+    __slots__ = ("_detokenizer", "_shown")
+
+    def __init__(self, detokenizer: Detokenizer, shown: Mapping[int, str]) -> None:
+        self._detokenizer = detokenizer
+        self._shown = shown
+
+    def add(self, token_id: int) -> str:
+        text = self._shown.get(token_id)
+        return self._detokenizer.add(token_id) if text is None else self._detokenizer.flush() + text
+
+    def flush(self) -> str:
+        return self._detokenizer.flush()
 
 
 class _WindowDetokenizer:

@@ -171,7 +171,7 @@ def test_forced_call_is_a_function_call_for_openais_client(
     client: openai.OpenAI, engine: ScriptedDispatcher, choice: Any
 ) -> None:
     engine.script = partial(engine.story, words=WRITTEN)
-    tools: Any = [{"type": "function", "name": "m", "parameters": {}}, MOVE]
+    tools: Any = [{"type": "function", "name": name} for name in ("m", "move")]
     with client.responses.stream(model="tiny", input="Hi", tools=tools, tool_choice=choice) as stream:
         streamed = stream.get_final_response()
     whole = client.responses.create(model="tiny", input="Hi", tools=tools, tool_choice=choice)

@@ -9,8 +9,10 @@ import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from crossdock.cluster.api.body.tool_calls import CallReader, ForcedCall, forced_call
+from crossdock.cluster.api.body.tool_calls import ForcedCall, forced_call
 from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.text.forced_call import ForcedCallText
+from crossdock.cluster.api.text.message_parser import ChatMessage
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, refused
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
@@ -86,13 +88,13 @@ def test_choice_without_a_tool_to_call_is_refused(tools: list[dict[str, Any]], c
 @pytest.mark.parametrize("end", ["stop", "length"])
 def test_arguments_of_call_in_pieces_of_any_size_are_whole(size: int, end: str) -> None:
     """With `length` the limit was reached at the last brace: the call is whole all the same."""
-    reader = CallReader(["move"])
+    message = ChatMessage(ForcedCallText(["move"]))
     pieces = [WRITTEN[start : start + size] for start in range(0, len(WRITTEN), size)]
     ends = [None] * (len(pieces) - 1) + [end]
     calls = [
         call
         for piece, reason in zip(pieces, ends, strict=True)
-        for call in reader.delta(piece, reason).get("tool_calls", ())
+        for call in message.delta(piece, reason).get("tool_calls", ())
     ]
     assert [call["function"].get("name") for call in calls] == ["move"] + [None] * (len(calls) - 1)
     assert "".join(call["function"]["arguments"] for call in calls) == '{"to": {"x": 3}}'
@@ -100,8 +102,10 @@ def test_arguments_of_call_in_pieces_of_any_size_are_whole(size: int, end: str) 
 
 
 def test_call_cut_by_its_limit_keeps_what_was_written() -> None:
-    assert CallReader(["move"]).delta('{"name": "mo', "length") == {"content": '{"name": "mo'}
-    [call] = CallReader(["move"]).delta('{"name": "move", "arguments": {"to": {"x": 3}', "length")["tool_calls"]
+    cut = ChatMessage(ForcedCallText(["move"]))
+    assert cut.delta('{"name": "mo', "length") == {"content": '{"name": "mo'}
+    cut = ChatMessage(ForcedCallText(["move"]))
+    [call] = cut.whole('{"name": "move", "arguments": {"to": {"x": 3}', "length")["tool_calls"]
     assert call["function"]["arguments"] == '{"to": {"x": 3}'
 
 

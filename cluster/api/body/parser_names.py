@@ -1,0 +1,49 @@
+"""The names of parsers: those of the families here, and those that vLLM gives to the same formats."""
+
+from collections.abc import Mapping
+
+AUTO = "auto"  # the family that the chat template shows
+NONE = "none"  # no parser
+
+TOOL_PARSERS: Mapping[str, str] = {  # name: family
+    "deepseek_v3": "deepseek_v3",
+    "deepseek_v31": "deepseek_v3",
+    "deepseek_v32": "deepseek_dsml",
+    "deepseek_v4": "deepseek_dsml",
+    "gemma4": "gemma4",
+    "glm45": "glm",
+    "glm47": "glm",
+    "hermes": "hermes",
+    "kimi_k2": "kimi_k2",
+    "kimi_k3": "kimi_k3",
+    "llama3_json": "llama3_json",
+    "llama4_pythonic": "llama4_pythonic",
+    "mistral": "mistral",
+    "openai": "gpt_oss",
+    "pythonic": "llama4_pythonic",
+    "qwen3_coder": "qwen3_xml",
+    "qwen3_xml": "qwen3_xml",
+}
+REASONING_PARSERS: Mapping[str, str] = {
+    "deepseek_r1": "think",
+    "deepseek_v3": "think",
+    "gemma4": "gemma4",
+    "glm45": "think",
+    "kimi_k2": "think",
+    "kimi_k3": "kimi_k3",
+    "mistral": "mistral",
+    "openai_gptoss": "gpt_oss",
+    "qwen3": "think",
+}
+
+
+def family_of(name: str, parsers: Mapping[str, str]) -> str | None:
+    """Return the family that a parser's name means; None for "auto" and "none".
+
+    Raises ValueError for an unknown name.
+    """
+    if name in (AUTO, NONE):
+        return None
+    if name not in parsers:
+        raise ValueError(f"{name!r} is no parser; it must be {AUTO}, {NONE}, {', '.join(sorted(parsers))}")
+    return parsers[name]

@@ -1,0 +1,123 @@
+"""Values that a model writes into a tool call: where a JSON text ends, and what a raw text means in a schema."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]  # the parameters of each function, by its name
+
+_LITERALS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "object": dict,
+    "array": list,
+    "null": type(None),
+}
+
+
+class Brackets:
+    """Follows brackets and strings in a text that grows, in time linear in its length."""
+
+    def __init__(self, quotes: str = '"', start: int = 0) -> None:
+        """Begin at character `start` of the text. `quotes`: the characters that begin and end strings."""
+        self._next = re.compile(rf"\\.|[{quotes}{{}}\[\]()]", re.DOTALL)
+        self._position = start
+        self._depth = 0
+        self.quote = ""  # of the string that is open; empty outside strings
+
+    def end(self, text: str) -> int | None:
+        """Return where the first bracket is closed that the text opens; None: not yet.
+
+        `text` is the one of the call before, and more.
+        """
+        while True:
+            found = self._next.search(text, self._position)
+            if found is None:
+                # A backslash at the end waits for the character that it escapes.
+                self._position = len(text) - text.endswith("\\")
+                return None
+            self._position = found.end()
+            mark = found[0]
+            if self.quote:
+                self.quote = "" if mark == self.quote else self.quote
+            elif mark in "\"'":
+                self.quote = mark
+            elif mark in "{[(":
+                self._depth += 1
+            elif mark in "}])":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return self._position
+
+
+def read_json(text: str) -> Any:
+    """Return the value of a JSON text, whose strings may have line breaks.
+
+    Raises ValueError for any other text, and for numbers that JSON does not have.
+    """
+    try:
+        return json.loads(text, strict=False, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def write_json(value: Any) -> str:
+    """Return the JSON of a value. Raises ValueError for numbers that JSON does not have."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def schema_of(schemas: Schemas, function: str, parameter: str) -> Any:
+    """Return the schema of one parameter; None where there is none."""
+    properties = schemas.get(function, {}).get("properties")
+    return properties.get(parameter) if isinstance(properties, Mapping) else None
+
+
+def typed(raw: str, schema: Any) -> Any:
+    """Return what raw text means: the first of the schema's types that the text can have, else the text itself.
+
+    Without a type in the schema, the text is its JSON value if it is JSON.
+    """
+    types = _types(schema)
+    if types and set(types) <= {"string"}:
+        return raw
+    value = _literal(raw.strip())
+    for name in types or tuple(_TYPES):
+        if name == "integer" and isinstance(value, float) and value.is_integer():
+            return int(value)
+        kind = _TYPES.get(name)
+        is_bool = isinstance(value, bool)
+        if kind is not None and isinstance(value, kind) and (is_bool == (name == "boolean")):
+            return value
+    return raw
+
+
+def _literal(text: str) -> Any:
+    """Return a JSON value or a literal of Python; the text itself where it is neither."""
+    if text in _LITERALS:
+        return _LITERALS[text]
+    try:
+        return read_json(text)
+    except ValueError:
+        return text
+
+
+def _types(schema: Any) -> Sequence[str]:
+    """Return the types that a schema allows; empty: any."""
+    if not isinstance(schema, Mapping):
+        return ()
+    given = schema.get("type")
+    types = [given] if isinstance(given, str) else []
+    types += [name for name in given if isinstance(name, str)] if isinstance(given, list) else []
+    for union in ("anyOf", "oneOf", "allOf"):
+        for each in schema.get(union) or ():
+            types += _types(each)
+    for value in schema.get("enum") or ():
+        types += ["string"] if isinstance(value, str) else []
+    return types

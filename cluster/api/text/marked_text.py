@@ -1,0 +1,235 @@
+"""Takes apart a text in which markers begin and end the reasoning and the tool calls.
+
+Every decision depends on the text up to there alone, never on how it came. What looks like a call and is none stays
+text as it is.
+"""
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from crossdock.cluster.api.text.call_forms import SIGN, Call, CallForm, CallScan, Taken
+from crossdock.cluster.api.text.call_values import Schemas
+from crossdock.cluster.api.text.message_parser import CallText, ContentText, Piece, ReasoningText
+
+_Kind: TypeAlias = Literal["think", "answer", "call", "section", "nothing"]
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedFamily:
+    """How a family of models marks the parts of a message.
+
+    `thinks`: the markers that begin reasoning; `answers`: those that end it. `sections`: markers around several calls;
+    `nothing`: markers that have no meaning of their own. `ends_thinking`: a call may begin within the reasoning.
+    """
+
+    thinks: Sequence[str] = ()
+    answers: Sequence[str] = ()
+    calls: Sequence[CallForm] = ()
+    sections: Sequence[str] = ()
+    nothing: Sequence[str] = ()
+    ends_thinking: bool = False
+    inner: Sequence[str] = ()  # markers within calls
+
+    def markers(self) -> list[str]:
+        """Return every marker of the family."""
+        openers = [mark for form in self.calls for mark in (form.opener, form.closer) if mark]
+        return [*self.thinks, *self.answers, *openers, *self.sections, *self.nothing]
+
+    def signed(self, tokens: Collection[str]) -> "MarkedFamily":
+        """Return the family in a text that has a sign before each of these tokens where it is a token of its own."""
+        if not tokens:
+            return self
+        pattern = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+
+        def sign(mark: str) -> str:
+            return pattern.sub(rf"{SIGN}\g<0>", mark)
+
+        return replace(
+            self,
+            thinks=tuple(map(sign, self.thinks)),
+            answers=tuple(map(sign, self.answers)),
+            calls=tuple(replace(form, opener=sign(form.opener), closer=sign(form.closer)) for form in self.calls),
+            sections=tuple(map(sign, self.sections)),
+            nothing=tuple(map(sign, self.nothing)),
+        )
+
+
+@dataclass(slots=True)
+class _Markers:
+    """The markers that matter now, and where one may be."""
+
+    kinds: dict[str, _Kind]
+    _pattern: re.Pattern[str] = field(init=False)
+    _longest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        marks = sorted(self.kinds, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, marks)) or "(?!)")
+        self._longest = max(map(len, marks), default=0)
+
+    def find(self, text: str) -> re.Match[str] | None:
+        return self._pattern.search(text)
+
+    def held(self, text: str) -> int:
+        """Return how many characters at the end may be the beginning of a marker."""
+        for num in range(min(self._longest - 1, len(text)), 0, -1):
+            if any(mark.startswith(text[-num:]) for mark in self.kinds):
+                return num
+        return 0
+
+
+class MarkedText:
+    """The parser of such a text."""
+
+    def __init__(self, family: MarkedFamily, schemas: Schemas | None, *, is_thinking: bool) -> None:
+        """`schemas`: of the tools; None: calls are text. `is_thinking`: the prompt has begun the reasoning."""
+        forms = () if schemas is None else family.calls
+        self._schemas = schemas or {}
+        self._forms = {form.opener: form for form in forms if form.opener}
+        self._bare = next((form for form in forms if not form.opener), None)
+        calls: dict[str, _Kind] = dict.fromkeys(self._forms, "call")
+        sections: dict[str, _Kind] = {} if schemas is None else dict.fromkeys(family.sections, "section")
+        nothing: dict[str, _Kind] = dict.fromkeys(family.nothing, "nothing")
+        ends: dict[str, _Kind] = dict.fromkeys(family.answers, "answer")
+        thinks: dict[str, _Kind] = dict.fromkeys(family.thinks, "think")
+        self._first = _Markers(thinks | ends | calls | sections | nothing)  # before any content
+        self._in_content = _Markers(calls | sections | nothing)
+        self._in_thinking = _Markers(ends | (calls | sections if family.ends_thinking else {}))
+        self._is_thinking = is_thinking
+        self._has_content = False
+        self._buffer = ""  # not decided yet; in a call, what follows its opening marker
+        self._space = ""  # held: white space before a marker may belong to the marker
+        self._drops_space = is_thinking  # after a marker, white space with a line break belongs to the marker
+        self._section = ""  # a marker of a section, which is text if no call follows it or came before it
+        self._after_call = False
+        self._scan: CallScan | None = None  # of the call that the buffer begins with
+        self._num_calls = 0
+
+    def add(self, text: str) -> list[Piece]:
+        self._buffer += text
+        pieces: list[Piece] = []
+        while self._step(pieces):
+            pass
+        return pieces
+
+    def finish(self, *, is_cut: bool) -> list[Piece]:
+        pieces: list[Piece] = []
+        while (scan := self._scan) is not None:
+            if not self._buffer.strip() and scan.form.opener:  # a marker alone says nothing
+                break
+            self._resolve(scan, scan.last(self._buffer, is_cut=is_cut), pieces)
+            while self._step(pieces):
+                pass
+        self._text(self._buffer, pieces)
+        self._buffer = ""
+        if "\n" not in self._space or not (self._is_thinking or self._drops_space):
+            self._emit(self._space, pieces)
+        return pieces
+
+    def _step(self, pieces: list[Piece]) -> bool:
+        """Decide a part of the buffer. Returns whether there may be more to decide."""
+        if self._scan is not None:
+            taken = self._scan.take(self._buffer)
+            if taken is None:
+                return False
+            self._resolve(self._scan, taken, pieces)
+            return True
+        if self._bare is not None and self._begins_bare(self._bare):
+            return True
+        markers = self._in_thinking if self._is_thinking else self._in_content if self._has_content else self._first
+        found = markers.find(self._buffer)
+        if found is None:
+            end = len(self._buffer) - markers.held(self._buffer)
+            text, self._buffer = self._buffer[:end], self._buffer[end:]
+            self._text(text, pieces)
+            return False
+        before = self._buffer[: found.start()]
+        if before.strip() and not self._is_thinking and not self._has_content:
+            # The first content ends here: a marker of reasoning after it is text.
+            self._text(before, pieces)
+            self._buffer = self._buffer[found.start() :]
+            return True
+        self._text(before, pieces)
+        self._buffer = self._buffer[found.end() :]
+        self._marker(found[0], markers.kinds[found[0]], pieces)
+        return True
+
+    def _begins_bare(self, form: CallForm) -> bool:
+        """Begin a call that has no marker, where the first character that is not white space may be its bracket."""
+        text = self._buffer.lstrip()
+        if not text or self._has_content or self._is_thinking or re.match(form.begins, text) is None:
+            return False
+        self._space += self._buffer[: len(self._buffer) - len(text)]
+        self._buffer = text
+        self._scan = CallScan(form, self._schemas)
+        return True
+
+    def _marker(self, mark: str, kind: _Kind, pieces: list[Piece]) -> None:
+        match kind:
+            case "think":
+                self._is_thinking = True
+                self._forget_space()
+            case "answer":
+                self._is_thinking = False
+                self._forget_space()
+            case "section":
+                if "\n" not in self._space:
+                    self._emit(self._space, pieces)
+                self._section += self._space + mark
+                self._space = ""
+            case "nothing":
+                self._forget_space()
+            case "call":
+                self._scan = CallScan(self._forms[mark], self._schemas)
+
+    def _forget_space(self) -> None:
+        if "\n" in self._space:
+            self._space = ""
+        self._drops_space = True
+
+    def _resolve(self, scan: CallScan, taken: Taken, pieces: list[Piece]) -> None:
+        """Take a call, or what looked like one, out of the buffer."""
+        body, self._buffer = self._buffer[: taken.end], self._buffer[taken.end :]
+        self._scan = None
+        if taken.calls:
+            self._calls(taken.calls, pieces)
+            return
+        self._text(scan.form.opener + body, pieces)
+        self._has_content = self._has_content or not self._is_thinking  # no bracket begins a call after this
+
+    def _calls(self, calls: Sequence[Call], pieces: list[Piece]) -> None:
+        self._section = ""
+        self._forget_space()
+        self._emit(self._space, pieces)
+        self._is_thinking = False
+        for call in calls:
+            pieces.append(CallText(self._num_calls, call.arguments, call.name))
+            self._num_calls += 1
+        self._after_call = True
+
+    def _text(self, text: str, pieces: list[Piece]) -> None:
+        """Show text, but for white space at its end, and at its beginning after a marker."""
+        stripped = text.rstrip()
+        if not stripped:
+            self._space += text
+            return
+        if self._section:
+            held, self._section = self._section, ""
+            if not self._after_call:
+                self._emit(held, pieces)
+        self._after_call = False
+        shown = self._space + stripped
+        if self._drops_space:
+            body = shown.lstrip()
+            shown = body if "\n" in shown[: len(shown) - len(body)] else shown
+        self._drops_space = False
+        self._space = text[len(stripped) :]
+        self._has_content = self._has_content or not self._is_thinking
+        self._emit(shown, pieces)
+
+    def _emit(self, text: str, pieces: list[Piece]) -> None:
+        self._space = "" if text == self._space else self._space
+        if text := text.replace(SIGN, ""):
+            pieces.append(ReasoningText(text) if self._is_thinking else ContentText(text))
