@@ -165,6 +165,38 @@ def test_forced_call_is_a_tool_use_block_whole_and_streamed(
         assert answer.stop_reason == "tool_use"
 
 
+THOUGHT = (
+    '<think>Hm</think>Go<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+)
+
+
+def test_thoughts_text_and_calls_are_blocks_whole_and_streamed(tokenizer: ModelTokenizer) -> None:
+    engine = ScriptedDispatcher(tokenizer, max_model_len=1000)
+    engine.script = partial(engine.story, words=THOUGHT)
+    config = HttpConfig.model_validate({"tool_call_parser": "hermes", "reasoning_parser": "qwen3"})
+    fields: Any = {"model": "tiny", "max_tokens": 300, "messages": HI}
+    fields["tools"] = [{"name": name, "input_schema": {}} for name in "fg"]
+    with (
+        serving(engine, tokenizer, config) as http,
+        anthropic.Anthropic(base_url=str(http.base_url), api_key="none", max_retries=0) as claude,
+    ):
+        whole = claude.messages.create(**fields)
+        with claude.messages.stream(**fields) as stream:
+            streamed = stream.get_final_message()
+        single = claude.messages.create(**fields, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    for answer in (whole, streamed):
+        Message.model_validate(answer.model_dump())
+        thinking, text, first, second = answer.content
+        assert isinstance(thinking, anthropic.types.ThinkingBlock)
+        assert isinstance(text, anthropic.types.TextBlock)
+        assert (thinking.thinking, text.text) == ("Hm", "Go")
+        calls = [call for call in (first, second) if isinstance(call, anthropic.types.ToolUseBlock)]
+        assert [(call.name, call.input) for call in calls] == [("f", {"a": 1}), ("g", {})]
+        assert answer.stop_reason == "tool_use"
+    assert [block.type for block in single.content] == ["thinking", "text", "tool_use"]
+
+
 def test_conversation_with_tools_and_thoughts_becomes_a_chat() -> None:
     body = MessagesRequest.of(
         {

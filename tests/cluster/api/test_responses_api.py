@@ -182,6 +182,45 @@ def test_forced_call_is_a_function_call_for_openais_client(
         assert call.call_id.startswith("call_")
 
 
+THOUGHT = (
+    '<think>Hm</think>Go<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+)
+PARSERS = HttpConfig.model_validate({"tool_call_parser": "hermes", "reasoning_parser": "qwen3"})
+
+
+def test_reasoning_text_and_calls_are_items_whole_and_streamed(tokenizer: ModelTokenizer) -> None:
+    engine = ScriptedDispatcher(tokenizer, max_model_len=1000)
+    engine.script = partial(engine.story, words=THOUGHT)
+    fields: Any = {"tools": [{"type": "function", "name": name} for name in "fg"]}
+    with serving(engine, tokenizer, PARSERS) as http:
+        whole = created(http, **fields)
+        found = events(ask(http, stream=True, **fields))
+        created(
+            http, [{"type": "function_call_output", "call_id": "c", "output": "1"}], previous_response_id=whole["id"]
+        )
+        [single] = [
+            item
+            for item in created(http, parallel_tool_calls=False, **fields)["output"]
+            if item["type"] == "function_call"
+        ]
+    for response in (whole, found[-1]["response"]):
+        reasoning, message, first, second = response["output"]
+        assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm"}]
+        assert message["content"][0]["text"] == "Go"
+        assert [(call["name"], json.loads(call["arguments"])) for call in (first, second)] == [
+            ("f", {"a": 1}),
+            ("g", {}),
+        ]
+        assert first["call_id"] != second["call_id"]
+        assert 0 < response["usage"]["output_tokens_details"]["reasoning_tokens"] < 10
+    assert single["name"] == "f"
+    kinds = {event["type"] for event in found}
+    assert {"response.reasoning_text.delta", "response.reasoning_text.done"} <= kinds
+    assert {"response.function_call_arguments.delta", "response.function_call_arguments.done"} <= kinds
+    assert without_ids(found[-1]["response"]) == without_ids(whole)
+
+
 def test_structured_text_has_the_grammar_of_the_same_chat(
     http: httpx.Client, client: openai.OpenAI, engine: ScriptedDispatcher
 ) -> None:
