@@ -3,6 +3,7 @@
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
@@ -12,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.json_body import invalid_field
-from crossdock.cluster.api.errors import ApiError, ErrorAnswer, shown
+from crossdock.cluster.api.errors import AnthropicErrorAnswer, ApiError, ErrorAnswer, shown
 from crossdock.cluster.api.generation import Generations
 from crossdock.cluster.api.http.gateway_path import GatewayPath
 from crossdock.cluster.api.http.http_config import HttpConfig
@@ -42,6 +43,9 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher
 
 _GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 _OPEN = ("/health", "/ready", "/metrics", "/version", "/openapi.json")  # need no key: they show no client's requests
+_ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
+    "default": {"model": AnthropicErrorAnswer, "description": "Refused"}
+}
 _KEY = Security(HTTPBearer(auto_error=False, scheme_name="key"))  # for the description; `HttpGuard` checks the key
 
 
@@ -179,6 +183,7 @@ def _add_endpoints(
             summary=summary,
             response_model=None,
             dependencies=[] if path in _OPEN else [_KEY],
+            responses=_ANTHROPIC_ERRORS if path.startswith("/v1/messages") else None,
             route_class_override=JsonRoute if method == "POST" and not path.endswith("/cancel") else None,
         )
 

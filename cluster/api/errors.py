@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -31,6 +31,19 @@ class ErrorAnswer(BaseModel):
     """The body of every answer with a status of 400 or more. Describes the API only: `ApiError.body` writes it."""
 
     error: ErrorDetail
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(BaseModel):
+    """The same below /v1/messages: `ApiError.anthropic_body` writes it."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str
 
 
 class ApiError(Exception):
