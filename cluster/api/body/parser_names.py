@@ -1,39 +1,52 @@
-"""The names of parsers: those of the families here, and those that vLLM gives to the same formats."""
+"""The names that vLLM and SGLang give to parsers, and the family of models that each means here."""
 
 from collections.abc import Mapping
 
 AUTO = "auto"  # the family that the chat template shows
 NONE = "none"  # no parser
 
-TOOL_PARSERS: Mapping[str, str] = {  # name: family
+TOOL_PARSERS: Mapping[str, str] = {
     "deepseek_v3": "deepseek_v3",
     "deepseek_v31": "deepseek_v3",
     "deepseek_v32": "deepseek_dsml",
     "deepseek_v4": "deepseek_dsml",
+    "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v3",
+    "deepseekv32": "deepseek_dsml",
+    "deepseekv4": "deepseek_dsml",
     "gemma4": "gemma4",
+    "glm": "glm",
     "glm45": "glm",
     "glm47": "glm",
+    "gpt-oss": "gpt_oss",
     "hermes": "hermes",
     "kimi_k2": "kimi_k2",
     "kimi_k3": "kimi_k3",
+    "llama3": "llama3_json",
     "llama3_json": "llama3_json",
     "llama4_pythonic": "llama4_pythonic",
     "mistral": "mistral",
     "openai": "gpt_oss",
     "pythonic": "llama4_pythonic",
+    "qwen": "hermes",
+    "qwen25": "hermes",
     "qwen3_coder": "qwen3_xml",
     "qwen3_xml": "qwen3_xml",
 }
 REASONING_PARSERS: Mapping[str, str] = {
+    "deepseek-r1": "think",
+    "deepseek-v3": "think",
     "deepseek_r1": "think",
     "deepseek_v3": "think",
     "gemma4": "gemma4",
     "glm45": "think",
+    "gpt-oss": "gpt_oss",
     "kimi_k2": "think",
     "kimi_k3": "kimi_k3",
     "mistral": "mistral",
     "openai_gptoss": "gpt_oss",
     "qwen3": "think",
+    "qwen3-thinking": "think",
 }
 
 

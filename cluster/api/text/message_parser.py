@@ -1,4 +1,4 @@
-"""What a model writes, taken apart while it comes: content, reasoning and tool calls.
+"""Take what a model writes apart while it comes: content, reasoning and tool calls.
 
 A parser is a function of the text alone. However the text is split into deltas, and whichever replica writes them, the
 pieces add up to the same message.

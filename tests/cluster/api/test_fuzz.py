@@ -17,6 +17,7 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from tests.cluster.api.engine_api import LiveApi, live_api
+from tests.cluster.conftest import wordpiece
 
 EXAMPLES = 60  # for each endpoint; `make soak` tries fifty times as many
 QUIET = settings(
@@ -26,7 +27,7 @@ QUIET = settings(
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )
-DOCUMENT = build_api(Dispatcher("tiny"), None, HttpConfig()).openapi()  # type: ignore[arg-type]
+DOCUMENT = build_api(Dispatcher("tiny"), ModelTokenizer(wordpiece()), HttpConfig()).openapi()
 OPERATIONS = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
 GENERATES = {  # path: the schema of its body
     "/v1/completions": "CompletionRequest",

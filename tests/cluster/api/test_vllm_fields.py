@@ -315,7 +315,6 @@ def test_template_gets_documents_and_effort(
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"reasoning_effort": "much"}, "reasoning_effort"),
         ({"documents": [{"text": 5}]}, "documents[0].text"),
-        ({"parallel_tool_calls": False, "tools": [TOOL]}, "parallel_tool_calls"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
     ],

@@ -23,6 +23,8 @@ OLD = """
 """  # of vLLM before 0.32
 VALUES = {  # an example of a value, as vLLM or SGLang take it; others take none
     "--allowed-origins": '["*"]',
+    "--tool-call-parser": "hermes",
+    "--reasoning-parser": "qwen3",
     "--api-key": "secret",
     "--attention-backend": "torch",
     "--block-size": "32",
@@ -106,7 +108,8 @@ def test_flags_that_are_the_same_take_the_same_values(server: str) -> None:
         assert configs[0] != printed_config(*model).model_dump() or flag in ("--host", *DEFAULTS), flag
 
 
-DEFAULTS = ("--enable-chunked-prefill", "--enable-prefix-caching", "--api-key")  # on anyway, or not printed
+# On anyway, or not printed.
+DEFAULTS = ("--enable-auto-tool-choice", "--enable-chunked-prefill", "--enable-prefix-caching", "--api-key")
 
 
 def test_flags_of_older_vllm_have_a_line() -> None:
