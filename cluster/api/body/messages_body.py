@@ -34,7 +34,7 @@ class MessagesChat(ConversationChat):
 
 
 class CountTokensRequest(ConversationBody):
-    """The conversation whose tokens are counted. Fields that only concern the answer are accepted as well."""
+    """The conversation whose tokens are counted."""
 
     messages: _Messages
     system: str | list[dict[str, Any]] | None = Field(None, description="Text, or blocks of text.")
@@ -42,7 +42,8 @@ class CountTokensRequest(ConversationBody):
         None, description="`any` and `tool` force a call, by a grammar. `disable_parallel_tool_use` as in chats."
     )
     thinking: dict[str, Any] | None = Field(
-        None, description="`enabled` and `disabled` set the template's `enable_thinking`."
+        None,
+        description="`enabled` and `disabled` set the template's `enable_thinking`; `budget_tokens` has no effect.",
     )
     output_config: dict[str, Any] | None = Field(
         None, description="`format`: a JSON schema. `effort`: the template's variable `reasoning_effort`."

@@ -27,7 +27,7 @@ class RefusedField:
 
 NO_EFFECT: Mapping[str, str] = {
     "guided_decoding_backend": "one backend serves all structured output",
-    "metadata": "answers are not stored, so there is nothing to label",
+    "metadata": "completions and chats are not stored, so there is nothing to label",
     "mm_payload": "for vLLM's render endpoints alone",
     "prediction": "it makes OpenAI's answers faster, not different",
     "prompt_cache_key": "the router finds the replica that has the prefix in its cache",
@@ -68,7 +68,7 @@ REFUSED: Mapping[str, RefusedField] = {
     ),
     "return_token_offsets": RefusedField("for vLLM's render endpoints; use 'text_offset' of 'logprobs'", (False,)),
     "return_weight_versions": RefusedField("weights never change while a server runs", (False,)),
-    "store": RefusedField("answers are not stored", (False,)),
+    "store": RefusedField("completions and chats are not stored; use /v1/responses", (False,)),
     "stream_interval": RefusedField("every event has the tokens of one step", (1,)),
     "structured_outputs.disable_additional_properties": RefusedField(
         "write 'additionalProperties': false into the schema", (False,)

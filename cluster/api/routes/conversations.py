@@ -12,20 +12,20 @@ from crossdock.cluster.api.generation import Generation, Generations
 from crossdock.cluster.api.text.choices import Choice, Output, Prompt
 from crossdock.cluster.api.text.message_format import MessageFormat
 from crossdock.cluster.api.text.message_parser import ChatMessage, Piece
-from crossdock.cluster.api.text.prompts import PromptEncoder
+from crossdock.cluster.api.text.prompts import PromptEncoder, truncate
 from crossdock.cluster.dispatch.dispatcher import ModelCard
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one step of the model adds to an answer."""
+    """The part of an answer that one step of the model adds."""
 
     pieces: list[Piece]
     output: Output
 
 
 @dataclass(slots=True)
-class Conversation:
+class BegunChat:
     """A chat that has begun: one choice, whose prompt is known."""
 
     chat: ConversationChat
@@ -57,7 +57,7 @@ class Conversations:
         except ApiError as error:
             raise chat.renamed(error) from None
 
-    async def begin(self, request: Request, chat: ConversationChat) -> Conversation:
+    async def begin(self, request: Request, chat: ConversationChat) -> BegunChat:
         """Begin a chat. Raises ApiError where /v1/chat/completions would refuse it."""
         try:
             generation = self._generations.begin(request, chat)
@@ -65,19 +65,21 @@ class Conversations:
             token_ids = await self._encoder.encode_chat(chat, chat.template_tools(), generation.card, truncates=False)
             generation.body = _within_context(chat, len(token_ids), generation.card)
             message = self._format.messages(chat, token_ids)()
-            await self._generations.add_choices(generation, [Prompt(token_ids)], self._format.shown)
+            await self._generations.add_choices(
+                generation, [Prompt(truncate(token_ids, chat, generation.card))], self._format.shown
+            )
         except ApiError as error:
             raise chat.renamed(error) from None
-        return Conversation(chat, generation, message)
+        return BegunChat(chat, generation, message)
 
-    async def parts(self, conversation: Conversation) -> AsyncGenerator[Part, None]:
+    async def parts(self, begun: BegunChat) -> AsyncGenerator[Part, None]:
         """Yield the answer as it comes. The last part has a finish reason. Closing the iterator aborts the request."""
         try:
-            async with aclosing(self._generations.outputs(conversation.generation)) as outputs:
+            async with aclosing(self._generations.outputs(begun.generation)) as outputs:
                 async for output in outputs:
-                    yield Part(conversation.message.pieces(output.text, output.finish_reason), output)
+                    yield Part(begun.message.pieces(output.text, output.finish_reason), output)
         except ApiError as error:
-            raise conversation.chat.renamed(error) from None
+            raise begun.chat.renamed(error) from None
 
 
 def _within_context(chat: ConversationChat, num_prompt_tokens: int, card: ModelCard) -> ConversationChat:

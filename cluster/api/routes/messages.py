@@ -12,7 +12,7 @@ from crossdock.cluster.api.body.messages_body import CountTokensRequest, Message
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.http.answers import named_event
 from crossdock.cluster.api.http.http_json import event_stream, json_answer
-from crossdock.cluster.api.routes.conversations import Conversation, Conversations
+from crossdock.cluster.api.routes.conversations import BegunChat, Conversations
 from crossdock.cluster.api.routes.models import Models
 from crossdock.cluster.api.text.choices import Output
 from crossdock.cluster.api.text.message_parser import CallText, ContentText, Piece, ReasoningText
@@ -26,42 +26,42 @@ class Messages:
         self._models = models
 
     async def create(self, request: Request, body: MessagesRequest) -> Response:
-        conversation = await self._conversations.begin(request, body.chat())
+        begun = await self._conversations.begin(request, body.chat())
         if body.stream:
             request.state.error_event = _ErrorEvent(request.state.request_id)
-            return await event_stream(self._events(conversation))
+            return await event_stream(self._events(begun))
         blocks = _Blocks()
         output = Output(0)
-        async with aclosing(self._conversations.parts(conversation)) as parts:
+        async with aclosing(self._conversations.parts(begun)) as parts:
             async for part in parts:
                 output = part.output
                 for piece in part.pieces:
                     blocks.add(piece)
         blocks.end()
-        answer = {**_message(conversation), "content": blocks.content, **_reasons(conversation, output, blocks)}
-        return json_answer({**answer, "usage": _usage(conversation)})
+        answer = {**_message(begun), "content": blocks.content, **_reasons(begun, output, blocks)}
+        return json_answer({**answer, "usage": _usage(begun)})
 
     async def count_tokens(self, request: Request, body: CountTokensRequest) -> Response:
         card = self._models.card(body.model)
         return json_answer({"input_tokens": await self._conversations.count(body.chat(), card)})
 
-    async def _events(self, conversation: Conversation) -> AsyncGenerator[bytes, None]:
+    async def _events(self, begun: BegunChat) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream; those of one step of the model together."""
         blocks, output, has_begun = _Blocks(), Output(0), False
-        async with aclosing(self._conversations.parts(conversation)) as parts:
+        async with aclosing(self._conversations.parts(begun)) as parts:
             async for part in parts:
                 output = part.output
                 events = []
                 if not has_begun:
                     has_begun = True
-                    message = {**_message(conversation), "usage": {**_usage(conversation), "output_tokens": 0}}
+                    message = {**_message(begun), "usage": {**_usage(begun), "output_tokens": 0}}
                     events.append({"type": "message_start", "message": message})
                 for piece in part.pieces:
                     events += blocks.add(piece)
                 if events:
                     yield b"".join(map(_written, events))
-        ending = {"type": "message_delta", "delta": _reasons(conversation, output, blocks)}
-        events = [*blocks.end(), {**ending, "usage": _usage(conversation)}, {"type": "message_stop"}]
+        ending = {"type": "message_delta", "delta": _reasons(begun, output, blocks)}
+        events = [*blocks.end(), {**ending, "usage": _usage(begun)}, {"type": "message_stop"}]
         yield b"".join(map(_written, events))
 
 
@@ -131,9 +131,9 @@ class _Blocks:
         return [*events, {"type": "content_block_start", "index": len(self.content) - 1, "content_block": dict(block)}]
 
 
-def _message(conversation: Conversation) -> dict[str, Any]:
+def _message(begun: BegunChat) -> dict[str, Any]:
     """Return the message without content, which has not ended."""
-    generation = conversation.generation
+    generation = begun.generation
     return {
         "id": f"msg_{generation.state.request_id}",
         "type": "message",
@@ -145,12 +145,12 @@ def _message(conversation: Conversation) -> dict[str, Any]:
     }
 
 
-def _reasons(conversation: Conversation, output: Output, blocks: _Blocks) -> dict[str, Any]:
+def _reasons(begun: BegunChat, output: Output, blocks: _Blocks) -> dict[str, Any]:
     """Return why the message has ended, in Anthropic's words."""
     sequence = output.stop_reason if isinstance(output.stop_reason, str) else None
     if output.finish_reason == "length":
-        is_limit = conversation.choice.num_tokens == conversation.chat.token_limit()
-        reason = "max_tokens" if is_limit or not conversation.fills_context() else "model_context_window_exceeded"
+        is_limit = begun.choice.num_tokens == begun.chat.token_limit()
+        reason = "max_tokens" if is_limit or not begun.fills_context() else "model_context_window_exceeded"
     elif blocks.has_calls:
         reason = "tool_use"
     else:
@@ -158,9 +158,9 @@ def _reasons(conversation: Conversation, output: Output, blocks: _Blocks) -> dic
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def _usage(conversation: Conversation) -> dict[str, Any]:
+def _usage(begun: BegunChat) -> dict[str, Any]:
     """Count tokens. Anthropic counts those of the prompt that were in the cache apart from the others."""
-    choice = conversation.choice
+    choice = begun.choice
     return {
         "input_tokens": len(choice.prompt.token_ids) - choice.num_cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -16,7 +16,7 @@ from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.http.http_guard import as_api_error
 from crossdock.cluster.api.http.http_json import Name, event_stream, json_answer
 from crossdock.cluster.api.http.limits import Charge
-from crossdock.cluster.api.routes.conversations import Conversation, Conversations, Part
+from crossdock.cluster.api.routes.conversations import BegunChat, Conversations, Part
 from crossdock.cluster.api.routes.response_events import Event, ResponseAnswer, written
 from crossdock.cluster.api.routes.response_store import ResponseStore
 from crossdock.cluster.api.text.logprobs import LogprobWriter
@@ -54,12 +54,12 @@ class Responses:
         chat = body.chat(items)
         if body.background:
             return await self._create_in_background(request, body, items)
-        conversation = await self._conversations.begin(request, chat)
-        answer = ResponseAnswer(self._head(body, conversation))
+        begun = await self._conversations.begin(request, chat)
+        answer = ResponseAnswer(self._head(body, begun))
         if body.stream:
             request.state.error_event = answer.error_event
-            return await event_stream(self._events(request, body, conversation, answer, items))
-        await self._finish(conversation, answer)
+            return await event_stream(self._events(request, body, begun, answer, items))
+        await self._finish(begun, answer)
         self._keep(request, body, answer, items)
         return json_answer(answer.response)
 
@@ -151,18 +151,18 @@ class Responses:
         if charge is not None:
             charge = request.state.account = charge.hand_over()
         try:
-            conversation = await self._conversations.begin(request, body.chat(items))
+            begun = await self._conversations.begin(request, body.chat(items))
         except BaseException:
             _end(charge)
             raise
-        answer = ResponseAnswer(self._head(body, conversation))
+        answer = ResponseAnswer(self._head(body, begun))
         self._keep(request, body, answer, items)
         key = (_tenant(request), answer.response["id"])
 
         async def work() -> None:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    await self._finish(conversation, answer)
+                    await self._finish(begun, answer)
             except asyncio.CancelledError:
                 answer.cancel()
             except TimeoutError:
@@ -184,41 +184,41 @@ class Responses:
         self,
         request: Request,
         body: ResponsesRequest,
-        conversation: Conversation,
+        begun: BegunChat,
         answer: ResponseAnswer,
         items: list[Item],
     ) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream; those of one step of the model together."""
         has_begun = False
-        async with aclosing(self._conversations.parts(conversation)) as parts:
+        async with aclosing(self._conversations.parts(begun)) as parts:
             async for part in parts:
                 events = [] if has_begun else answer.begin()
                 has_begun = True
-                events += await self._step(conversation, answer, part)
+                events += await self._step(begun, answer, part)
                 if part.output.finish_reason is not None:
                     self._keep(request, body, answer, items)
                 if events:
                     yield written(events)
 
-    async def _finish(self, conversation: Conversation, answer: ResponseAnswer) -> None:
-        async with aclosing(self._conversations.parts(conversation)) as parts:
+    async def _finish(self, begun: BegunChat, answer: ResponseAnswer) -> None:
+        async with aclosing(self._conversations.parts(begun)) as parts:
             async for part in parts:
-                await self._step(conversation, answer, part)
+                await self._step(begun, answer, part)
 
-    async def _step(self, conversation: Conversation, answer: ResponseAnswer, part: Part) -> list[Event]:
+    async def _step(self, begun: BegunChat, answer: ResponseAnswer, part: Part) -> list[Event]:
         output, logprobs = part.output, []
-        if conversation.chat.logprobs:
+        if begun.chat.logprobs:
             positions = [position for _, position in output.positions if position is not None]
-            logprobs = (await self._writer.chat(positions, conversation.chat.num_top()))["content"]
+            logprobs = (await self._writer.chat(positions, begun.chat.num_top()))["content"]
         events = answer.add(part.pieces, logprobs, len(output.token_ids))
         if output.finish_reason is not None:
-            usage = _usage(conversation, answer.reasoning_tokens)
+            usage = _usage(begun, answer.reasoning_tokens)
             events += answer.end(usage, is_cut=output.finish_reason == "length")
         return events
 
-    def _head(self, body: ResponsesRequest, conversation: Conversation) -> dict[str, Any]:
+    def _head(self, body: ResponsesRequest, begun: BegunChat) -> dict[str, Any]:
         """Return the fields of the response that are known before its first token."""
-        generation, sampling = conversation.generation, conversation.choice.submission.sampling
+        generation, sampling = begun.generation, begun.choice.submission.sampling
         return {
             "id": new_id("resp"),
             "object": "response",
@@ -261,8 +261,8 @@ def _end(charge: Charge | None) -> None:
         charge.end()
 
 
-def _usage(conversation: Conversation, reasoning_tokens: int) -> dict[str, Any]:
-    choice = conversation.choice
+def _usage(begun: BegunChat, reasoning_tokens: int) -> dict[str, Any]:
+    choice = begun.choice
     num_prompt_tokens = len(choice.prompt.token_ids)
     return {
         "input_tokens": num_prompt_tokens,
