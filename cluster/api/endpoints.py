@@ -159,7 +159,7 @@ def _add_endpoints(
         ("GET", "/v1/responses/{name}", responses.retrieve, "A stored response"),
         ("DELETE", "/v1/responses/{name}", responses.delete, "Forget a stored response"),
         ("POST", "/v1/responses/{name}/cancel", responses.cancel, "End a response in the background"),
-        ("GET", "/v1/responses/{name}/input_items", responses.input_items, "The items before a stored response"),
+        ("GET", "/v1/responses/{name}/input_items", responses.items, "The items before a stored response"),
         ("POST", "/v1/messages", messages.create, "Answer a conversation, in the form of Anthropic's API"),
         ("POST", "/v1/messages/count_tokens", messages.count_tokens, "The number of tokens of a conversation"),
         ("POST", "/tokenize", tokenization.tokenize, "The tokens of a text or of a conversation"),

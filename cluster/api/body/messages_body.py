@@ -14,12 +14,17 @@ from crossdock.cluster.api.body.conversation_body import (
     text_of,
     wrong,
 )
-from crossdock.cluster.api.body.other_fields import RefusedField
+from crossdock.cluster.api.body.other_fields import RefusedField, check_other_fields
 from crossdock.cluster.api.errors import ApiError
 
 _Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=bounds.MESSAGES)]
 _Stop = Annotated[str, Field(min_length=1, max_length=bounds.STOP_CHARS)]
 _ROLES = ("user", "assistant", "system")
+_PARTS = {  # of fields
+    "output_config": ("effort", "format"),
+    "thinking": ("budget_tokens", "display", "type"),
+    "tool_choice": ("disable_parallel_tool_use", "name", "type"),
+}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools, in Anthropic's words and OpenAI's
 
 
@@ -43,7 +48,8 @@ class CountTokensRequest(ConversationBody):
     )
     thinking: dict[str, Any] | None = Field(
         None,
-        description="`enabled` and `disabled` set the template's `enable_thinking`; `budget_tokens` has no effect.",
+        description="`enabled` and `disabled` set the template's `enable_thinking`; `budget_tokens` has no effect. "
+        "With `display: omitted` the answer has no thinking.",
     )
     output_config: dict[str, Any] | None = Field(
         None, description="`format`: a JSON schema. `effort`: the template's variable `reasoning_effort`."
@@ -66,6 +72,8 @@ class CountTokensRequest(ConversationBody):
 
     def chat(self) -> MessagesChat:
         """Return the chat that this conversation is. Raises ApiError, which names the part at fault."""
+        for name, parts in _PARTS.items():
+            check_other_fields(getattr(self, name) or {}, parts, f"{name}.", no_effect={}, refused_fields={})
         system = [] if self.system is None else [{"role": "system", "content": _texts(self.system, "system")}]
         fields = {
             **self.passed(),
@@ -78,6 +86,8 @@ class CountTokensRequest(ConversationBody):
         }
         if self.service_tier == "standard_only":
             fields["service_tier"] = "default"
+        if self.thinking is not None and self.thinking.get("display") == "omitted":
+            fields["include_reasoning"] = False
         if self.messages[-1].get("role") == "assistant":
             fields["continue_final_message"] = True
         try:

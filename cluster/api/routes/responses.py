@@ -84,7 +84,7 @@ class Responses:
             raise ApiError(reason, param="id", code="invalid_value")
         return json_answer(response)
 
-    async def input_items(
+    async def items(
         self,
         request: Request,
         name: Name,

@@ -185,6 +185,7 @@ def test_thoughts_text_and_calls_are_blocks_whole_and_streamed(tokenizer: ModelT
         with claude.messages.stream(**fields) as stream:
             streamed = stream.get_final_message()
         single = claude.messages.create(**fields, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+        omitted = claude.messages.create(**fields, thinking={"type": "adaptive", "display": "omitted"})
     for answer in (whole, streamed):
         Message.model_validate(answer.model_dump())
         thinking, text, first, second = answer.content
@@ -195,6 +196,7 @@ def test_thoughts_text_and_calls_are_blocks_whole_and_streamed(tokenizer: ModelT
         assert [(call.name, call.input) for call in calls] == [("f", {"a": 1}), ("g", {})]
         assert answer.stop_reason == "tool_use"
     assert [block.type for block in single.content] == ["thinking", "text", "tool_use"]
+    assert [block.type for block in omitted.content] == ["text", "tool_use", "tool_use"]
 
 
 def test_conversation_with_tools_and_thoughts_becomes_a_chat() -> None:
@@ -318,6 +320,8 @@ def test_tokens_are_counted_as_the_prompt_has_them(
         ({"tool_choice": {"type": "some"}}, "'tool_choice.type'"),
         ({"tool_choice": {"type": "tool", "name": "f"}, "tools": [MOVE]}, "'tool_choice'"),
         ({"thinking": {"type": "deep"}}, "'thinking.type'"),
+        ({"thinking": {"type": "enabled", "budget": 5}}, "Did you mean 'thinking.budget_tokens'?"),
+        ({"output_config": {"form": {}}}, "Did you mean 'output_config.format'?"),
         ({"output_config": {"format": {"type": "xml"}}}, "'output_config.format.type'"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "'output_config.format.schema'"),
         ({"output_config": {"effort": 7}}, "'output_config.effort'"),
