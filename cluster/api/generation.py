@@ -22,6 +22,7 @@ from crossdock.cluster.api.routes.models import Models
 from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.text.bad_words import encode_bad_words
 from crossdock.cluster.api.text.choices import Choice, Output, Prompt, merge
+from crossdock.cluster.api.text.message_format import MessageReading
 from crossdock.cluster.api.text.prompts import output_limit
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer, TextStream
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ModelCard
@@ -102,11 +103,11 @@ class Generations:
         return Generation(body, card, tier, request.state)
 
     async def add_choices(
-        self, generation: Generation, prompts: Sequence[Prompt], shown: Mapping[int, str] | None = None
+        self, generation: Generation, prompts: Sequence[Prompt], reading: MessageReading | None = None
     ) -> None:
         """Add one choice for each prompt and each of `n`, in OpenAI's order, and charge the prompts to the API key.
 
-        `shown`: the text of special tokens that outputs show in any case, for a parser.
+        `reading`: of the answers of a chat.
 
         Raises:
             ApiError: one of them cannot be served, or the key has used up its tokens. Nothing has been submitted yet.
@@ -120,6 +121,9 @@ class Generations:
             vocab_size=card.vocab_size,
             max_logprobs=self._max_logprobs,
         )
+        if reading is not None:
+            sampling = replace(sampling, grammar=reading.grammar)
+        shown = None if reading is None else reading.shown
         sampling = replace(sampling, bad_words=await encode_bad_words(body.bad_words, self._tokenizer))
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         body.check_logprobs_of_all(sampling, num_prompt_tokens, sum(limits))

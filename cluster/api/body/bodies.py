@@ -86,6 +86,11 @@ class ChatCompletionRequest(GenerationBody):
         description="Given to the template, with `enable_thinking`; refused where the template reads neither.",
     )
     include_reasoning: bool = Field(True, description="false: the reasoning is left out of the answer.")
+    thinking_token_budget: int | None = Field(
+        None,
+        ge=-1,
+        description="Tokens of reasoning, before a grammar ends it; -1: any number. Refused where no token ends it.",
+    )
     documents: _Documents = Field(
         [], description="Given to the template; refused where the template does not read them."
     )

@@ -77,7 +77,7 @@ REFUSED: Mapping[str, RefusedField] = {
     "structured_outputs.structural_tag": RefusedField("use 'structured_outputs.grammar'"),
     "structured_outputs.whitespace_pattern": RefusedField("use 'structured_outputs.grammar'"),
     "suffix": RefusedField("write the prompt in the model's own fill-in-the-middle format", ("",)),
-    "thinking_token_budget": RefusedField("bound the output with 'max_tokens' or 'max_completion_tokens'", (-1,)),
+    "thinking_token_budget": RefusedField("completions are text alone; use /v1/chat/completions", (-1,)),
     "use_beam_search": RefusedField("use 'n' with a temperature", (False,)),
     "verbosity": RefusedField("ask for it in the prompt", ("medium",)),
     "vllm_xargs": RefusedField("there are no extensions that would read it", ({},)),

@@ -46,15 +46,15 @@ class Chats:
         truncates = body.truncate_prompt_tokens is not None
         token_ids = await self._encoder.encode_chat(body, body.template_tools(), generation.card, truncates=truncates)
         prompt = Prompt(truncate(token_ids, body, generation.card))
-        new_message = self._format.messages(body, prompt.token_ids)
-        await self._generations.add_choices(generation, [prompt], self._format.shown)
+        reading = self._format.reading(body, prompt.token_ids)
+        await self._generations.add_choices(generation, [prompt], reading)
         writer = LogprobWriter(self._tokenizer, as_ids=body.return_tokens_as_token_ids)
         if body.stream:
-            messages = [new_message() for _ in generation.choices]
+            messages = [reading.message() for _ in generation.choices]
             return await event_stream(self._events(body, generation, writer, messages))
         outputs = await self._generations.whole_outputs(generation)
         answer = generation.head("chatcmpl", "chat.completion")
-        answer["choices"] = [await self._choice(body, writer, output, new_message()) for output in outputs]
+        answer["choices"] = [await self._choice(body, writer, output, reading.message()) for output in outputs]
         answer["usage"] = generation.usage()
         if body.is_answer_plain:
             return json_answer(answer)

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest
 from crossdock.cluster.api.body.messages import last_assistant_text
 from crossdock.cluster.api.body.parser_names import AUTO, REASONING_PARSERS, TOOL_PARSERS, family_of
+from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.text import harmony
 from crossdock.cluster.api.text.call_forms import SIGN
 from crossdock.cluster.api.text.call_values import Schemas
@@ -15,18 +17,37 @@ from crossdock.cluster.api.text.families import FAMILIES, TEMPLATE_SIGNS
 from crossdock.cluster.api.text.forced_call import ForcedCallText
 from crossdock.cluster.api.text.harmony import HarmonyText
 from crossdock.cluster.api.text.marked_text import MarkedFamily, MarkedText
-from crossdock.cluster.api.text.message_parser import ChatMessage, MessageParser, PlainText
+from crossdock.cluster.api.text.message_parser import ChatMessage, MessageParser, PlainText, ReasonedText
+from crossdock.cluster.api.text.reasoning_grammar import ReasoningGrammar
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from crossdock.workers.schedule.request import Grammar
 
 _GPT_OSS = "gpt_oss"
 _TAIL = 32  # tokens at the end of a prompt, where a template begins the answer
 
 
-class MessageFormat:
-    """Makes the parser of each choice.
+@dataclass(frozen=True, slots=True)
+class MessageReading:
+    """How the answers of one request are read. `shown`: special tokens that texts show; `grammar`: of each answer."""
 
-    `shown`: the special tokens that are markers, by id, as the text shows them to the parser.
-    """
+    new_parser: Callable[[], MessageParser]
+    shown: Mapping[int, str]
+    grammar: Grammar | None
+    body: ChatCompletionRequest
+    is_named: bool
+
+    def message(self) -> ChatMessage:
+        """Return the message of one choice, which has not begun."""
+        return ChatMessage(
+            self.new_parser(),
+            shows_reasoning=self.body.include_reasoning,
+            most_calls=None if self.body.parallel_tool_calls else 1,
+            is_named=self.is_named,
+        )
+
+
+class MessageFormat:
+    """Tells how the answers to each request are read."""
 
     def __init__(
         self,
@@ -44,54 +65,80 @@ class MessageFormat:
         reasoning = found if reasoning_parser == AUTO else family_of(reasoning_parser, REASONING_PARSERS)
         self.is_gpt_oss = _GPT_OSS in (tools, reasoning)
         calls, thoughts = FAMILIES.get(tools or "", MarkedFamily()), FAMILIES.get(reasoning or "", MarkedFamily())
-        self.reads_calls = self.is_gpt_oss or bool(calls.calls)
         self.family = replace(calls, thinks=thoughts.thinks, answers=thoughts.answers)
-        self.shown = self._shown_tokens()
-        self._signed = self.family.signed({text.removeprefix(SIGN) for text in self.shown.values()})
+        tokens = tokenizer.added_tokens()
+        self._opens, self._closes = (
+            next((tokens[mark] for mark in marks if mark in tokens), None)
+            for marks in (thoughts.thinks, thoughts.answers)
+        )
+        # What the texts show: markers of calls only where calls are read.
+        self._shown_always = self._shown_tokens(replace(self.family, calls=(), sections=(), inner=()))
+        self._shown_for_calls = self._shown_tokens(self.family)
+        self._signed = self.family.signed({text.removeprefix(SIGN) for text in self._shown_for_calls.values()})
 
-    def messages(self, body: ChatCompletionRequest, prompt_token_ids: Sequence[int]) -> Callable[[], ChatMessage]:
-        """Return what makes the message of each choice of a request."""
-        parser = self._parsers(body, prompt_token_ids)
-        call = body.forced_call()
+    def reading(self, body: ChatCompletionRequest, prompt_token_ids: Sequence[int]) -> MessageReading:
+        """Return how the answers of a request are read.
 
-        def message() -> ChatMessage:
-            return ChatMessage(
-                parser(),
-                shows_reasoning=body.include_reasoning,
-                most_calls=None if body.parallel_tool_calls else 1,
-                is_named=call is not None and call.is_named,
-            )
-
-        return message
-
-    def _parsers(self, body: ChatCompletionRequest, prompt_token_ids: Sequence[int]) -> Callable[[], MessageParser]:
-        call = body.forced_call()
-        if call is not None:
-            names = tuple(call.parameters)
-            return lambda: ForcedCallText(names)
-        schemas = _schemas(body.tools) if body.template_tools() and self._reads_unforced_calls else None
-        family = self._signed
-        if not self.is_gpt_oss and not family.thinks and (schemas is None or not self.reads_calls):
-            return PlainText
+        Raises ApiError for a bound of reasoning that cannot be kept.
+        """
         end = self._tokenizer.decode(prompt_token_ids[-_TAIL:])
-        if self.is_gpt_oss:
-            prefix = end.rpartition("<|start|>assistant")[2] if "<|start|>assistant" in end else ""
-            sign = SIGN if self.shown else ""
-            prefix = re.sub(r"<\|\w+\|>", rf"{sign}\g<0>", prefix)
-            return lambda: HarmonyText(schemas, prefix, sign)
         is_thinking = end.rstrip().endswith(tuple(self.family.thinks) or "\0")
         if body.continue_final_message:
             is_thinking = is_thinking or _is_unanswered(last_assistant_text(body.messages), self.family)
-        return lambda: MarkedText(family, schemas, is_thinking=is_thinking)
+        given, call = body.grammar(), body.forced_call()
+        grammar = given
+        if (around := self._reasoning(body, is_thinking=is_thinking)) is not None:
+            grammar = around.around(given, is_forced_call=call is not None)
+        parser: Callable[[], MessageParser] = partial(
+            self._parser, body, end, is_thinking=is_thinking, is_constrained=given is not None
+        )
+        shown = self._shown_for_calls if self._reads_calls(body) else self._shown_always
+        if given is not None and grammar is given:  # the answer is constrained from its first token
+            parser, shown = PlainText if call is None else partial(ForcedCallText, tuple(call.parameters)), {}
+        elif not (self.is_gpt_oss or self.family.thinks or (self.family.calls and self._reads_calls(body))):
+            parser, shown = PlainText, {}
+        return MessageReading(parser, shown, grammar, body, is_named=call is not None and call.is_named)
 
-    def _shown_tokens(self) -> Mapping[int, str]:
+    def _reads_calls(self, body: ChatCompletionRequest) -> bool:
+        return self._reads_unforced_calls and bool(body.template_tools())
+
+    def _reasoning(self, body: ChatCompletionRequest, *, is_thinking: bool) -> ReasoningGrammar | None:
+        """Return the grammar of the reasoning; None where the reasoning has no single token that ends it."""
+        budget = None if body.thinking_token_budget == -1 else body.thinking_token_budget
+        if self._closes is None or (self._opens is None and not is_thinking):
+            if budget is not None:
+                reason = "this model marks the end of its reasoning by no token of its own"
+                raise ApiError(
+                    f"'thinking_token_budget' is not supported: {reason}.",
+                    param="thinking_token_budget",
+                    code="unsupported_parameter",
+                )
+            return None
+        return ReasoningGrammar(None if is_thinking else self._opens, self._closes, budget)
+
+    def _parser(
+        self, body: ChatCompletionRequest, end: str, *, is_thinking: bool, is_constrained: bool
+    ) -> MessageParser:
+        """Return the parser of an answer after a prompt with this end."""
+        call = body.forced_call()
+        if call is not None:
+            thoughts = MarkedText(self._signed, None, is_thinking=is_thinking)
+            return ReasonedText(thoughts, ForcedCallText(tuple(call.parameters)))
+        schemas = _schemas(body.tools) if self._reads_calls(body) and not is_constrained else None
+        if self.is_gpt_oss:
+            sign = SIGN if self._shown_always else ""
+            prefix = end.rpartition("<|start|>assistant")[2] if "<|start|>assistant" in end else ""
+            return HarmonyText(schemas, re.sub(r"<\|\w+\|>", rf"{sign}\g<0>", prefix), sign)
+        return MarkedText(self._signed, schemas, is_thinking=is_thinking)
+
+    def _shown_tokens(self, family: MarkedFamily) -> Mapping[int, str]:
         """Return the special tokens that markers consist of. Those that begin or end something have a sign before."""
-        markers = harmony.MARKERS if self.is_gpt_oss else self.family.markers()
+        markers = harmony.MARKERS if self.is_gpt_oss else family.markers()
         shown: dict[int, str] = {}
         for token_id, text in self._tokenizer.special_tokens().items():
             if any(text in marker for marker in markers):
                 shown[token_id] = SIGN + text
-            elif text in self.family.inner:
+            elif text in family.inner:
                 shown[token_id] = text
         return shown
 

@@ -58,6 +58,26 @@ class PlainText:
         return []
 
 
+@dataclass(slots=True)
+class ReasonedText:
+    """The parser of reasoning, and after its end another one's text."""
+
+    thoughts: MessageParser
+    answer: MessageParser
+
+    def add(self, text: str) -> list[Piece]:
+        return self._pieces(self.thoughts.add(text))
+
+    def finish(self, *, is_cut: bool) -> list[Piece]:
+        return [*self._pieces(self.thoughts.finish(is_cut=is_cut)), *self.answer.finish(is_cut=is_cut)]
+
+    def _pieces(self, pieces: list[Piece]) -> list[Piece]:
+        more: list[Piece] = []
+        for piece in pieces:
+            more += self.answer.add(piece.text) if isinstance(piece, ContentText) else [piece]
+        return more
+
+
 def _new_call_id() -> str:
     return f"call_{uuid.uuid4().hex}"
 

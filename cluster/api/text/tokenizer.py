@@ -128,6 +128,10 @@ class ModelTokenizer:
         template = self._tokenizer.chat_template or ""
         return "\n".join(template.values()) if isinstance(template, dict) else str(template)
 
+    def added_tokens(self) -> dict[str, int]:
+        """Return the id of each token that was added to the vocabulary, by its text."""
+        return {token.content: i for i, token in self._tokenizer.added_tokens_decoder.items()}
+
     def special_tokens(self) -> dict[int, str]:
         """Return the text of each special token, by its id."""
         return {i: token.content for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}

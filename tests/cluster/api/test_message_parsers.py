@@ -23,9 +23,12 @@ ONE = '{"to": "Ré 🙂", "speed": 3}'
 # A text of each family with reasoning where it has any, content, and the calls BOTH.
 CALLS = {
     "hermes": "<think>\nWhy\n</think>\n\nSure.\n<tool_call>\n"
-    f'{{"name": "move", "arguments": {ONE}}}\n</tool_call>\n<tool_call>\n{{"name": "wait", "arguments": {{}}}}\n</tool_call>',
-    "qwen3_xml": "<think>\nWhy\n</think>\n\nSure.\n\n<tool_call>\n<function=move>\n<parameter=to>\nRé 🙂\n</parameter>\n"
-    "<parameter=speed>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=wait>\n</function>\n</tool_call>",
+    f'{{"name": "move", "arguments": {ONE}}}\n</tool_call>\n<tool_call>\n'
+    '{"name": "wait", "arguments": {}}\n</tool_call>',
+    "qwen3_xml": "<think>\nWhy\n</think>\n\nSure.\n\n<tool_call>\n<function=move>\n"
+    "<parameter=to>\nRé 🙂\n</parameter>\n"
+    "<parameter=speed>\n3\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=wait>\n</function>\n</tool_call>",
     "glm": "<think>Why</think>\nSure.\n<tool_call>move\n<arg_key>to</arg_key>\n<arg_value>Ré 🙂</arg_value>\n"
     "<arg_key>speed</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>wait\n</tool_call>",
     "deepseek_v3": "<think>Why</think>Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>move<｜tool▁sep｜>"

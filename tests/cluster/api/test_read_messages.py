@@ -1,0 +1,353 @@
+"""Tool calls and reasoning that models write by themselves, as OpenAI's client reads them, whole and streamed."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from pydantic import ValidationError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from crossdock.cluster.api.body.bodies import ChatCompletionRequest
+from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.text.message_format import MessageFormat, family_in
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from crossdock.workers.schedule.request import Submission, TokenDelta
+from tests.cluster.api.engine_api import EngineApi
+from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, events, refused, serving
+
+MOVE = {"type": "object", "properties": {"to": {"type": "string"}}, "required": ["to"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "move", "parameters": MOVE}},
+    {"type": "function", "function": {"name": "wait"}},
+]
+MOVED = '{"name": "move", "arguments": {"to": "Ré 🙂"}}'
+CALLS = f'<tool_call>\n{MOVED}\n</tool_call>\n<tool_call>\n{{"name": "wait", "arguments": {{}}}}\n</tool_call>'
+TEXT = f"Why\n</think>\n\nSure.\n{CALLS}"
+# A template of a family shows it by its markers; this one leaves the tools out, to be short.
+THINKING = (
+    "{{ messages[-1].content }}{# <tool_call> #}"
+    "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
+)
+MISTRAL = "{{ messages[-1].content }}{# [TOOL_CALLS] #}"
+
+
+def with_tokens(tokenizer: PreTrainedTokenizerFast, template: str, *special: str) -> ModelTokenizer:
+    own = deepcopy(tokenizer)
+    own.add_tokens(["<think>", "</think>"])
+    own.add_special_tokens({"additional_special_tokens": list(special)})
+    own.chat_template = template
+    return ModelTokenizer(own)
+
+
+@pytest.fixture(scope="module")
+def thinker(tokenizers: dict[str, PreTrainedTokenizerFast]) -> ModelTokenizer:
+    return with_tokens(tokenizers["byte_level"], THINKING)
+
+
+@pytest.fixture
+def model(thinker: ModelTokenizer) -> Iterator[tuple[ScriptedDispatcher, httpx.Client]]:
+    engine = ScriptedDispatcher(thinker)
+    engine.script = partial(engine.story, words=TEXT)
+    with serving(engine, thinker, HttpConfig()) as http:
+        yield engine, http
+
+
+def answer(http: httpx.Client, **fields: Any) -> Any:
+    """Return the answer to a chat, which must succeed."""
+    result = http.post("/v1/chat/completions", json={"messages": HI, **fields})
+    assert result.status_code == 200, result.text
+    return result.json()
+
+
+def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return [(function["name"], json.loads(function["arguments"])) for function in functions]
+
+
+def test_answer_has_reasoning_content_and_calls(model: tuple[ScriptedDispatcher, httpx.Client]) -> None:
+    for choice in answer(model[1], tools=TOOLS, n=2)["choices"]:
+        message = choice["message"]
+        assert (message["reasoning"], message["reasoning_content"], message["content"]) == ("Why", "Why", "Sure.")
+        assert calls_of(message) == [("move", {"to": "Ré 🙂"}), ("wait", {})]
+        assert choice["finish_reason"] == "tool_calls"
+        ids = [call["id"] for call in message["tool_calls"]]
+        assert len(set(ids)) == 2
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": True}, {"n": 2}, {"return_token_ids": True}])
+def test_stream_has_the_same_message_for_openais_client(
+    model: tuple[ScriptedDispatcher, httpx.Client], more: dict[str, Any]
+) -> None:
+    own = {"return_token_ids": more.pop("return_token_ids")} if "return_token_ids" in more else {}
+    with (
+        openai.OpenAI(base_url=f"{model[1].base_url}/v1", api_key="none", max_retries=0) as client,
+        client.chat.completions.stream(
+            model="tiny", messages=[{"role": "user", "content": "Hi"}], tools=TOOLS, extra_body=own, **more
+        ) as stream,
+    ):
+        for _ in stream:
+            pass
+        choices = stream.get_final_completion().choices
+    assert len(choices) == more.get("n", 1)
+    for choice in choices:
+        assert choice.finish_reason == "tool_calls"
+        assert calls_of(choice.message.model_dump()) == [("move", {"to": "Ré 🙂"}), ("wait", {})]
+        assert choice.message.content == "Sure."
+        assert choice.message.reasoning == "Why"  # type: ignore[attr-defined]
+        assert bool(choice.logprobs) == ("logprobs" in more)
+
+
+def test_events_have_each_call_once_with_id_and_index(model: tuple[ScriptedDispatcher, httpx.Client]) -> None:
+    body = {"messages": HI, "tools": TOOLS, "stream": True}
+    deltas = [event["choices"][0]["delta"] for event in events(model[1].post("/v1/chat/completions", json=body))]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [(call["index"], call["type"], call["function"]["name"]) for call in calls] == [
+        (0, "function", "move"),
+        (1, "function", "wait"),
+    ]
+    assert all(call["id"].startswith("call_") for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("fields", "content", "num_calls"),
+    [
+        ({}, f"Sure.\n{CALLS}", 0),
+        ({"tools": TOOLS, "tool_choice": "none"}, f"Sure.\n{CALLS}", 0),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, "Sure.", 1),
+    ],
+)
+def test_calls_that_are_not_asked_for_stay_text_or_are_left_out(
+    model: tuple[ScriptedDispatcher, httpx.Client], fields: dict[str, Any], content: str, num_calls: int
+) -> None:
+    choice = answer(model[1], **fields)["choices"][0]
+    assert choice["message"]["content"] == content
+    assert len(choice["message"].get("tool_calls", ())) == num_calls
+    assert choice["finish_reason"] == ("tool_calls" if num_calls else "stop")
+
+
+def test_reasoning_is_left_out_or_text_where_the_request_says_so(
+    model: tuple[ScriptedDispatcher, httpx.Client],
+) -> None:
+    message = answer(model[1], include_reasoning=False)["choices"][0]["message"]
+    assert message["content"].startswith("Sure.")
+    assert not {"reasoning", "reasoning_content"} & message.keys()
+    message = answer(model[1], chat_template_kwargs={"enable_thinking": False})["choices"][0]["message"]
+    assert message["content"] == f"{TEXT}"
+
+
+@pytest.mark.parametrize(
+    ("config", "reasoning", "calls"),
+    [
+        ({"tool_call_parser": "none"}, "Why", 0),
+        ({"enable_auto_tool_choice": False}, "Why", 0),
+        ({"reasoning_parser": "none"}, None, 2),
+        ({"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}, "Why", 2),
+        ({"tool_call_parser": "mistral"}, "Why", 0),
+    ],
+)
+def test_parsers_that_the_server_names_are_used(
+    thinker: ModelTokenizer, config: dict[str, Any], reasoning: str | None, calls: int
+) -> None:
+    engine = ScriptedDispatcher(thinker)
+    engine.script = partial(engine.story, words=TEXT)
+    with serving(engine, thinker, HttpConfig.model_validate(config)) as http:
+        message = answer(http, tools=TOOLS)["choices"][0]["message"]
+    assert message.get("reasoning") == reasoning
+    assert len(message.get("tool_calls", ())) == calls
+
+
+def test_unknown_parser_is_refused_with_the_names_that_there_are() -> None:
+    with pytest.raises(ValidationError, match="no parser; it must be auto, none, deepseek_v3"):
+        HttpConfig(tool_call_parser="mine")
+    with pytest.raises(ValidationError, match="no parser; it must be auto, none, deepseek-r1"):
+        HttpConfig(reasoning_parser="mine")
+
+
+def test_special_tokens_that_are_markers_reach_the_parser_alone(
+    tokenizers: dict[str, PreTrainedTokenizerFast],
+) -> None:
+    """The output also has special tokens that are no markers, and the text of markers in other tokens."""
+    tokenizer = with_tokens(tokenizers["byte_level"], MISTRAL, "[TOOL_CALLS]", "[ARGS]", "<unused>")
+    engine = ScriptedDispatcher(tokenizer)
+    engine.script = partial(engine.story, words="[TOOL_ CALLS]<unused>Sure.[TOOL_CALLS]wait[ARGS]{}")
+    with serving(engine, tokenizer, HttpConfig()) as http:
+        choice = answer(http, tools=TOOLS)["choices"][0]
+        assert choice["message"]["content"] == "[TOOL_ CALLS]Sure."
+        assert calls_of(choice["message"]) == [("wait", {})]
+        assert answer(http)["choices"][0]["message"]["content"] == "[TOOL_ CALLS]Sure.wait{}"
+
+
+def test_constraint_holds_for_the_answer_after_the_reasoning(
+    model: tuple[ScriptedDispatcher, httpx.Client], thinker: ModelTokenizer
+) -> None:
+    engine, http = model
+    engine.script = partial(engine.story, words="Why</think>\n\nyes")
+    choice = answer(http, guided_choice=["yes", "no"])["choices"][0]
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Why", "yes")
+    engine.script = partial(engine.story, words=f"Why</think>{MOVED}")
+    choice = answer(http, tools=TOOLS, tool_choice="required")["choices"][0]
+    assert choice["message"]["reasoning"] == "Why"
+    assert calls_of(choice["message"]) == [("move", {"to": "Ré 🙂"})]
+    for submission, good, bad in zip(
+        engine.submissions, ("Hm</think>\nno", f"</think>{MOVED}"), ("yes", MOVED), strict=True
+    ):
+        assert submission.sampling.grammar is not None
+        assert accepts(thinker, submission.sampling.grammar.source, good)
+        assert not accepts(thinker, submission.sampling.grammar.source, bad)
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"response_format": {"type": "json_object"}}, 'a</think>{"a": 1}', "a</think>b"),
+        ({"guided_json": {"type": "integer"}}, "a</think>\n5", "a</think>b"),
+        ({"guided_regex": "a/b+"}, "a</think>a/bb", "a</think>ab"),
+        ({"thinking_token_budget": 3}, "abc</think>any", "abcd</think>any"),
+        ({"thinking_token_budget": 0}, "</think>any", "a</think>any"),
+        ({"thinking_token_budget": 2, "guided_choice": ["x"]}, "ab</think>x", "abc</think>x"),
+        ({"thinking_token_budget": 3, "enable_thinking": False}, "<think>abc</think>any", "<think>abcd</think>any"),
+        ({"thinking_token_budget": 3, "enable_thinking": False}, "no thoughts", "<think>abcde"),
+    ],
+)
+def test_grammar_bounds_reasoning_and_holds_after_it(
+    thinker: ModelTokenizer, fields: dict[str, Any], good: str, bad: str
+) -> None:
+    kwargs = {"enable_thinking": fields.pop("enable_thinking", True)}
+    body = ChatCompletionRequest.model_validate({"messages": HI, **fields})
+    prompt = thinker.encode("Hi<think>\n" if kwargs["enable_thinking"] else "Hi")
+    grammar = MessageFormat(thinker).reading(body, prompt).grammar
+    assert grammar is not None
+    assert accepts(thinker, grammar.source, good)
+    assert not accepts(thinker, grammar.source, bad)
+
+
+def accepts(tokenizer: ModelTokenizer, lark: str, text: str) -> bool:
+    """Return whether a text may be an answer, written with the fewest tokens that its letters allow: one each."""
+    backend = tokenizer._tokenizer.backend_tokenizer.to_str()
+    matcher = LLMatcher(LLTokenizer(backend, eos_token=[0]), LLMatcher.grammar_from_lark(lark))
+    assert not matcher.get_error()
+    parts = text.replace("<think>", "\0<think>\0").replace("</think>", "\0</think>\0").split("\0")
+    token_ids = [
+        token
+        for part in parts
+        for word in ([part] if part.endswith("think>") else part)
+        for token in tokenizer.encode(word, add_special_tokens=False)
+    ]
+    return bool(matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting())
+
+
+def test_budget_is_refused_where_no_token_ends_the_reasoning(tokenizer: ModelTokenizer) -> None:
+    body = ChatCompletionRequest.model_validate({"messages": HI, "thinking_token_budget": 5})
+    with pytest.raises(ApiError) as error:
+        MessageFormat(tokenizer).reading(body, [5])
+    assert error.value.param == "thinking_token_budget"
+    assert MessageFormat(tokenizer).reading(ChatCompletionRequest.model_validate({"messages": HI}), [5]).grammar is None
+
+
+def test_budget_below_minus_one_is_refused(http: httpx.Client) -> None:
+    body = {"messages": HI, "thinking_token_budget": -2}
+    refused(http.post("/v1/chat/completions", json=body), 400, param="thinking_token_budget")
+
+
+@pytest.mark.parametrize(
+    ("template", "family"),
+    [
+        ("<|im_start|>{{ m }}", None),
+        ("<tool_call>{{ c }}</tool_call><think>", "hermes"),
+        ("<tool_call>\n<function={{ c }}", "qwen3_xml"),
+        ("<tool_call>{{ name }}<arg_key>", "glm"),
+        ("<|start|>assistant<|channel|>final", "gpt_oss"),
+        ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
+        ("{{ bos }}[TOOL_CALLS]", "mistral"),
+        ("<|python_tag|>", "llama3_json"),
+        ("</think>", "think"),
+    ],
+)
+def test_family_is_found_by_the_template(template: str, family: str | None) -> None:
+    assert family_in(template) == family
+
+
+def small_tokenizer(added: list[str]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of ASCII characters and whole texts: the engine of tests has 128 tokens."""
+    characters = [*"ĊĠ", *map(chr, range(33, 127))]
+    backend = Tokenizer(models.BPE(vocab={each: i for i, each in enumerate(characters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=THINKING)
+    tokenizer.add_tokens(added)
+    return tokenizer
+
+
+def test_message_is_the_same_after_its_replica_is_lost_in_mid_stream() -> None:
+    """Sampled texts of parts of calls and reasoning, from real engines: two choices, whole and streamed."""
+    parts = ['<tool_call>{"name": "move", ', '"arguments": {}}</tool_call>', "</think>", "<think>", "\n", "Sure"]
+    own = small_tokenizer(parts)
+    tokenizer = ModelTokenizer(own)
+    body = {"messages": HI, "tools": TOOLS, "n": 2, "seed": 6, "temperature": 2, "max_tokens": 150, "ignore_eos": True}
+    body["allowed_token_ids"] = [own.convert_tokens_to_ids(part) for part in parts]
+
+    async def messages(*, is_lost: bool, stream: bool) -> list[dict[str, Any]]:
+        async with EngineApi(tokenizer, num_replicas=2, admission="queue") as api:
+            if is_lost:
+                lose_after(api, 50)
+            result = await api.http.post("/v1/chat/completions", json=body | {"stream": stream})
+            assert result.status_code == 200, result.text
+            lost = [replica for replica in api.replicas if replica.is_killed]
+            assert len(lost) == is_lost
+            assert ("crossdock_ingress_placed_again_total 0.0" in api.dispatcher.metrics.text()) != is_lost
+        return summed(events(result)) if stream else [without_ids(each["message"]) for each in result.json()["choices"]]
+
+    async def main() -> None:
+        wanted = await messages(is_lost=False, stream=False)
+        assert all(message["tool_calls"] for message in wanted)
+        assert all(message["reasoning"] for message in wanted)
+        assert wanted[0] != wanted[1]
+        for is_lost, stream in ((False, True), (True, False), (True, True)):
+            assert await messages(is_lost=is_lost, stream=stream) == wanted
+
+    asyncio.run(main())
+
+
+def lose_after(api: EngineApi, num_tokens: int) -> None:
+    """Kill the replica of the first choice once the choice has some tokens."""
+    generate = api.dispatcher.generate
+    seen: set[str] = set()
+
+    async def generate_and_lose(submission: Submission) -> AsyncIterator[TokenDelta]:
+        is_first, count = not seen, 0
+        seen.add(submission.id)
+        async with aclosing(generate(submission)) as deltas:
+            async for delta in deltas:
+                count += len(delta.token_ids)
+                if is_first and count >= num_tokens and not any(replica.is_killed for replica in api.replicas):
+                    victim = next(i for i in range(2) if api.dispatcher.fleet.num_booked(f"r{i}"))
+                    api.replicas[victim].is_killed = True
+                yield delta
+
+    api.dispatcher.generate = generate_and_lose  # type: ignore[method-assign]
+
+
+def summed(chunks: list[Any]) -> list[dict[str, Any]]:
+    """Return the messages that a stream's deltas add up to."""
+    messages: list[dict[str, Any]] = [{}, {}]
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            message = messages[choice["index"]]
+            for name, part in choice["delta"].items():
+                message[name] = part if name == "role" else message.get(name, type(part)()) + part
+    return [without_ids({**message, "refusal": None}) for message in messages]
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return {**message, "content": message["content"] or None, "tool_calls": calls}
