@@ -48,7 +48,8 @@ class CountTokensRequest(ConversationBody):
     )
     thinking: dict[str, Any] | None = Field(
         None,
-        description="`enabled` and `disabled` set the template's `enable_thinking`; `budget_tokens` has no effect. "
+        description="`enabled` and `disabled` set the template's `enable_thinking`; `budget_tokens` bounds "
+        "the reasoning where a token of its own ends that. "
         "With `display: omitted` the answer has no thinking.",
     )
     output_config: dict[str, Any] | None = Field(
@@ -81,13 +82,12 @@ class CountTokensRequest(ConversationBody):
             "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)],
             "chat_template_kwargs": self._template_variables(),
             **self._choice(),
+            **self._reasoning(),
             **self._format(),
             **self._answer(),
         }
         if self.service_tier == "standard_only":
             fields["service_tier"] = "default"
-        if self.thinking is not None and self.thinking.get("display") == "omitted":
-            fields["include_reasoning"] = False
         if self.messages[-1].get("role") == "assistant":
             fields["continue_final_message"] = True
         try:
@@ -102,13 +102,24 @@ class CountTokensRequest(ConversationBody):
     def _template_variables(self) -> dict[str, Any]:
         variables: dict[str, Any] = {}
         kind = None if self.thinking is None else self.thinking.get("type")
-        if self.thinking is not None and kind not in ("enabled", "disabled", "adaptive", "between_tools"):
-            raise wrong("thinking.type", "it must be 'enabled', 'disabled', 'adaptive' or 'between_tools'")
         if kind in ("enabled", "disabled"):
             variables["enable_thinking"] = kind == "enabled"
         if self.output_config is not None and self.output_config.get("effort") is not None:
             variables["reasoning_effort"] = text_of(self.output_config["effort"], "output_config.effort")
         return variables | self.chat_template_kwargs
+
+    def _reasoning(self) -> dict[str, Any]:
+        """Return the fields of the chat that bound its reasoning, or leave that out of the answer."""
+        if self.thinking is None:
+            return {}
+        kind, budget = self.thinking.get("type"), self.thinking.get("budget_tokens")
+        if kind not in ("enabled", "disabled", "adaptive", "between_tools"):
+            raise wrong("thinking.type", "it must be 'enabled', 'disabled', 'adaptive' or 'between_tools'")
+        if kind != "enabled" or budget is None:
+            budget = None
+        elif not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+            raise wrong("thinking.budget_tokens", "it must be a whole number of 1 or more")
+        return {"include_reasoning": self.thinking.get("display") != "omitted", "thinking_token_budget": budget}
 
     def _choice(self) -> dict[str, Any]:
         if self.tool_choice is None:

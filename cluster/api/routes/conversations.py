@@ -64,13 +64,19 @@ class Conversations:
             chat.check_logprobs()
             token_ids = await self._encoder.encode_chat(chat, chat.template_tools(), generation.card, truncates=False)
             generation.body = _within_context(chat, len(token_ids), generation.card)
-            message = self._format.messages(chat, token_ids)()
+            reading = self._format.reading(self._with_possible_budget(chat), token_ids)
             await self._generations.add_choices(
-                generation, [Prompt(truncate(token_ids, chat, generation.card))], self._format.shown
+                generation, [Prompt(truncate(token_ids, chat, generation.card))], reading
             )
         except ApiError as error:
             raise chat.renamed(error) from None
-        return BegunChat(chat, generation, message)
+        return BegunChat(chat, generation, reading.message())
+
+    def _with_possible_budget(self, chat: ConversationChat) -> ConversationChat:
+        """Return the chat without a budget of reasoning that this model's reasoning cannot have."""
+        if chat.thinking_token_budget is None or self._format.can_bound_reasoning:
+            return chat
+        return chat.model_copy(update={"thinking_token_budget": None})
 
     async def parts(self, begun: BegunChat) -> AsyncGenerator[Part, None]:
         """Yield the answer as it comes. The last part has a finish reason. Closing the iterator aborts the request."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
+from transformers import PreTrainedTokenizerFast
 
 from crossdock.cluster.api.body.messages_body import MessagesRequest
 from crossdock.cluster.api.http.http_config import HttpConfig
@@ -199,6 +201,20 @@ def test_thoughts_text_and_calls_are_blocks_whole_and_streamed(tokenizer: ModelT
     assert [block.type for block in omitted.content] == ["text", "tool_use", "tool_use"]
 
 
+def test_budget_of_thinking_is_that_of_the_chat(tokenizers: dict[str, PreTrainedTokenizerFast]) -> None:
+    own = deepcopy(tokenizers["byte_level"])
+    own.add_tokens(["<think>", "</think>"])
+    own.chat_template = "{{ messages[-1].content }}<think>\n"
+    engine = ScriptedDispatcher(ModelTokenizer(own))
+    engine.script = partial(engine.story, words="Hm</think>Go")
+    with serving(engine, engine.tokenizer, HttpConfig.model_validate({"reasoning_parser": "qwen3"})) as http:
+        answer = ask(http, thinking={"type": "enabled", "budget_tokens": 7}).json()
+        assert http.post("/v1/chat/completions", json={"messages": HI, "thinking_token_budget": 7}).status_code == 200
+    assert [block["type"] for block in answer["content"]] == ["thinking", "text"]
+    ours, theirs = engine.submissions
+    assert ours.sampling.grammar == theirs.sampling.grammar is not None
+
+
 def test_conversation_with_tools_and_thoughts_becomes_a_chat() -> None:
     body = MessagesRequest.of(
         {
@@ -320,6 +336,8 @@ def test_tokens_are_counted_as_the_prompt_has_them(
         ({"tool_choice": {"type": "some"}}, "'tool_choice.type'"),
         ({"tool_choice": {"type": "tool", "name": "f"}, "tools": [MOVE]}, "'tool_choice'"),
         ({"thinking": {"type": "deep"}}, "'thinking.type'"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "'thinking.budget_tokens'"),
+        ({"thinking": {"type": "enabled", "budget_tokens": "9"}}, "'thinking.budget_tokens'"),
         ({"thinking": {"type": "enabled", "budget": 5}}, "Did you mean 'thinking.budget_tokens'?"),
         ({"output_config": {"form": {}}}, "Did you mean 'output_config.format'?"),
         ({"output_config": {"format": {"type": "xml"}}}, "'output_config.format.type'"),
@@ -349,7 +367,7 @@ def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
         "speed": "standard",
         "service_tier": "standard_only",
         "mcp_servers": [],
-        "thinking": {"type": "adaptive"},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
         "output_config": {"effort": "low"},
     }
     assert ask(http, **fields).status_code == 200
