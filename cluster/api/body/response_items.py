@@ -51,6 +51,22 @@ def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[
     return [*([{"role": "system", "content": "\n\n".join(system)}] if system else []), *messages]
 
 
+def check_size(items: Sequence[Item]) -> None:
+    """Raise ApiError for a conversation that is too long, though each of its responses was not."""
+    if len(items) > bounds.MESSAGES:
+        reason = f"the conversation has {len(items)} items, more than the {bounds.MESSAGES} that are accepted"
+        raise wrong("input", reason)
+    num_chars = sum(map(_num_chars, items))
+    if num_chars > bounds.CONVERSATION_CHARS:
+        most = bounds.CONVERSATION_CHARS
+        raise wrong("input", f"the conversation has {num_chars} characters, more than the {most} that are accepted")
+
+
+def _num_chars(item: Item) -> int:
+    parts = [*item.get("content", ()), *item.get("summary", ())]
+    return sum(len(part["text"]) for part in parts) + len(item.get("arguments", "")) + len(item.get("output", ""))
+
+
 def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 

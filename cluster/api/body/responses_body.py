@@ -14,7 +14,7 @@ from crossdock.cluster.api.body.conversation_body import (
     wrong,
 )
 from crossdock.cluster.api.body.other_fields import NO_EFFECT, RefusedField, check_other_fields
-from crossdock.cluster.api.body.response_items import Item, chat_messages
+from crossdock.cluster.api.body.response_items import Item, chat_messages, check_size
 from crossdock.cluster.api.errors import ApiError
 
 LOGPROBS = "message.output_text.logprobs"
@@ -92,6 +92,7 @@ class ResponsesRequest(ConversationBody):
     def chat(self, items: Sequence[Item]) -> ResponsesChat:
         """Return the chat of a whole conversation, from its first item on. Raises ApiError, which names the field."""
         self._check()
+        check_size(items)
         tools, choice = self._tools_and_choice()
         has_logprobs = LOGPROBS in self.include
         fields = {

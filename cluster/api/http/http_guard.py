@@ -23,6 +23,7 @@ from crossdock.workers.schedule.request import Overloaded
 logger = logging.getLogger("ray.serve")
 
 _MESSAGES = "/v1/messages"  # below this path, errors have Anthropic's shape
+_STORED = "/v1/responses/"  # below this path, nothing is computed
 _NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients obey it
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -91,7 +92,8 @@ class HttpGuard:
                 state["api_key"] = key = self._key(path, headers)
                 if key is not None:
                     state["account"] = sender.charge = Charge(self._ledger.account(key))
-                    await sender.charge.begin(is_read=scope["method"] != "POST")
+                    computes = scope["method"] == "POST" and not path.startswith(_STORED)
+                    await sender.charge.begin(is_read=not computes)
                 body = await self._bodies.read(headers, receive)
                 if body is None:
                     return

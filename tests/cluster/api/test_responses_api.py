@@ -278,6 +278,21 @@ def test_conversation_goes_on_after_a_stored_response(client: openai.OpenAI, eng
     assert [getattr(item, "role", None) for item in items] == ["user", "assistant", "user"]
 
 
+def test_conversation_beyond_its_bound_is_refused(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    """Reasoning that the template leaves out would otherwise grow with every turn, without end."""
+    thought = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "a" * (1 << 20)}]}]
+    with serving(engine, tokenizer, HttpConfig()) as http:
+        name = None
+        for _ in range(3):
+            name = created(http, [*thought, {"role": "user", "content": ""}], previous_response_id=name)["id"]
+        answer = ask(http, thought, previous_response_id=name)
+        assert "4194304" in refused(answer, 400, param="input")["message"]
+        name = created(http, [{"role": "user", "content": "", "type": "message"}])["id"]
+        many = [{"type": "reasoning", "summary": []}] * 4095
+        name = created(http, many, previous_response_id=name)["id"]
+        refused(ask(http, previous_response_id=name), 400, param="input")
+
+
 def test_items_of_a_response_come_in_pages(http: httpx.Client) -> None:
     given = [{"role": "user", "content": str(i), "id": f"msg_{i}"} for i in range(5)]
     path = f"/v1/responses/{created(http, given)['id']}/input_items"
@@ -371,9 +386,7 @@ def test_response_in_the_background_counts_for_its_key(engine: ScriptedDispatche
         http.headers["authorization"] = "Bearer a"
         begun = created(http, background=True)["id"]
         refused(ask(http), 429)
-        # A cancellation is a request as well.
-        refused(http.post(f"/v1/responses/{begun}/cancel"), 429)
-        assert http.delete(f"/v1/responses/{begun}").status_code == 200
+        assert http.post(f"/v1/responses/{begun}/cancel").json()["status"] == "cancelled"
         engine.script = engine.story
         created(http)
 
@@ -398,6 +411,10 @@ def test_response_in_the_background_counts_for_its_key(engine: ScriptedDispatche
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
         ({"input": [{"role": "user"}] * 4097}, "input"),
         ({"input": "dog " * 300}, "input"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "text"}]}]},
+            "input[0].output[0].text",
+        ),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 3}, "temperature"),
         ({"top_p": "much"}, "top_p"),
