@@ -288,7 +288,7 @@ def test_conversation_beyond_its_bound_is_refused(engine: ScriptedDispatcher, to
         answer = ask(http, thought, previous_response_id=name)
         assert "4194304" in refused(answer, 400, param="input")["message"]
         name = created(http, [{"role": "user", "content": "", "type": "message"}])["id"]
-        many = [{"type": "reasoning", "summary": []}] * 4095
+        many = [{"type": "reasoning", "summary": []}] * 4094
         name = created(http, many, previous_response_id=name)["id"]
         refused(ask(http, previous_response_id=name), 400, param="input")
 
