@@ -144,6 +144,13 @@ class ChatCompletionRequest(GenerationBody):
         call = self.forced_call()
         return super()._constraints() + ([] if call is None else [("tools", call.grammar())])
 
+    def param_of(self, field: str) -> str | None:
+        """Do the same as for any body. A grammar that no field gives is that of the tools, or of the reasoning."""
+        found = super().param_of(field)
+        if found is None and field == "grammar":
+            return "tools" if self.tools else "thinking_token_budget"
+        return found
+
 
 class TokenizeRequest(Body):
     """A text (`prompt`) or a chat (`messages`)."""

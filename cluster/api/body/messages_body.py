@@ -35,6 +35,7 @@ class MessagesChat(ConversationChat):
         "response_format.json_schema.schema": "output_config.format.schema",
         "response_format": "output_config.format",
         "stop": "stop_sequences",
+        "thinking_token_budget": "thinking.budget_tokens",
     }
 
 

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: answer a conversation."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -20,6 +21,9 @@ from crossdock.cluster.api.text.prompts import PromptEncoder, truncate
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 
 _LONG_EVENT = 4096  # log-probabilities, or tokens of a prompt: a longer event is written in slices
+_SILENCE_S = (
+    5.0  # of a stream in a long call, which is shown when it is whole; then an event without text keeps it open
+)
 
 
 class Chats:
@@ -96,8 +100,9 @@ class Chats:
     ) -> AsyncGenerator[bytes, None]:
         head = generation.head("chatcmpl", "chat.completion.chunk")
         events = AnswerEvents(head, is_chat=True, include_usage=body.includes_usage)
-        is_plain = not body.logprobs and not body.return_token_ids
         has_begun = False
+        clock = asyncio.get_running_loop().time
+        shown_at = clock()
         async with aclosing(self._generations.outputs(generation)) as outputs:
             async for output in outputs:
                 if not has_begun:
@@ -107,24 +112,42 @@ class Chats:
                 usage = generation.usage_of(output)
                 message = messages[output.index]
                 delta = message.delta(output.text, output.finish_reason)
-                if not is_plain and output.token_ids:
-                    extras = await self._extras(body, writer, output)
-                    choice = {"index": output.index, "delta": delta, **extras, "finish_reason": None}
-                    is_long = num_entries(output.positions) > _LONG_EVENT
-                    yield events.written_choice(await long_json(choice) if is_long else to_json(choice), usage)
-                elif delta.keys() == {"content"}:
-                    yield events.text(output.index, delta["content"], usage)
-                elif delta:
-                    shape = {"index": output.index, "delta": delta, "logprobs": None, "finish_reason": None}
-                    yield events.choice(shape, usage)
+                is_silent = clock() - shown_at > _SILENCE_S
+                if event := await self._event(body, events, writer, output, delta, usage, is_silent=is_silent):
+                    shown_at = clock()
+                    yield event
                 if output.finish_reason is not None:
                     reason = message.finish_reason(output.finish_reason)
                     reasons = {"finish_reason": reason, "stop_reason": output.stop_reason}
-                    choice = {"index": output.index, "delta": {}, "logprobs": None, **reasons}
-                    yield events.choice(choice, usage)
+                    last: dict[str, Any] = {"index": output.index, "delta": {}, "logprobs": None, **reasons}
+                    yield events.choice(last, usage)
         if body.includes_usage:
             yield events.usage(generation.usage())
         yield DONE
+
+    async def _event(
+        self,
+        body: ChatCompletionRequest,
+        events: AnswerEvents,
+        writer: LogprobWriter,
+        output: Output,
+        delta: dict[str, Any],
+        usage: dict[str, Any] | None,
+        *,
+        is_silent: bool,
+    ) -> bytes:
+        """Return the event of an output; empty if it adds nothing, unless the stream has been silent for long."""
+        if (body.logprobs or body.return_token_ids) and output.token_ids:
+            extras = await self._extras(body, writer, output)
+            choice = {"index": output.index, "delta": delta, **extras, "finish_reason": None}
+            is_long = num_entries(output.positions) > _LONG_EVENT
+            return events.written_choice(await long_json(choice) if is_long else to_json(choice), usage)
+        if delta.keys() == {"content"}:
+            return events.text(output.index, delta["content"], usage)
+        if delta or is_silent:
+            shape = {"index": output.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            return events.choice(shape, usage)
+        return b""
 
     async def _beginning(
         self, body: ChatCompletionRequest, generation: Generation, events: AnswerEvents

@@ -1,5 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens: conversations in the form of Anthropic's API."""
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -10,7 +11,7 @@ from pydantic_core import from_json
 
 from crossdock.cluster.api.body.messages_body import CountTokensRequest, MessagesRequest
 from crossdock.cluster.api.errors import ApiError, to_json
-from crossdock.cluster.api.http.answers import named_event
+from crossdock.cluster.api.http.answers import SILENCE_S, named_event
 from crossdock.cluster.api.http.http_json import event_stream, json_answer
 from crossdock.cluster.api.routes.conversations import BegunChat, Conversations
 from crossdock.cluster.api.routes.models import Models
@@ -48,6 +49,8 @@ class Messages:
     async def _events(self, begun: BegunChat) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream; those of one step of the model together."""
         blocks, output, has_begun = _Blocks(), Output(0), False
+        clock = asyncio.get_running_loop().time
+        shown_at = clock()
         async with aclosing(self._conversations.parts(begun)) as parts:
             async for part in parts:
                 output = part.output
@@ -58,7 +61,10 @@ class Messages:
                     events.append({"type": "message_start", "message": message})
                 for piece in part.pieces:
                     events += blocks.add(piece)
+                if not events and clock() - shown_at > SILENCE_S:
+                    events.append({"type": "ping"})
                 if events:
+                    shown_at = clock()
                     yield b"".join(map(_written, events))
         ending = {"type": "message_delta", "delta": _reasons(begun, output, blocks)}
         events = [*blocks.end(), {**ending, "usage": _usage(begun)}, {"type": "message_stop"}]

@@ -13,6 +13,7 @@ from fastapi import Query, Request, Response
 from crossdock.cluster.api.body.response_items import Item, input_items, new_id
 from crossdock.cluster.api.body.responses_body import ResponsesRequest
 from crossdock.cluster.api.errors import ApiError, to_json
+from crossdock.cluster.api.http.answers import SILENCE_S
 from crossdock.cluster.api.http.http_guard import as_api_error
 from crossdock.cluster.api.http.http_json import Name, event_stream, json_answer
 from crossdock.cluster.api.http.limits import Charge
@@ -27,6 +28,7 @@ Action: TypeAlias = Literal["get", "delete", "cancel"]
 AskStores: TypeAlias = Callable[[Action, str, str], Awaitable[list[bytes]]]
 """Does something to a tenant's response at the other ingresses. Returns the records of those that have it."""
 
+_COMMENT = b": \n\n"  # keeps a stream open; clients pass over it
 _MOST_IN_BACKGROUND = 1024  # responses of one ingress that no client waits for
 
 
@@ -190,6 +192,8 @@ class Responses:
     ) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream; those of one step of the model together."""
         has_begun = False
+        clock = asyncio.get_running_loop().time
+        shown_at = clock()
         async with aclosing(self._conversations.parts(begun)) as parts:
             async for part in parts:
                 events = [] if has_begun else answer.begin()
@@ -197,8 +201,9 @@ class Responses:
                 events += await self._step(begun, answer, part)
                 if part.output.finish_reason is not None:
                     self._keep(request, body, answer, items)
-                if events:
-                    yield written(events)
+                if events or clock() - shown_at > SILENCE_S:
+                    shown_at = clock()
+                    yield written(events) or _COMMENT
 
     async def _finish(self, begun: BegunChat, answer: ResponseAnswer) -> None:
         async with aclosing(self._conversations.parts(begun)) as parts:

@@ -17,10 +17,15 @@ _MOST_ENDS = 64  # closing markers that a call may contain before its own; each 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A complete tool call. `arguments`: a JSON object."""
+    """A complete tool call. `arguments`: a JSON object. Raises ValueError for a name that cannot be sent."""
 
     name: str
     arguments: str
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("a call without a name")
+        self.name.encode()  # not half of a surrogate pair
 
 
 # Returns the calls in a text. Raises ValueError for a text that is no call.
@@ -137,7 +142,7 @@ def _call(name: str, arguments: Any) -> Call:
     if isinstance(arguments, str):
         arguments = read_json(arguments)
     arguments = {} if arguments is None else arguments
-    if not name or not isinstance(arguments, dict):
+    if not isinstance(arguments, dict):
         raise ValueError("the arguments are no object")
     return Call(name, write_json(arguments))
 

@@ -66,7 +66,12 @@ def read_json(text: str) -> Any:
 
 def write_json(value: Any) -> str:
     """Return the JSON of a value. Raises ValueError for numbers that JSON does not have."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can write as an escape alone
+        return json.dumps(value, allow_nan=False)
+    return text
 
 
 def _refuse(name: str) -> None:

@@ -126,6 +126,7 @@ class MarkedText:
         self._buffer = ""
         if "\n" not in self._space or not (self._is_thinking or self._drops_space):
             self._emit(self._space, pieces)
+        self._space = ""
         return pieces
 
     def _step(self, pieces: list[Piece]) -> bool:
@@ -168,26 +169,22 @@ class MarkedText:
 
     def _marker(self, mark: str, kind: _Kind, pieces: list[Piece]) -> None:
         match kind:
-            case "think":
-                self._is_thinking = True
-                self._forget_space()
-            case "answer":
-                self._is_thinking = False
-                self._forget_space()
+            case "think" | "answer":
+                self._end_text(pieces)
+                self._is_thinking = kind == "think"
             case "section":
-                if "\n" not in self._space:
-                    self._emit(self._space, pieces)
-                self._section += self._space + mark
-                self._space = ""
+                self._section += (self._space if "\n" in self._space else "") + mark
+                self._end_text(pieces)
             case "nothing":
-                self._forget_space()
+                self._end_text(pieces)
             case "call":
                 self._scan = CallScan(self._forms[mark], self._schemas)
 
-    def _forget_space(self) -> None:
-        if "\n" in self._space:
-            self._space = ""
-        self._drops_space = True
+    def _end_text(self, pieces: list[Piece]) -> None:
+        """End a text before a marker. White space with a line break between them belongs to the marker."""
+        space, self._space, self._drops_space = self._space, "", True
+        if "\n" not in space and (self._is_thinking or self._has_content):
+            self._emit(space, pieces)
 
     def _resolve(self, scan: CallScan, taken: Taken, pieces: list[Piece]) -> None:
         """Take a call, or what looked like one, out of the buffer."""
@@ -201,8 +198,7 @@ class MarkedText:
 
     def _calls(self, calls: Sequence[Call], pieces: list[Piece]) -> None:
         self._section = ""
-        self._forget_space()
-        self._emit(self._space, pieces)
+        self._end_text(pieces)
         self._is_thinking = False
         for call in calls:
             pieces.append(CallText(self._num_calls, call.arguments, call.name))
@@ -230,6 +226,5 @@ class MarkedText:
         self._emit(shown, pieces)
 
     def _emit(self, text: str, pieces: list[Piece]) -> None:
-        self._space = "" if text == self._space else self._space
         if text := text.replace(SIGN, ""):
             pieces.append(ReasoningText(text) if self._is_thinking else ContentText(text))

@@ -19,6 +19,7 @@ from crossdock.cluster.api.text.harmony import HarmonyText
 from crossdock.cluster.api.text.marked_text import MarkedFamily, MarkedText
 from crossdock.cluster.api.text.message_parser import ChatMessage, MessageParser, PlainText, ReasonedText
 from crossdock.cluster.api.text.reasoning_grammar import ReasoningGrammar
+from crossdock.cluster.api.text.strict_calls import strict_calls
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import Grammar
 
@@ -63,6 +64,8 @@ class MessageFormat:
         found = family_in(tokenizer.chat_template)
         tools = found if tool_parser == AUTO else family_of(tool_parser, TOOL_PARSERS)
         reasoning = found if reasoning_parser == AUTO else family_of(reasoning_parser, REASONING_PARSERS)
+        self._tools = tools
+        self._special = {text: token_id for token_id, text in tokenizer.special_tokens().items()}
         self.is_gpt_oss = _GPT_OSS in (tools, reasoning)
         calls, thoughts = FAMILIES.get(tools or "", MarkedFamily()), FAMILIES.get(reasoning or "", MarkedFamily())
         self.family = replace(calls, thinks=thoughts.thinks, answers=thoughts.answers)
@@ -91,9 +94,13 @@ class MessageFormat:
         if body.continue_final_message:
             is_thinking = is_thinking or _is_unanswered(last_assistant_text(body.messages), self.family)
         given, call = body.grammar(), body.forced_call()
-        grammar = given
+        strict = self._strict(body) if given is None else None
+        grammar = strict or given
         if (around := self._reasoning(body, is_thinking=is_thinking)) is not None:
-            grammar = around.around(given, is_forced_call=call is not None)
+            if strict is not None and around.opens is not None and around.budget is not None:
+                reason = "the prompt does not begin the reasoning, which then has no bound beside strict tools"
+                raise _refused_budget(reason)
+            grammar = around.around(grammar, has_rules=call is not None or strict is not None)
         parser: Callable[[], MessageParser] = partial(
             self._parser, body, end, is_thinking=is_thinking, is_constrained=given is not None
         )
@@ -107,17 +114,16 @@ class MessageFormat:
     def _reads_calls(self, body: ChatCompletionRequest) -> bool:
         return self._reads_unforced_calls and bool(body.template_tools())
 
+    def _strict(self, body: ChatCompletionRequest) -> Grammar | None:
+        """Return the grammar of calls whose functions are strict."""
+        return strict_calls(self._tools, body.tools, self._special) if self._reads_calls(body) else None
+
     def _reasoning(self, body: ChatCompletionRequest, *, is_thinking: bool) -> ReasoningGrammar | None:
         """Return the grammar of the reasoning; None where the reasoning has no single token that ends it."""
         budget = None if body.thinking_token_budget == -1 else body.thinking_token_budget
         if self._closes is None or (self._opens is None and not is_thinking):
             if budget is not None:
-                reason = "this model marks the end of its reasoning by no token of its own"
-                raise ApiError(
-                    f"'thinking_token_budget' is not supported: {reason}.",
-                    param="thinking_token_budget",
-                    code="unsupported_parameter",
-                )
+                raise _refused_budget("this model marks the end of its reasoning by no token of its own")
             return None
         return ReasoningGrammar(None if is_thinking else self._opens, self._closes, budget)
 
@@ -140,7 +146,7 @@ class MessageFormat:
         """Return the special tokens that markers consist of. Those that begin or end something have a sign before."""
         markers = harmony.MARKERS if self.is_gpt_oss else family.markers()
         shown: dict[int, str] = {}
-        for token_id, text in self._tokenizer.special_tokens().items():
+        for text, token_id in self._special.items():
             if any(text in marker for marker in markers):
                 shown[token_id] = SIGN + text
             elif text in family.inner:
@@ -151,6 +157,11 @@ class MessageFormat:
 def family_in(chat_template: str) -> str | None:
     """Return the family whose marker a chat template has; None for none of them."""
     return next((family for sign, family in TEMPLATE_SIGNS if sign in chat_template), None)
+
+
+def _refused_budget(reason: str) -> ApiError:
+    param = "thinking_token_budget"
+    return ApiError(f"'{param}' is not supported here: {reason}.", param=param, code="unsupported_parameter")
 
 
 def _schemas(tools: Sequence[Mapping[str, Any]]) -> Schemas:

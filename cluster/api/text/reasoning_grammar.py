@@ -23,16 +23,17 @@ class ReasoningGrammar:
     closes: int
     budget: int | None = None
 
-    def around(self, answer: Grammar | None, *, is_forced_call: bool) -> Grammar | None:
+    def around(self, answer: Grammar | None, *, has_rules: bool) -> Grammar | None:
         """Return the grammar of reasoning and an answer; None where any text will do.
 
-        A grammar of the client's own rules comes back as it is: then there is no reasoning.
+        `has_rules`: the answer is a grammar in Lark that begins with `start:`. Any other one in Lark comes back as it
+        is, and then there is no reasoning.
         """
         if answer is None:
             return None if self.budget is None else self._lark(f"({self._any()})?")
         if self.opens is not None:
             return answer  # the model does not have to reason, and the answer is constrained from its first token
-        rule = _rule(answer, is_forced_call=is_forced_call)
+        rule = _rule(answer, has_rules=has_rules)
         return answer if rule is None else self._lark(r"/\n{0,2}/ answer", rule)
 
     def _any(self) -> str:
@@ -48,17 +49,17 @@ class ReasoningGrammar:
         return Grammar("lark", "\n".join([*lines, *([] if self.budget == 0 else [rf"thinking{limit}: /(.|\n)*/"])]))
 
 
-def _rule(grammar: Grammar, *, is_forced_call: bool) -> str | None:
+def _rule(grammar: Grammar, *, has_rules: bool) -> str | None:
     """Return the rule `answer` of a grammar; None where it cannot be a rule among others."""
     match grammar.kind:
         case "json_object":
-            return f"answer: {_json({'type': 'object'})}"
+            return f"answer: {json_rule({'type': 'object'})}"
         case "json_schema":
             schema = json.loads(grammar.source)
-            return f"answer: {_json(schema)}" if isinstance(schema, dict) else None
+            return f"answer: {json_rule(schema)}" if isinstance(schema, dict) else None
         case "choice":
             return "answer: " + " | ".join(map(json.dumps, json.loads(grammar.source)))
-        case "lark" if is_forced_call:
+        case "lark" if has_rules:
             return grammar.source.replace("start:", "answer:", 1)
         case "regex":
             return "answer: /" + re.sub(r"(?<!\\)/", r"\/", grammar.source).replace("\n", r"\n") + "/"
@@ -66,5 +67,6 @@ def _rule(grammar: Grammar, *, is_forced_call: bool) -> str | None:
             return None
 
 
-def _json(schema: dict[str, Any]) -> str:
+def json_rule(schema: dict[str, Any]) -> str:
+    """Return a JSON schema as a part of a rule."""
     return "%json " + json.dumps({**schema, "x-guidance": _WHITESPACE})

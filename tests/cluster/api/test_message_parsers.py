@@ -231,6 +231,15 @@ def test_raw_value_has_the_type_of_its_schema(schema: Any, raw: str, value: Any)
     assert type(arguments["to"]) is type(value)
 
 
+def test_half_of_a_character_is_an_escape_in_arguments_and_no_name() -> None:
+    text = '<tool_call>{"name": "move", "arguments": {"to": "\\ud83d"}}</tool_call>'
+    message = whole("hermes", text)
+    assert json.dumps(message, ensure_ascii=False).encode()
+    assert calls_of(message) == [("move", {"to": "\ud83d"})]
+    text = '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
+    assert whole("hermes", text) == {"content": text}
+
+
 def test_arguments_that_json_cannot_nest_are_content() -> None:
     text = '<tool_call>{"name": "move", "arguments": ' + "[" * 100_000 + "</tool_call>"
     assert whole("hermes", text)["content"] == text

@@ -201,6 +201,27 @@ def test_thoughts_text_and_calls_are_blocks_whole_and_streamed(tokenizer: ModelT
     assert [block.type for block in omitted.content] == ["text", "tool_use", "tool_use"]
 
 
+def test_stream_in_a_long_call_is_kept_open_by_pings(
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crossdock.cluster.api.routes.messages.SILENCE_S", -1.0)
+    engine = ScriptedDispatcher(tokenizer, max_model_len=1000)
+    engine.script = partial(engine.story, words=THOUGHT)
+    config = HttpConfig.model_validate({"tool_call_parser": "hermes"})
+    with (
+        serving(engine, tokenizer, config) as http,
+        anthropic.Anthropic(base_url=str(http.base_url), api_key="none", max_retries=0) as claude,
+    ):
+        fields: Any = {
+            "messages": HI,
+            "max_tokens": 300,
+            "tools": [{"name": name, "input_schema": {}} for name in "fg"],
+        }
+        assert ask(http, stream=True, **fields).text.count("event: ping\n") > 10
+        with claude.messages.stream(model="tiny", **fields) as stream:
+            assert [block.type for block in stream.get_final_message().content] == ["text", "tool_use", "tool_use"]
+
+
 def test_budget_of_thinking_is_that_of_the_chat(tokenizers: dict[str, PreTrainedTokenizerFast]) -> None:
     own = deepcopy(tokenizers["byte_level"])
     own.add_tokens(["<think>", "</think>"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from copy import deepcopy
@@ -11,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -19,9 +20,11 @@ from transformers import PreTrainedTokenizerFast
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.routes import chats
 from crossdock.cluster.api.text.message_format import MessageFormat, family_in
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import Submission, TokenDelta
+from crossdock.workers.model.grammar.matcher import new_matcher
+from crossdock.workers.schedule.request import Grammar, Submission, TokenDelta
 from tests.cluster.api.engine_api import EngineApi
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, events, refused, serving
 
@@ -116,6 +119,21 @@ def test_events_have_each_call_once_with_id_and_index(model: tuple[ScriptedDispa
         (1, "function", "wait"),
     ]
     assert all(call["id"].startswith("call_") for call in calls)
+
+
+def test_stream_in_a_long_call_has_events_without_text(
+    model: tuple[ScriptedDispatcher, httpx.Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"messages": HI, "tools": TOOLS, "stream": True}
+    calm = events(model[1].post("/v1/chat/completions", json=body))
+    monkeypatch.setattr(chats, "_SILENCE_S", -1.0)
+    kept_open = events(model[1].post("/v1/chat/completions", json=body))
+    assert len(kept_open) > len(calm) + 20
+    shown = [[event["choices"][0]["delta"] for event in stream] for stream in (calm, kept_open)]
+    for delta in (delta for deltas in shown for delta in deltas):
+        for call in delta.get("tool_calls", ()):
+            del call["id"]
+    assert [delta for delta in shown[0] if delta] == [delta for delta in shown[1] if delta]
 
 
 @pytest.mark.parametrize(
@@ -231,18 +249,55 @@ def test_grammar_bounds_reasoning_and_holds_after_it(
     assert not accepts(thinker, grammar.source, bad)
 
 
+STRICT = [{"type": "function", "function": {"name": "move", "parameters": MOVE, "strict": True}}, TOOLS[1]]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_accepted"),
+    [
+        ("Why</think>Sure.", True),
+        (f"Why</think>Sure.\n{CALLS} Done.", True),
+        ('</think><tool_call>{"name": "wait", "arguments": {"any": [1]}}</tool_call>', True),
+        ('</think><tool_call>{"name": "move", "arguments": {"any": [1]}}</tool_call>', False),
+        ('</think><tool_call>{"name": "jump", "arguments": {}}</tool_call>', False),
+        ("</think><tool_call>", False),
+    ],
+)
+def test_arguments_of_strict_functions_obey_their_schema(thinker: ModelTokenizer, text: str, is_accepted: bool) -> None:
+    body = ChatCompletionRequest.model_validate({"messages": HI, "tools": STRICT})
+    reading = MessageFormat(thinker).reading(body, thinker.encode("Hi<think>\n"))
+    assert reading.grammar is not None
+    assert accepts(thinker, reading.grammar.source, text) == is_accepted
+    if text.count("<tool_call>") == 2:
+        message = reading.message().whole(text, "stop")
+        assert (message["reasoning"], message["content"]) == ("Why", "Sure. Done.")
+        assert [name for name, _ in calls_of(message)] == ["move", "wait"]
+
+
+def test_strict_calls_whose_markers_are_special_tokens_obey_their_schema(
+    tokenizers: dict[str, PreTrainedTokenizerFast],
+) -> None:
+    tokenizer = with_tokens(tokenizers["byte_level"], MISTRAL, "[TOOL_CALLS]", "[ARGS]")
+    body = ChatCompletionRequest.model_validate({"messages": HI, "tools": STRICT})
+    grammar = MessageFormat(tokenizer).reading(body, tokenizer.encode("Hi")).grammar
+    assert grammar is not None
+    for text, is_accepted in (
+        ("Sure.", True),
+        ('Sure.[TOOL_CALLS]move[ARGS]{"to": "a"}[TOOL_CALLS]wait[ARGS]{}', True),
+        ("[TOOL_CALLS]move[ARGS]{}", False),
+        ("[TOOL_CALLS]jump[ARGS]{}", False),
+    ):
+        assert accepts(tokenizer, grammar.source, text) == is_accepted
+
+
 def accepts(tokenizer: ModelTokenizer, lark: str, text: str) -> bool:
     """Return whether a text may be an answer, written with the fewest tokens that its letters allow: one each."""
     backend = tokenizer._tokenizer.backend_tokenizer.to_str()
-    matcher = LLMatcher(LLTokenizer(backend, eos_token=[0]), LLMatcher.grammar_from_lark(lark))
-    assert not matcher.get_error()
-    parts = text.replace("<think>", "\0<think>\0").replace("</think>", "\0</think>\0").split("\0")
-    token_ids = [
-        token
-        for part in parts
-        for word in ([part] if part.endswith("think>") else part)
-        for token in tokenizer.encode(word, add_special_tokens=False)
-    ]
+    matcher = new_matcher(LLTokenizer(backend, eos_token=[0]), Grammar("lark", lark))  # as an engine compiles it
+    added = tokenizer.added_tokens()
+    parts = re.split(f"({'|'.join(map(re.escape, added))})", text)
+    words = [word for part in parts for word in ([part] if part in added else part)]
+    token_ids = [token for word in words for token in tokenizer.encode(word, add_special_tokens=False)]
     return bool(matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting())
 
 
@@ -252,6 +307,13 @@ def test_budget_is_refused_where_no_token_ends_the_reasoning(tokenizer: ModelTok
         MessageFormat(tokenizer).reading(body, [5])
     assert error.value.param == "thinking_token_budget"
     assert MessageFormat(tokenizer).reading(ChatCompletionRequest.model_validate({"messages": HI}), [5]).grammar is None
+
+
+def test_budget_beside_strict_tools_is_refused_where_nothing_would_bound_it(thinker: ModelTokenizer) -> None:
+    body = ChatCompletionRequest.model_validate({"messages": HI, "tools": STRICT, "thinking_token_budget": 5})
+    assert MessageFormat(thinker).reading(body, thinker.encode("Hi<think>\n")).grammar is not None
+    with pytest.raises(ApiError, match="strict tools"):
+        MessageFormat(thinker).reading(body, thinker.encode("Hi"))
 
 
 def test_budget_below_minus_one_is_refused(http: httpx.Client) -> None:

@@ -221,6 +221,23 @@ def test_reasoning_text_and_calls_are_items_whole_and_streamed(tokenizer: ModelT
     assert without_ids(found[-1]["response"]) == without_ids(whole)
 
 
+def test_stream_in_a_long_call_is_kept_open_by_comments(
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crossdock.cluster.api.routes.responses.SILENCE_S", -1.0)
+    engine = ScriptedDispatcher(tokenizer, max_model_len=1000)
+    engine.script = partial(engine.story, words=THOUGHT)
+    tools: Any = [{"type": "function", "name": name} for name in "fg"]
+    with (
+        serving(engine, tokenizer, PARSERS) as http,
+        openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        assert ask(http, stream=True, tools=tools).text.count("\n\n: \n\n") > 10
+        with client.responses.stream(model="tiny", input="Hi", tools=tools) as stream:
+            kinds = [item.type for item in stream.get_final_response().output]
+    assert kinds == ["reasoning", "message", "function_call", "function_call"]
+
+
 def test_structured_text_has_the_grammar_of_the_same_chat(
     http: httpx.Client, client: openai.OpenAI, engine: ScriptedDispatcher
 ) -> None:
