@@ -142,14 +142,7 @@ def _add_endpoints(
     chats = Chats(generations, encoder, tokenizer, message_format, forces_usage=http.force_include_usage)
     conversations = Conversations(generations, encoder, message_format)
     messages = Messages(conversations, models)
-    store = ResponseStore(http.response_store_bytes, http.response_ttl_s) if http.response_store_bytes else None
-    responses = Responses(
-        conversations,
-        LogprobWriter(tokenizer, as_ids=False),
-        store,
-        ask_stores if http.replicas > 1 else None,
-        timeout_s=http.request_timeout_s,
-    )
+    responses = _responses(conversations, LogprobWriter(tokenizer, as_ids=False), http, ask_stores)
     app.state.stored = responses.at_this_ingress
     tokenization = Tokenization(models, encoder, tokenizer)
     for method, path, endpoint, summary in (
@@ -186,6 +179,19 @@ def _add_endpoints(
             responses=_ANTHROPIC_ERRORS if path.startswith("/v1/messages") else None,
             route_class_override=JsonRoute if method == "POST" and not path.endswith("/cancel") else None,
         )
+
+
+def _responses(
+    conversations: Conversations, writer: LogprobWriter, http: HttpConfig, ask_stores: AskStores | None
+) -> Responses:
+    has_store = http.response_store_bytes > 0
+    return Responses(
+        conversations,
+        writer,
+        ResponseStore(http.response_store_bytes, http.response_ttl_s) if has_store else None,
+        ask_stores if http.replicas > 1 else None,
+        timeout_s=http.request_timeout_s,
+    )
 
 
 def _lend(keys: KeyRing, ledger: Ledger, tenant: str, requests: float, tokens: float) -> Loan:
