@@ -11,6 +11,7 @@ OUTPUTS = 1024  # prompts times n
 MESSAGES = 4096  # of a chat
 MESSAGE_PARTS = 4096  # parts of content and tool calls of a chat, all messages together
 ROLE_CHARS = 64
+CONVERSATION_CHARS = 1 << 22  # of all items of a response's conversation, previous responses included
 TOOLS = 128  # OpenAI's bound
 TOOLS_CHARS = 1 << 17  # all tools as JSON
 TEMPLATE_CHARS = 1 << 17  # a request's own chat template; its variables as JSON

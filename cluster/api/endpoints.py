@@ -3,6 +3,7 @@
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
@@ -12,31 +13,39 @@ from starlette.middleware.cors import CORSMiddleware
 
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.json_body import invalid_field
-from crossdock.cluster.api.errors import ApiError, ErrorAnswer, shown
+from crossdock.cluster.api.errors import AnthropicErrorAnswer, ApiError, ErrorAnswer, shown
 from crossdock.cluster.api.generation import Generations
 from crossdock.cluster.api.http.gateway_path import GatewayPath
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.http_guard import HttpGuard
-from crossdock.cluster.api.http.http_json import JsonRoute, error_answer
+from crossdock.cluster.api.http.http_json import JsonRoute
 from crossdock.cluster.api.http.keys import KeyRing
 from crossdock.cluster.api.http.limits import AskPeers, Ledger, Loan
 from crossdock.cluster.api.http.tiers import Tiers
 from crossdock.cluster.api.routes.absent_paths import why_absent
 from crossdock.cluster.api.routes.chats import Chats
 from crossdock.cluster.api.routes.completions import Completions
+from crossdock.cluster.api.routes.conversations import Conversations
+from crossdock.cluster.api.routes.messages import Messages
 from crossdock.cluster.api.routes.models import Models
 from crossdock.cluster.api.routes.playground import Playground
+from crossdock.cluster.api.routes.response_store import ResponseStore
+from crossdock.cluster.api.routes.responses import AskStores, Responses
 from crossdock.cluster.api.routes.status import Decisions, ServerStatus
 from crossdock.cluster.api.routes.tokenization import Tokenization
 from crossdock.cluster.api.routes.web_assets import ASSET_HEADERS, WebAsset, web_assets
+from crossdock.cluster.api.text.logprobs import LogprobWriter
 from crossdock.cluster.api.text.message_format import MessageFormat
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.api.tracing import Tracing, otlp_exporter
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 
-_GENERATES = ("/v1/completions", "/v1/chat/completions")
+_GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 _OPEN = ("/health", "/ready", "/metrics", "/version", "/openapi.json")  # need no key: they show no client's requests
+_ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
+    "default": {"model": AnthropicErrorAnswer, "description": "Refused"}
+}
 _KEY = Security(HTTPBearer(auto_error=False, scheme_name="key"))  # for the description; `HttpGuard` checks the key
 
 
@@ -49,8 +58,10 @@ def build_api(
     defaults: GenerationDefaults | None = None,
     decisions: Decisions | None = None,
     ask_peers: AskPeers | None = None,
+    ask_stores: AskStores | None = None,
 ) -> FastAPI:
-    """Return the ASGI application. Its `state.lend` answers the other ingresses' `ask_peers`.
+    """Return the ASGI application. Its `state` answers other ingresses: `lend` their `ask_peers`, `stored` their
+    `ask_stores`.
 
     `tokenizer` must be that of the model that the dispatcher's replicas serve. `tiers`: their SLO classes; None: the
     default ones. `defaults`: of sampling; None: those of OpenAI's API. `decisions`: the scaler's; None: there is no
@@ -67,7 +78,7 @@ def build_api(
         responses={"default": {"model": ErrorAnswer, "description": "Refused"}},
     )
     status = ServerStatus(dispatcher, decisions)
-    _add_endpoints(app, dispatcher, tokenizer, http, tiers, defaults or GenerationDefaults(), status)
+    _add_endpoints(app, dispatcher, tokenizer, http, tiers, defaults or GenerationDefaults(), status, ask_stores)
     for path, asset in web_assets().items():
         app.add_api_route(path, partial(_asset, asset), response_model=None, include_in_schema=False)
     app.add_exception_handler(HTTPException, _no_such_route)
@@ -95,7 +106,7 @@ def build_api(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=http.allowed_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("*",),
         )
@@ -112,6 +123,7 @@ def _add_endpoints(
     tiers: Tiers,
     defaults: GenerationDefaults,
     status: ServerStatus,
+    ask_stores: AskStores | None,
 ) -> None:
     models = Models(dispatcher, http.model_aliases)
     encoder = PromptEncoder(
@@ -128,10 +140,21 @@ def _add_endpoints(
         reads_unforced_calls=http.enable_auto_tool_choice,
     )
     chats = Chats(generations, encoder, tokenizer, message_format, forces_usage=http.force_include_usage)
+    conversations = Conversations(generations, encoder, message_format)
+    messages = Messages(conversations, models)
+    responses = _responses(conversations, LogprobWriter(tokenizer, as_ids=False), http, ask_stores)
+    app.state.stored = responses.at_this_ingress
     tokenization = Tokenization(models, encoder, tokenizer)
     for method, path, endpoint, summary in (
         ("POST", "/v1/completions", completions.create, "Continue a prompt, or several"),
         ("POST", "/v1/chat/completions", chats.create, "Answer a conversation"),
+        ("POST", "/v1/responses", responses.create, "Answer a conversation, in the form of OpenAI's Responses API"),
+        ("GET", "/v1/responses/{name}", responses.retrieve, "A stored response"),
+        ("DELETE", "/v1/responses/{name}", responses.delete, "Forget a stored response"),
+        ("POST", "/v1/responses/{name}/cancel", responses.cancel, "End a response in the background"),
+        ("GET", "/v1/responses/{name}/input_items", responses.items, "The items before a stored response"),
+        ("POST", "/v1/messages", messages.create, "Answer a conversation, in the form of Anthropic's API"),
+        ("POST", "/v1/messages/count_tokens", messages.count_tokens, "The number of tokens of a conversation"),
         ("POST", "/tokenize", tokenization.tokenize, "The tokens of a text or of a conversation"),
         ("POST", "/detokenize", tokenization.detokenize, "The text of tokens"),
         ("GET", "/v1/models", models.all, "The served model and its aliases"),
@@ -153,8 +176,22 @@ def _add_endpoints(
             summary=summary,
             response_model=None,
             dependencies=[] if path in _OPEN else [_KEY],
-            route_class_override=JsonRoute if method == "POST" else None,
+            responses=_ANTHROPIC_ERRORS if path.startswith("/v1/messages") else None,
+            route_class_override=JsonRoute if method == "POST" and not path.endswith("/cancel") else None,
         )
+
+
+def _responses(
+    conversations: Conversations, writer: LogprobWriter, http: HttpConfig, ask_stores: AskStores | None
+) -> Responses:
+    has_store = http.response_store_bytes > 0
+    return Responses(
+        conversations,
+        writer,
+        ResponseStore(http.response_store_bytes, http.response_ttl_s) if has_store else None,
+        ask_stores if http.replicas > 1 else None,
+        timeout_s=http.request_timeout_s,
+    )
 
 
 def _lend(keys: KeyRing, ledger: Ledger, tenant: str, requests: float, tokens: float) -> Loan:
@@ -168,16 +205,16 @@ async def _asset(asset: WebAsset, request: Request) -> Response:
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
-    """Answer an unknown path or a wrong method."""
+    """Refuse an unknown path or a wrong method, in the shape that the guard gives to errors of this path."""
     assert isinstance(error, HTTPException)
     reason = f"{error.detail}: {request.method} {shown(request.url.path)}"
     if error.status_code == 404 and (why := why_absent(request.url.path)) is not None:
         reason += f". {why[0].upper()}{why[1:]}."
-    return error_answer(ApiError(reason, status=error.status_code, headers=error.headers))
+    raise ApiError(reason, status=error.status_code, headers=error.headers)
 
 
 async def _invalid_query(request: Request, error: Exception) -> Response:
-    """Answer a query whose fields FastAPI refuses."""
+    """Refuse a query whose fields FastAPI refuses."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    return error_answer(invalid_field(first["loc"][1:], first["type"], first["msg"]))  # the first step is "query"
+    raise invalid_field(first["loc"][1:], first["type"], first["msg"])  # the first step is "query"

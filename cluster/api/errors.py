@@ -2,11 +2,20 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from crossdock.cluster.api.bounds import MESSAGE_CHARS, SHOWN_CHARS
+
+_ANTHROPIC_KINDS = {  # by status
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ErrorDetail(BaseModel):
@@ -22,6 +31,19 @@ class ErrorAnswer(BaseModel):
     """The body of every answer with a status of 400 or more. Describes the API only: `ApiError.body` writes it."""
 
     error: ErrorDetail
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(BaseModel):
+    """The same below /v1/messages: `ApiError.anthropic_body` writes it."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str
 
 
 class ApiError(Exception):
@@ -47,6 +69,12 @@ class ApiError(Exception):
     def body(self) -> bytes:
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return to_json({"error": error})
+
+    def anthropic_body(self, request_id: str) -> bytes:
+        """Return the error in the shape of Anthropic's Messages API."""
+        other = "api_error" if self.status >= 500 else "invalid_request_error"
+        error = {"type": _ANTHROPIC_KINDS.get(self.status, other), "message": str(self)}
+        return to_json({"type": "error", "error": error, "request_id": request_id})
 
 
 def shown(text: str, most: int = SHOWN_CHARS) -> str:

@@ -19,6 +19,7 @@ from crossdock.cluster.api.http.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.api.http.limits import Loan
 from crossdock.cluster.api.http.listener import Listener, listen
 from crossdock.cluster.api.http.tiers import Tiers
+from crossdock.cluster.api.routes.responses import Action
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.dispatch.client import follow_members
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
@@ -33,6 +34,7 @@ _FIRST_REPLICA_S = 10.0  # an ingress waits so long for a replica; while models 
 _SCRAPE_S = 5.0  # a scrape waits so long for the other ingresses: Prometheus gives up after 10 s
 _LAST_WORDS_S = 1.0  # a client is told in this time that its request ends with the ingress
 _LOAN_S = 0.5  # a request waits so long for what the other ingresses lend
+_STORES_S = 2.0  # … and so long for a response that another ingress may have stored
 
 
 class Ingress:
@@ -71,6 +73,7 @@ class Ingress:
             defaults=defaults,
             decisions=decisions,
             ask_peers=self._ask_peers,
+            ask_stores=self._ask_stores,
         )
         follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
         with suppress(TimeoutError):  # without this wait an upgrade would route requests to an ingress without replicas
@@ -125,6 +128,17 @@ class Ingress:
     async def _ask_peers(self, tenant: str, requests: float, tokens: float) -> list[Loan]:
         """Ask all other ingresses for what this one lacks for a tenant's key."""
         return [loan for loan in await self._of_all("lend", _LOAN_S, self._name, tenant, requests, tokens) if loan]
+
+    async def stored(self, asker: str, action: Action, tenant: str, name: str) -> bytes | None:
+        """Do for another ingress, `asker`, what a client wants of a stored response; None: it is not stored here."""
+        if asker == self._name:
+            return None
+        found: bytes | None = await self._api.state.stored(action, tenant, name)
+        return found
+
+    async def _ask_stores(self, action: Action, tenant: str, name: str) -> list[bytes]:
+        """Ask all other ingresses for a response that this one has not stored."""
+        return [found for found in await self._of_all("stored", _STORES_S, self._name, action, tenant, name) if found]
 
     async def _all_ingress_metrics(self) -> dict[str, str]:
         """Return the metrics of all ingresses, by name, without those that fail or do not answer in time."""

@@ -1,13 +1,13 @@
 """A body as JSON becomes fields: honoured ones are validated, and every other one is accepted or refused by name."""
 
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 from crossdock.cluster.api import bounds
-from crossdock.cluster.api.body.other_fields import check_other_fields
+from crossdock.cluster.api.body.other_fields import NO_EFFECT, REFUSED, RefusedField, check_other_fields
 from crossdock.cluster.api.errors import ApiError, shown
 
 
@@ -17,6 +17,9 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 
     model: str | None = None
+
+    no_effect: ClassVar[Mapping[str, str]] = NO_EFFECT  # fields that the API knows and that change nothing here
+    refused_fields: ClassVar[Mapping[str, RefusedField]] = REFUSED  # … and those that would change the answer
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -30,7 +33,13 @@ class Body(BaseModel):
         if len(data) > bounds.BODY_FIELDS:
             reason = f"The body has {len(data)} fields, more than the {bounds.BODY_FIELDS} that are accepted."
             raise ApiError(reason, code="invalid_json")
-        check_other_fields(data, cls.model_fields.keys())
+        return cls.of(data)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Self:
+        """Validate the fields of a body. Raises ApiError, which names the first field at fault."""
+        honoured = cls.model_fields.keys()
+        check_other_fields(data, honoured, no_effect=cls.no_effect, refused_fields=cls.refused_fields)
         given = {name: data[name] for name in cls.model_fields if data.get(name) is not None}
         try:
             return cls.model_validate(given)

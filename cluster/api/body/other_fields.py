@@ -27,7 +27,7 @@ class RefusedField:
 
 NO_EFFECT: Mapping[str, str] = {
     "guided_decoding_backend": "one backend serves all structured output",
-    "metadata": "answers are not stored, so there is nothing to label",
+    "metadata": "completions and chats are not stored, so there is nothing to label",
     "mm_payload": "for vLLM's render endpoints alone",
     "prediction": "it makes OpenAI's answers faster, not different",
     "prompt_cache_key": "the router finds the replica that has the prefix in its cache",
@@ -68,7 +68,7 @@ REFUSED: Mapping[str, RefusedField] = {
     ),
     "return_token_offsets": RefusedField("for vLLM's render endpoints; use 'text_offset' of 'logprobs'", (False,)),
     "return_weight_versions": RefusedField("weights never change while a server runs", (False,)),
-    "store": RefusedField("answers are not stored", (False,)),
+    "store": RefusedField("completions and chats are not stored; use /v1/responses", (False,)),
     "stream_interval": RefusedField("every event has the tokens of one step", (1,)),
     "structured_outputs.disable_additional_properties": RefusedField(
         "write 'additionalProperties': false into the schema", (False,)
@@ -86,16 +86,23 @@ REFUSED: Mapping[str, RefusedField] = {
 }
 
 
-def check_other_fields(data: Mapping[str, Any], honoured: Collection[str], parent: str = "") -> None:
+def check_other_fields(
+    data: Mapping[str, Any],
+    honoured: Collection[str],
+    parent: str = "",
+    *,
+    no_effect: Mapping[str, str] = NO_EFFECT,
+    refused_fields: Mapping[str, RefusedField] = REFUSED,
+) -> None:
     """Raise ApiError for the first field of `data` that is not honoured, would change the answer, or is unknown.
 
-    `parent`: the field whose value `data` is, and a dot; empty for a body.
+    `parent`: the field whose value `data` is, and a dot; empty for a body. `no_effect`, `refused_fields`: the API's.
     """
     for name, value in data.items():
         path = parent + name
-        if name in honoured or value is None or path in NO_EFFECT:
+        if name in honoured or value is None or path in no_effect:
             continue
-        refused = REFUSED.get(path)
+        refused = refused_fields.get(path)
         if refused is None:
             raise _unknown(name, honoured, parent)
         if not any(type(value) is type(each) and value == each for each in _with_floats(refused.neutral)):

@@ -59,4 +59,13 @@ class AnswerEvents:
 
 
 def error_event(error: ApiError) -> bytes:
-    return b"data: " + error.body() + b"\n\n"
+    """Return the end of a stream that an error cuts, as OpenAI's clients of completions and chats read it."""
+    return b"data: " + error.body() + b"\n\n" + DONE
+
+
+SILENCE_S = 5.0  # of a stream in a long call, which is shown when it is whole; then something keeps the stream open
+
+
+def named_event(kind: str, content: bytes) -> bytes:
+    """Return a server-sent event that has a name, as in the Responses and Messages APIs. `content`: JSON."""
+    return b"event: " + kind.encode() + b"\ndata: " + content + b"\n\n"

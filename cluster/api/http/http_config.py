@@ -77,6 +77,10 @@ class HttpConfig(BaseModel):
     max_logprobs: int = Field(
         20, ge=-1, description="Most alternatives a request may ask for, per token; -1: the whole vocabulary."
     )
+    response_store_bytes: int = Field(
+        64 << 20, ge=0, description="Memory of an ingress for responses that /v1/responses stores; 0: none is stored."
+    )
+    response_ttl_s: float = Field(3600.0, gt=0, description="How long a stored response can be fetched and continued.")
     force_include_usage: bool = Field(False, description="Streams end with their usage, also where none is asked for.")
     default_chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Variables of the chat template in every chat; a request's win over them."

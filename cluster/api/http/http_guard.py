@@ -12,7 +12,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.http.answers import DONE, error_event
+from crossdock.cluster.api.http.answers import error_event
 from crossdock.cluster.api.http.http_json import error_answer
 from crossdock.cluster.api.http.keys import ApiKey, KeyRing
 from crossdock.cluster.api.http.limits import Charge, Ledger
@@ -22,6 +22,8 @@ from crossdock.workers.schedule.request import Overloaded
 
 logger = logging.getLogger("ray.serve")
 
+_MESSAGES = "/v1/messages"  # below this path, errors have Anthropic's shape
+_STORED = "/v1/responses/"  # below this path, nothing is computed
 _NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients obey it
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -54,6 +56,7 @@ class HttpGuard:
 
     The application behind it receives whole bodies, and is cancelled when the client disconnects. API keys guard every
     path but `open_paths`. The scope's `state` holds `request_id`, and where keys are in use `api_key` and `account`.
+    A stream whose errors have a shape of their own sets `error_event`: the function that writes one.
     """
 
     def __init__(
@@ -80,15 +83,17 @@ class HttpGuard:
         headers = dict(scope["headers"])
         state = scope.setdefault("state", {})
         state["request_id"] = _request_id(headers)  # a body may give another
-        sender = _AnswerSender(send, state)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        sender = _AnswerSender(send, state, is_anthropic=f"{path}/".startswith(f"{_MESSAGES}/"))
         state["api_key"] = state["account"] = None
         body = None
         try:
             async with asyncio.timeout(self._timeout_s) as clock:
-                state["api_key"] = key = self._key(scope, headers)
+                state["api_key"] = key = self._key(path, headers)
                 if key is not None:
                     state["account"] = sender.charge = Charge(self._ledger.account(key))
-                    await sender.charge.begin(is_read=scope["method"] != "POST")
+                    computes = scope["method"] == "POST" and not path.startswith(_STORED)
+                    await sender.charge.begin(is_read=not computes)
                 body = await self._bodies.read(headers, receive)
                 if body is None:
                     return
@@ -105,18 +110,21 @@ class HttpGuard:
             if sender.charge is not None:
                 sender.charge.end()
 
-    def _key(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiKey | None:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+    def _key(self, path: str, headers: dict[bytes, bytes]) -> ApiKey | None:
         if self._keys.is_open or path in self._open_paths:
             return None
-        return self._keys.find(headers.get(b"authorization", b""))
+        given = headers.get(b"authorization", b"")
+        if not given and (by_anthropics_name := headers.get(b"x-api-key", b"")):
+            given = b"Bearer " + by_anthropics_name
+        return self._keys.find(given)
 
 
 class _AnswerSender:
     """The sending side of a request. Adds its headers to the answer, and turns an error into an answer or an event."""
 
-    def __init__(self, send: Send, state: Mapping[str, Any]) -> None:
+    def __init__(self, send: Send, state: Mapping[str, Any], *, is_anthropic: bool) -> None:
         self.charge: Charge | None = None  # the answer's headers show the state of its account
+        self._is_anthropic = is_anthropic
         self._send = send
         self._state = state
         self._has_started = False
@@ -149,9 +157,11 @@ class _AnswerSender:
         elif api_error.status > 500:
             logger.warning("request %s failed: %s", self._state["request_id"], error)
         if not self._has_started:
-            await error_answer(api_error)({"type": "http"}, _never, self.send)
+            body = api_error.anthropic_body(self._state["request_id"]) if self._is_anthropic else None
+            await error_answer(api_error, body)({"type": "http"}, _never, self.send)
         elif self._is_stream and not self._has_ended:
-            body = error_event(api_error) + DONE
+            write = self._state.get("error_event", error_event)
+            body = write(api_error)
             await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
 

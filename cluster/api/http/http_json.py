@@ -73,8 +73,10 @@ async def long_json(value: Any) -> bytes:
     return b"".join(texts)
 
 
-def error_answer(error: ApiError) -> Response:
-    return Response(error.body(), error.status, headers=error.headers, media_type="application/json")
+def error_answer(error: ApiError, body: bytes | None = None) -> Response:
+    """Return an error as an answer. `body`: in another API's shape than OpenAI's."""
+    content = error.body() if body is None else body
+    return Response(content, error.status, headers=error.headers, media_type="application/json")
 
 
 async def event_stream(events: AsyncGenerator[bytes, None]) -> Response:

@@ -263,6 +263,12 @@ class Charge:
             self._is_running = False
             self.account.end()
 
+    def hand_over(self) -> "Charge":
+        """Return a charge that takes this one's place, for work that goes on after the HTTP request."""
+        taken = Charge(self.account, self._num_reserved, self._is_running)
+        self._num_reserved, self._is_running = 0, False
+        return taken
+
     def headers(self) -> dict[str, str]:
         return self.account.headers()
 

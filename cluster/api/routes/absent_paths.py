@@ -3,8 +3,8 @@
 _TEXT = "this server's models write text"
 _REASONS = {  # by the path, or by its beginning up to a slash
     "/v1/embeddings": f"{_TEXT}, not embeddings",
-    "/v1/responses": "use /v1/chat/completions, which clients also call the Chat Completions API",
-    "/v1/messages": "use /v1/chat/completions",
+    "/v1/responses": "responses are created, fetched, continued, cancelled and deleted here, and nothing else",
+    "/v1/messages": "of Anthropic's API, /v1/messages and /v1/messages/count_tokens are served",
     "/v1/moderations": f"{_TEXT}, not classes",
     "/v1/images": f"{_TEXT}, not pictures",
     "/v1/audio": f"{_TEXT}, not sound",

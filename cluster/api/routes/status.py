@@ -17,6 +17,7 @@ _SeenStep = Annotated[str, Field(json_schema_extra={"pattern": "^[0-9a-f]{32}:[0
 _SEEN = "INCARNATION:NUMBER of the newest step that the client has, once for each replica."
 
 
+_ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_")  # of the ids of answers, before the id of the request
 Decisions = Callable[[], Awaitable[list[dict[str, Any]]]]
 """Returns the newest decisions of the scaler. Raises TimeoutError where it does not answer."""
 
@@ -35,7 +36,7 @@ class ServerStatus:
     async def timeline(self, request: Request, name: Name) -> Response:
         """Find the request by its id (the answer's header X-Request-Id), or by the `id` in the answer's body."""
         tenant = _visible_tenant(request)
-        for request_id in dict.fromkeys((name, name.removeprefix("chatcmpl-").removeprefix("cmpl-"))):
+        for request_id in dict.fromkeys((name, *(name.removeprefix(prefix) for prefix in _ID_PREFIXES))):
             if found := await self._dispatcher.timelines(request_id, tenant):
                 return json_answer({"id": request_id, "object": "request.timeline", "requests": found})
         reason = f"No request '{name[:200]}' is known: it never arrived, ended long ago, or belongs to another API key."

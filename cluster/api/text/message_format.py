@@ -79,6 +79,11 @@ class MessageFormat:
         self._shown_for_calls = self._shown_tokens(self.family)
         self._signed = self.family.signed({text.removeprefix(SIGN) for text in self._shown_for_calls.values()})
 
+    @property
+    def can_bound_reasoning(self) -> bool:
+        """Whether one token begins the model's reasoning and one ends it, so that a grammar can."""
+        return self._opens is not None and self._closes is not None
+
     def reading(self, body: ChatCompletionRequest, prompt_token_ids: Sequence[int]) -> MessageReading:
         """Return how the answers of a request are read.
 

@@ -99,19 +99,28 @@ class ChatMessage:
 
     def delta(self, text: str, finish_reason: str | None) -> dict[str, Any]:
         """Return what more text adds to the message; the last text has a finish reason."""
-        pieces = self.parser.add(text) if text else []
-        if finish_reason is not None:
-            pieces = [*pieces, *self.parser.finish(is_cut=finish_reason == FinishReason.LENGTH.value)]
         delta: dict[str, Any] = {}
-        for piece in pieces:
+        for piece in self.pieces(text, finish_reason):
             match piece:
                 case ContentText(text):
                     delta["content"] = delta.get("content", "") + text
-                case ReasoningText(text) if self.shows_reasoning:
+                case ReasoningText(text):
                     delta["reasoning"] = delta["reasoning_content"] = delta.get("reasoning", "") + text
-                case CallText() if self.most_calls is None or piece.index < self.most_calls:
+                case CallText():
                     delta.setdefault("tool_calls", []).append(self._call(piece))
         return delta
+
+    def pieces(self, text: str, finish_reason: str | None) -> list[Piece]:
+        """Return the pieces that more text completes, without those that the client does not want."""
+        pieces = self.parser.add(text) if text else []
+        if finish_reason is not None:
+            pieces = [*pieces, *self.parser.finish(is_cut=finish_reason == FinishReason.LENGTH.value)]
+        return [piece for piece in pieces if self._is_wanted(piece)]
+
+    def _is_wanted(self, piece: Piece) -> bool:
+        if isinstance(piece, CallText):
+            return self.most_calls is None or piece.index < self.most_calls
+        return self.shows_reasoning or not isinstance(piece, ReasoningText)
 
     def whole(self, text: str, finish_reason: str | None) -> dict[str, Any]:
         """Return the fields of the message in which the model has written this text: the sum of all its deltas."""

@@ -14,7 +14,10 @@ import yaml
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionRequest
 from crossdock.cluster.api.body.constraints import STRUCTURED_OUTPUTS
 from crossdock.cluster.api.body.generation_body import StreamOptions
+from crossdock.cluster.api.body.json_body import Body
+from crossdock.cluster.api.body.messages_body import MessagesRequest
 from crossdock.cluster.api.body.other_fields import NO_EFFECT, REFUSED
+from crossdock.cluster.api.body.responses_body import ResponsesRequest
 
 PAGE = Path(__file__).parents[3] / "docs" / "fields.md"
 BEGIN = "<!-- The tables below are made by `python -m tests.cluster.api.field_table`. -->\n"
@@ -40,7 +43,7 @@ def known(endpoint: str) -> set[str]:
 
 
 def tables() -> str:
-    """Return the three tables as Markdown."""
+    """Return all tables as Markdown."""
     by_endpoint = honoured()
     both = by_endpoint["completions"] | by_endpoint["chats"]
     versions = f"vLLM {KNOWN['vllm']['version']} and OpenAI's Python client {KNOWN['openai']['version']}"
@@ -66,9 +69,23 @@ def tables() -> str:
                     for name, field in sorted(REFUSED.items())
                 ),
             ),
+            "\n## /v1/responses\n",
+            *_states(ResponsesRequest),
+            "\n## /v1/messages\n",
+            *_states(MessagesRequest),
             "",
         ]
     )
+
+
+def _states(kind: type[Body]) -> list[str]:
+    """Return the table of an API that turns its body into a chat."""
+    rows = [(name, "honoured", field.description or "") for name, field in kind.model_fields.items()]
+    rows += [(name, "without effect", reason) for name, reason in kind.no_effect.items()]
+    for name, field in kind.refused_fields.items():
+        accepted = "".join(f", {_code(json.dumps(value))}" for value in field.neutral)
+        rows.append((name, f"refused, unless it is `null`{accepted}", re.sub(r"'([\w.]+)'", r"`\1`", field.reason)))
+    return _table(("field", "state", "note"), ((_code(name), *rest) for name, *rest in sorted(rows)))
 
 
 def _where(name: str, by_endpoint: Mapping[str, set[str]]) -> str:

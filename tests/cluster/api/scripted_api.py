@@ -29,8 +29,9 @@ Script = Callable[[Submission], Iterable[TokenDelta | Exception | float]]
 class ScriptedDispatcher:
     """A dispatcher that plays a script: deltas, errors, and pauses in seconds. Records submissions and aborts."""
 
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, max_model_len: int = MAX_MODEL_LEN) -> None:
         self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
         self.eos = tokenizer.encode("<|im_end|>")[0]
         self.is_ready = True
         self.script: Script = self.story
@@ -40,7 +41,7 @@ class ScriptedDispatcher:
 
     @property
     def model(self) -> ModelCard:
-        return ModelCard("tiny", 1_700_000_000, MAX_MODEL_LEN, VOCAB_SIZE)
+        return ModelCard("tiny", 1_700_000_000, self.max_model_len, VOCAB_SIZE)
 
     def ready(self) -> bool:
         return self.is_ready

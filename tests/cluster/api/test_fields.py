@@ -5,9 +5,11 @@ import typing
 from typing import Any
 
 import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types import completion_create_params
 from openai.types.chat import chat_completion_stream_options_param
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 
 from crossdock.cluster.api.body.bodies import (
     ChatCompletionRequest,
@@ -16,7 +18,10 @@ from crossdock.cluster.api.body.bodies import (
     TokenizeRequest,
 )
 from crossdock.cluster.api.body.generation_body import GenerationBody
+from crossdock.cluster.api.body.json_body import Body
+from crossdock.cluster.api.body.messages_body import CountTokensRequest, MessagesRequest
 from crossdock.cluster.api.body.other_fields import NO_EFFECT, REFUSED
+from crossdock.cluster.api.body.responses_body import ResponsesRequest
 from crossdock.cluster.api.errors import ApiError
 from tests.cluster.api.field_table import KNOWN, PAGE, honoured, known, written_page
 from tests.cluster.api.scripted_api import HI
@@ -66,6 +71,20 @@ def test_list_has_every_field_of_the_installed_openai_client() -> None:
         ("stream_options", chat_completion_stream_options_param.ChatCompletionStreamOptionsParam),
     ):
         assert set(typing.get_type_hints(kind)) <= set(KNOWN["openai"][name])
+
+
+@pytest.mark.parametrize(
+    ("kind", "known_fields"),
+    [
+        (ResponsesRequest, response_create_params.ResponseCreateParamsStreaming),
+        (MessagesRequest, message_create_params.MessageCreateParamsStreaming),
+        (CountTokensRequest, message_count_tokens_params.MessageCountTokensParams),
+    ],
+)
+def test_every_field_of_responses_and_messages_has_one_state(kind: type[Body], known_fields: Any) -> None:
+    for name in typing.get_type_hints(known_fields):
+        assert (name in kind.model_fields) + (name in kind.no_effect) + (name in kind.refused_fields) == 1, name
+    assert not kind.model_fields.keys() & (kind.no_effect.keys() | kind.refused_fields.keys())
 
 
 def test_page_has_the_fields_of_the_code() -> None:

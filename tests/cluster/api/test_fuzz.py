@@ -29,7 +29,12 @@ QUIET = settings(
 )
 DOCUMENT = build_api(Dispatcher("tiny"), ModelTokenizer(wordpiece()), HttpConfig()).openapi()
 OPERATIONS = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
-GENERATES = ("/v1/completions", "/v1/chat/completions")
+GENERATES = {  # path: the schema of its body
+    "/v1/completions": "CompletionRequest",
+    "/v1/chat/completions": "ChatCompletionRequest",
+    "/v1/responses": "ResponsesRequest",
+    "/v1/messages": "MessagesRequest",
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +50,12 @@ def api(tokenizer: ModelTokenizer) -> Iterator[LiveApi]:
         assert 'crossdock_ingress_requests{ingress="0"} 0.0' in metrics
 
 
-def check(status: int, content_type: str, text: str) -> None:
+def check(status: int, content_type: str, text: str, *, is_anthropic: bool) -> None:
     assert status < 500, text
     assert "Traceback" not in text
     if status >= 400 and content_type:
         error = json.loads(text)["error"]
-        assert error.keys() == {"message", "type", "param", "code"}
+        assert error.keys() == ({"message", "type"} if is_anthropic else {"message", "type", "param", "code"})
 
 
 def test_document_names_every_endpoint(api: LiveApi) -> None:
@@ -73,8 +78,12 @@ def attack(api: LiveApi, path: str, method: str) -> None:
             case.body = {**case.body, "n": 1} if isinstance(case.body.get("n"), int) else case.body
             if isinstance(case.body.get("max_tokens", 0), int):
                 case.body = {**case.body, "max_tokens": 2, "max_completion_tokens": None}
+            if path == "/v1/responses":
+                del case.body["max_tokens"], case.body["max_completion_tokens"]
+                case.body["max_output_tokens"] = 2
         answer = case.call(base_url=api.url, timeout=60)
-        check(answer.status_code, answer.headers.get("content-type", [""])[0], answer.text)
+        content_type = answer.headers.get("content-type", [""])[0]
+        check(answer.status_code, content_type, answer.text, is_anthropic=path.startswith("/v1/messages"))
         if answer.status_code >= 400:
             case.validate_response(answer, checks=[response_schema_conformance])
 
@@ -96,9 +105,11 @@ VALUES = st.recursive(
 @pytest.mark.parametrize("path", GENERATES)
 def test_known_field_with_any_value_is_answered(api: LiveApi, path: str) -> None:
     """One field of a valid request has any JSON value: deeper than schemas reach."""
-    model = "CompletionRequest" if path == GENERATES[0] else "ChatCompletionRequest"
-    fields = sorted(DOCUMENT["components"]["schemas"][model]["properties"])
-    right = {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    schema = DOCUMENT["components"]["schemas"][GENERATES[path]]
+    messages = [{"role": "user", "content": "Hi"}]
+    all_right = {"prompt": "Hi", "messages": messages, "input": "Hi", "max_tokens": 2, "max_output_tokens": 2}
+    right = {name: value for name, value in all_right.items() if name in schema["properties"]}
+    fields = sorted(schema["properties"])
 
     @QUIET
     @given(st.sampled_from(fields), VALUES, st.booleans())
@@ -106,7 +117,8 @@ def test_known_field_with_any_value_is_answered(api: LiveApi, path: str) -> None
         body = json.dumps({**right, "stream": stream, field: value})
         headers = {"content-type": "application/json"}
         answer = http.post(path, content=body.encode("utf-8", "surrogatepass"), headers=headers)
-        check(answer.status_code, answer.headers["content-type"] if answer.status_code >= 400 else "", answer.text)
+        content_type = answer.headers["content-type"] if answer.status_code >= 400 else ""
+        check(answer.status_code, content_type, answer.text, is_anthropic=path == "/v1/messages")
         assert '"type":"server_error"' not in answer.text
 
     with httpx.Client(base_url=api.url, timeout=60) as http:

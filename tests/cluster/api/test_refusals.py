@@ -122,7 +122,7 @@ def test_other_content_type_is_refused(http: httpx.Client, content_type: str) ->
     ("path", "reason"),
     [
         ("/v1/embeddings", "This server's models write text, not embeddings."),
-        ("/v1/responses/resp_1", "Use /v1/chat/completions"),
+        ("/v1/responses/resp_1/steer", "Responses are created, fetched, continued, cancelled and deleted here"),
         ("/v1/images/generations", "not pictures."),
         ("/v1/filesystem", "POST /v1/filesystem"),
     ],

@@ -207,6 +207,28 @@ def test_request_is_found_by_its_id_at_either_ingress(client: openai.OpenAI, url
     assert httpx.get(f"{url}/v1/requests").json() == {"object": "list", "data": []}
 
 
+def test_responses_and_messages_are_the_chat_and_are_found_at_either_ingress(client: openai.OpenAI, url: str) -> None:
+    question: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    chat = client.chat.completions.create(model="smol", messages=question, max_tokens=20, temperature=0)
+    text = chat.choices[0].message.content
+    fields = {"model": "smol", "temperature": 0}
+    message = httpx.post(f"{url}/v1/messages", json={**fields, "messages": question, "max_tokens": 20}).json()
+    assert [block["text"] for block in message["content"]] == [text]
+    first = client.responses.create(model="smol", input=question, max_output_tokens=20, temperature=0)
+    assert first.output_text == text
+    path = f"{url}/v1/responses/{first.id}"
+    found = [httpx.get(path).json() for _ in range(8)]  # each by a connection of its own, so at both ingresses
+    assert all(one == found[0] for one in found)
+    talk = [*question, {"role": "assistant", "content": text}, {"role": "user", "content": "And of Italy?"}]
+    expected = client.chat.completions.create(model="smol", messages=talk, max_tokens=20, temperature=0)
+    body = {**fields, "input": "And of Italy?", "max_output_tokens": 20, "previous_response_id": first.id}
+    for _ in range(4):
+        [item] = httpx.post(f"{url}/v1/responses", json=body).json()["output"]
+        assert item["content"][0]["text"] == expected.choices[0].message.content
+    assert httpx.delete(path).status_code == 200
+    assert {httpx.get(path).status_code for _ in range(8)} == {404}
+
+
 def test_requests_that_would_miss_their_first_token_target_get_429(url: str) -> None:
     """Prompts of 1,500 tokens arrive all at once; their class promises a first token within a second."""
 

@@ -1,0 +1,103 @@
+"""The part that bodies of the Responses and Messages APIs share: both become the body of a chat."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from crossdock.cluster.api import bounds
+from crossdock.cluster.api.body.bodies import ChatCompletionRequest
+from crossdock.cluster.api.body.generation_body import REQUEST_ID
+from crossdock.cluster.api.body.json_body import Body
+from crossdock.cluster.api.errors import ApiError
+
+Tools = Annotated[list[dict[str, Any]], Field(max_length=bounds.TOOLS)]
+
+_PASSED = (  # fields that mean the same in a chat
+    "cache_salt",
+    "chat_template_kwargs",
+    "frequency_penalty",
+    "ignore_eos",
+    "min_p",
+    "min_tokens",
+    "model",
+    "presence_penalty",
+    "priority",
+    "repetition_penalty",
+    "request_id",
+    "seed",
+    "service_tier",
+    "stream",
+    "temperature",
+    "top_k",
+    "top_p",
+)
+
+
+class ConversationBody(Body):
+    """Fields of both APIs, and those that vLLM adds to chats. The chat checks their bounds."""
+
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: Tools = Field([], description="Functions alone.")
+    service_tier: str | None = Field(None, description="An SLO class, or one of OpenAI's or Anthropic's tiers.")
+
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    cache_salt: str = ""
+    priority: int = 0
+    request_id: str | None = Field(None, pattern=REQUEST_ID)
+    chat_template_kwargs: dict[str, Any] = Field({}, description="Variables of the model's chat template.")
+
+    def passed(self) -> dict[str, Any]:
+        """Return the fields of the chat that have the same name and meaning here."""
+        return {name: getattr(self, name) for name in _PASSED if name in self.model_fields_set}
+
+
+class ConversationChat(ChatCompletionRequest):
+    """A chat that another API's body became. Where its limit is beyond the context, the context is the limit."""
+
+    parameter_names: ClassVar[Mapping[str, str]] = {}  # the client's names for fields of the chat
+
+    @classmethod
+    def renamed(cls, error: ApiError) -> ApiError:
+        """Return an error about the chat in the names of the body that the client has sent."""
+        name = cls.parameter_names.get(error.param or "")
+        if name is None or error.param is None:
+            return error
+        message = str(error).replace(f"'{error.param}'", f"'{name}'")
+        return ApiError(
+            message, status=error.status, kind=error.kind, param=name, code=error.code, headers=error.headers
+        )
+
+
+def wrong(param: str, reason: str, code: str = "invalid_value") -> ApiError:
+    return ApiError(f"Invalid value for '{param}': {reason}.", param=param, code=code)
+
+
+def text_of(value: Any, param: str) -> str:
+    """Return a string of the body. Raises ApiError for a value of another type."""
+    if not isinstance(value, str):
+        raise wrong(param, "it must be a string")
+    return value
+
+
+def object_of(value: Any, param: str) -> Mapping[str, Any]:
+    """Return an object of the body. Raises ApiError for a value of another type."""
+    if not isinstance(value, dict):
+        raise wrong(param, "it must be an object")
+    return value
+
+
+def objects_of(value: Any, param: str) -> Sequence[Mapping[str, Any]]:
+    """Return a list of objects of the body. Raises ApiError for a value of another type."""
+    if not isinstance(value, list):
+        raise wrong(param, "it must be a list")
+    return [object_of(each, f"{param}[{i}]") for i, each in enumerate(value)]

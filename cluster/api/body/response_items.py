@@ -1,0 +1,147 @@
+"""Items of the Responses API: the input becomes items of one form, and items become the messages of a chat."""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from crossdock.cluster.api import bounds
+from crossdock.cluster.api.body.conversation_body import objects_of, text_of, wrong
+
+Item: TypeAlias = dict[str, Any]
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_ID_CHARS = 128
+
+
+def input_items(given: Any) -> list[Item]:
+    """Return the input as items that each have an id. Raises ApiError, which names the part at fault."""
+    if isinstance(given, str):
+        return [_message("user", given, "input", None)]
+    items = objects_of(given, "input")
+    if not items or len(items) > bounds.MESSAGES:
+        raise wrong("input", f"it must be a string, or a list of 1 to {bounds.MESSAGES} items")
+    return [_item(item, f"input[{i}]") for i, item in enumerate(items)]
+
+
+def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Return the chat that `instructions` and items of `input_items` or of an answer are.
+
+    What comes before the first other message becomes one system message: most templates have place for one alone.
+    """
+    system = [] if instructions is None else [instructions]
+    messages: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    for item in items:
+        kind = item["type"]
+        if kind == "reasoning":
+            thoughts += [part["text"] for part in item["content"] or item["summary"]]
+        elif kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+        elif kind == "function_call":
+            _assistant(messages, thoughts).setdefault("tool_calls", []).append(_call(item))
+        elif item["role"] == "assistant":
+            message = {"role": "assistant", "content": _text(item)}
+            messages.append(message | _thoughts(thoughts))
+        elif item["role"] == "user":
+            messages.append({"role": "user", "content": _text(item)})
+        elif messages:
+            messages.append({"role": "system", "content": _text(item)})
+        else:
+            system.append(_text(item))
+    return [*([{"role": "system", "content": "\n\n".join(system)}] if system else []), *messages]
+
+
+def check_size(items: Sequence[Item]) -> None:
+    """Raise ApiError for a conversation that is too long, though each of its responses was not."""
+    if len(items) > bounds.MESSAGES:
+        reason = f"the conversation has {len(items)} items, more than the {bounds.MESSAGES} that are accepted"
+        raise wrong("input", reason)
+    num_chars = sum(map(_num_chars, items))
+    if num_chars > bounds.CONVERSATION_CHARS:
+        most = bounds.CONVERSATION_CHARS
+        raise wrong("input", f"the conversation has {num_chars} characters, more than the {most} that are accepted")
+
+
+def _num_chars(item: Item) -> int:
+    parts = [*item.get("content", ()), *item.get("summary", ())]
+    return sum(len(part["text"]) for part in parts) + len(item.get("arguments", "")) + len(item.get("output", ""))
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def _assistant(messages: list[dict[str, Any]], thoughts: list[str]) -> dict[str, Any]:
+    """Return the assistant's message that a call belongs to: the last one, or a new one."""
+    if not messages or messages[-1]["role"] != "assistant" or thoughts:
+        messages.append({"role": "assistant", "content": ""} | _thoughts(thoughts))
+    return messages[-1]
+
+
+def _thoughts(thoughts: list[str]) -> dict[str, Any]:
+    """Return the reasoning before a message as templates read it, and forget it."""
+    fields = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+    thoughts.clear()
+    return fields
+
+
+def _call(item: Item) -> dict[str, Any]:
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _text(item: Item) -> str:
+    return "\n".join(part["text"] for part in item["content"])
+
+
+def _item(item: Mapping[str, Any], where: str) -> Item:
+    kind = item.get("type") or "message"
+    if kind == "message":
+        return _message(item.get("role"), item.get("content"), where, item.get("id"))
+    if kind == "function_call":
+        fields = {name: text_of(item.get(name), f"{where}.{name}") for name in ("call_id", "name", "arguments")}
+        return {"id": _id(item, "fc"), "type": kind, **fields, "status": "completed"}
+    if kind == "function_call_output":
+        call_id = text_of(item.get("call_id"), f"{where}.call_id")
+        output = "\n".join(_part_texts(item.get("output"), f"{where}.output"))
+        return {"id": _id(item, "fco"), "type": kind, "call_id": call_id, "output": output, "status": "completed"}
+    if kind == "reasoning":
+        content, summary = (
+            [{"type": part, "text": text} for text in _part_texts(item.get(name) or [], f"{where}.{name}", part)]
+            for name, part in (("content", "reasoning_text"), ("summary", "summary_text"))
+        )
+        return {"id": _id(item, "rs"), "type": kind, "summary": summary, "content": content}
+    reason = f"items of type {str(kind)[:100]!r} are not supported, only messages, reasoning and function calls"
+    raise wrong(f"{where}.type", reason, "unsupported_value")
+
+
+def _message(role: Any, content: Any, where: str, given_id: Any) -> Item:
+    if role not in ("user", "assistant", "system", "developer"):
+        raise wrong(f"{where}.role", "it must be 'user', 'assistant', 'system' or 'developer'")
+    texts = _part_texts(content, where if where == "input" else f"{where}.content")
+    extra: Item = {"annotations": []} if role == "assistant" else {}
+    kind = "output_text" if role == "assistant" else "input_text"
+    parts = [{"type": kind, "text": text, **extra} for text in texts]
+    name = _id({"id": given_id}, "msg")
+    return {"id": name, "type": "message", "role": role, "status": "completed", "content": parts}
+
+
+def _part_texts(content: Any, where: str, kind: str | None = None) -> list[str]:
+    """Return the texts of a string or of a list of parts. `kind`: the only type of part that is accepted here."""
+    if isinstance(content, str):
+        return [content]
+    parts = objects_of(content, where)
+    if len(parts) > bounds.MESSAGE_PARTS:
+        raise wrong(where, f"{len(parts)} parts are more than the {bounds.MESSAGE_PARTS} that are accepted")
+    texts = []
+    for i, part in enumerate(parts):
+        if part.get("type") not in (_TEXT_PARTS if kind is None else (kind,)):
+            reason = f"a part of type {str(part.get('type'))[:100]!r} is not accepted here; this model takes text only"
+            raise wrong(f"{where}[{i}]", reason)
+        texts.append(text_of(part.get("text"), f"{where}[{i}].text"))
+    return texts
+
+
+def _id(item: Mapping[str, Any], prefix: str) -> str:
+    given = item.get("id")
+    return given if isinstance(given, str) and 0 < len(given) <= _ID_CHARS else new_id(prefix)

@@ -1,0 +1,188 @@
+"""POST /v1/messages and /v1/messages/count_tokens: conversations in the form of Anthropic's API."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, TypeAlias
+
+from fastapi import Request, Response
+from pydantic_core import from_json
+
+from crossdock.cluster.api.body.messages_body import CountTokensRequest, MessagesRequest
+from crossdock.cluster.api.errors import ApiError, to_json
+from crossdock.cluster.api.http.answers import SILENCE_S, named_event
+from crossdock.cluster.api.http.http_json import event_stream, json_answer
+from crossdock.cluster.api.routes.conversations import BegunChat, Conversations
+from crossdock.cluster.api.routes.models import Models
+from crossdock.cluster.api.text.choices import Output
+from crossdock.cluster.api.text.message_parser import CallText, ContentText, Piece, ReasoningText
+
+_Event: TypeAlias = dict[str, Any]
+
+
+class Messages:
+    def __init__(self, conversations: Conversations, models: Models) -> None:
+        self._conversations = conversations
+        self._models = models
+
+    async def create(self, request: Request, body: MessagesRequest) -> Response:
+        begun = await self._conversations.begin(request, body.chat())
+        if body.stream:
+            request.state.error_event = _ErrorEvent(request.state.request_id)
+            return await event_stream(self._events(begun))
+        blocks = _Blocks()
+        output = Output(0)
+        async with aclosing(self._conversations.parts(begun)) as parts:
+            async for part in parts:
+                output = part.output
+                for piece in part.pieces:
+                    blocks.add(piece)
+        blocks.end()
+        answer = {**_message(begun), "content": blocks.content, **_reasons(begun, output, blocks)}
+        return json_answer({**answer, "usage": _usage(begun)})
+
+    async def count_tokens(self, request: Request, body: CountTokensRequest) -> Response:
+        card = self._models.card(body.model)
+        return json_answer({"input_tokens": await self._conversations.count(body.chat(), card)})
+
+    async def _events(self, begun: BegunChat) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream; those of one step of the model together."""
+        blocks, output, has_begun = _Blocks(), Output(0), False
+        clock = asyncio.get_running_loop().time
+        shown_at = clock()
+        async with aclosing(self._conversations.parts(begun)) as parts:
+            async for part in parts:
+                output = part.output
+                events = []
+                if not has_begun:
+                    has_begun = True
+                    message = {**_message(begun), "usage": {**_usage(begun), "output_tokens": 0}}
+                    events.append({"type": "message_start", "message": message})
+                for piece in part.pieces:
+                    events += blocks.add(piece)
+                if not events and clock() - shown_at > SILENCE_S:
+                    events.append({"type": "ping"})
+                if events:
+                    shown_at = clock()
+                    yield b"".join(map(_written, events))
+        ending = {"type": "message_delta", "delta": _reasons(begun, output, blocks)}
+        events = [*blocks.end(), {**ending, "usage": _usage(begun)}, {"type": "message_stop"}]
+        yield b"".join(map(_written, events))
+
+
+class _ErrorEvent:
+    """Writes the error that cuts a stream."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def __call__(self, error: ApiError) -> bytes:
+        return named_event("error", error.anthropic_body(self._request_id))
+
+
+class _Blocks:
+    """The content of a message, block by block: as a whole, and as the events that build the same."""
+
+    def __init__(self) -> None:
+        self.content: list[dict[str, Any]] = []
+        self.has_calls = False
+        self._parts: list[str] = []  # of the open block
+        self._call = -1  # the index of the newest call
+
+    def add(self, piece: Piece) -> list[_Event]:
+        """Return the events that a piece of the answer causes."""
+        match piece:
+            case ContentText(text):
+                events = self._opened("text", {"text": ""})
+                delta = {"type": "text_delta", "text": text}
+            case ReasoningText(text):
+                events = self._opened("thinking", {"thinking": "", "signature": ""})
+                delta = {"type": "thinking_delta", "thinking": text}
+            case CallText(index, text, name):
+                events = self._opened_call(index, name)
+                delta = {"type": "input_json_delta", "partial_json": text}
+        self._parts.append(text)
+        if text:
+            events.append({"type": "content_block_delta", "index": len(self.content) - 1, "delta": delta})
+        return events
+
+    def end(self) -> list[_Event]:
+        """Return the event that ends the open block, if there is one."""
+        if not self.content:
+            return []
+        block, text = self.content[-1], "".join(self._parts)
+        if block["type"] == "tool_use":
+            block["input"] = _arguments(text)
+        else:
+            block[block["type"]] = text
+        return [{"type": "content_block_stop", "index": len(self.content) - 1}]
+
+    def _opened(self, kind: str, fields: dict[str, Any]) -> list[_Event]:
+        """Open a block of a kind, unless the open one is of that kind."""
+        if self.content and self.content[-1]["type"] == kind:
+            return []
+        return self._begun({"type": kind, **fields})
+
+    def _opened_call(self, index: int, name: str | None) -> list[_Event]:
+        if index == self._call:
+            return []
+        self._call, self.has_calls = index, True
+        return self._begun({"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": name, "input": {}})
+
+    def _begun(self, block: dict[str, Any]) -> list[_Event]:
+        events = self.end()
+        self._parts = []
+        self.content.append(block)
+        return [*events, {"type": "content_block_start", "index": len(self.content) - 1, "content_block": dict(block)}]
+
+
+def _message(begun: BegunChat) -> dict[str, Any]:
+    """Return the message without content, which has not ended."""
+    generation = begun.generation
+    return {
+        "id": f"msg_{generation.state.request_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": generation.body.model or generation.card.name,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _reasons(begun: BegunChat, output: Output, blocks: _Blocks) -> dict[str, Any]:
+    """Return why the message has ended, in Anthropic's words."""
+    sequence = output.stop_reason if isinstance(output.stop_reason, str) else None
+    if output.finish_reason == "length":
+        is_limit = begun.choice.num_tokens == begun.chat.token_limit()
+        reason = "max_tokens" if is_limit or not begun.fills_context() else "model_context_window_exceeded"
+    elif blocks.has_calls:
+        reason = "tool_use"
+    else:
+        reason = "end_turn" if sequence is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _usage(begun: BegunChat) -> dict[str, Any]:
+    """Count tokens. Anthropic counts those of the prompt that were in the cache apart from the others."""
+    choice = begun.choice
+    return {
+        "input_tokens": len(choice.prompt.token_ids) - choice.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": choice.num_cached_tokens,
+        "output_tokens": choice.num_tokens,
+    }
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call; of a call that was cut, those that are there."""
+    try:
+        found = from_json(text, allow_partial=True) if text else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _written(event: _Event) -> bytes:
+    return named_event(event["type"], to_json(event))

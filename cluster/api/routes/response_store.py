@@ -1,0 +1,63 @@
+"""Stored responses of one ingress: for a while, within bounds on memory, each tenant's apart."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+RECORD_BYTES = 1024  # counted for each record beside its content, so that empty ones are bounded as well
+_SWEEP_S = 60.0  # between two looks at the records of tenants that store nothing now
+
+
+class ResponseStore:
+    """Records by tenant and id. When there is no place, the tenant that uses most loses its oldest."""
+
+    def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._tenants: dict[str, OrderedDict[str, tuple[float, bytes]]] = {}  # when each expires; the oldest first
+        self._sizes: dict[str, int] = {}
+        self._sweep_at = clock() + _SWEEP_S
+
+    def put(self, tenant: str, name: str, record: bytes) -> None:
+        """Store a record, in place of an older one of that name."""
+        now = self._clock()
+        if now >= self._sweep_at:
+            self._sweep_at = now + _SWEEP_S
+            for each in list(self._tenants):
+                self._expire(each, now)
+        self.delete(tenant, name)
+        self._tenants.setdefault(tenant, OrderedDict())[name] = (now + self._ttl_s, record)
+        self._count(tenant, RECORD_BYTES + len(record))
+        while self.num_bytes > self._max_bytes:
+            largest = max(self._sizes, key=self._sizes.__getitem__)
+            self.delete(largest, next(iter(self._tenants[largest])))
+
+    def get(self, tenant: str, name: str) -> bytes | None:
+        """Return a record; None if there is none, or no more."""
+        self._expire(tenant, self._clock())
+        found = self._tenants[tenant].get(name) if tenant in self._tenants else None
+        return None if found is None else found[1]
+
+    def delete(self, tenant: str, name: str) -> bytes | None:
+        """Forget a record and return it; None if there is none."""
+        records = self._tenants.get(tenant, OrderedDict())
+        found = records.pop(name, None)
+        if found is None:
+            return None
+        self._count(tenant, -RECORD_BYTES - len(found[1]))
+        if not records:
+            del self._tenants[tenant], self._sizes[tenant]
+        return found[1]
+
+    def _expire(self, tenant: str, now: float) -> None:
+        while tenant in self._tenants:
+            name, (expires, _) = next(iter(self._tenants[tenant].items()))
+            if expires > now:
+                return
+            self.delete(tenant, name)
+
+    def _count(self, tenant: str, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._sizes[tenant] = self._sizes.get(tenant, 0) + num_bytes

@@ -1,0 +1,278 @@
+"""/v1/responses: conversations in the form of OpenAI's Responses API, whose answers are kept for a while."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Annotated, Any, Literal, TypeAlias
+
+from fastapi import Query, Request, Response
+
+from crossdock.cluster.api.body.response_items import Item, input_items, new_id
+from crossdock.cluster.api.body.responses_body import ResponsesRequest
+from crossdock.cluster.api.errors import ApiError, to_json
+from crossdock.cluster.api.http.answers import SILENCE_S
+from crossdock.cluster.api.http.http_guard import as_api_error
+from crossdock.cluster.api.http.http_json import Name, event_stream, json_answer
+from crossdock.cluster.api.http.limits import Charge
+from crossdock.cluster.api.routes.conversations import BegunChat, Conversations, Part
+from crossdock.cluster.api.routes.response_events import Event, ResponseAnswer, written
+from crossdock.cluster.api.routes.response_store import ResponseStore
+from crossdock.cluster.api.text.logprobs import LogprobWriter
+
+logger = logging.getLogger("ray.serve")
+
+Action: TypeAlias = Literal["get", "delete", "cancel"]
+AskStores: TypeAlias = Callable[[Action, str, str], Awaitable[list[bytes]]]
+"""Does something to a tenant's response at the other ingresses. Returns the records of those that have it."""
+
+_COMMENT = b": \n\n"  # keeps a stream open; clients pass over it
+_MOST_IN_BACKGROUND = 1024  # responses of one ingress that no client waits for
+
+
+class Responses:
+    def __init__(
+        self,
+        conversations: Conversations,
+        writer: LogprobWriter,
+        store: ResponseStore | None,
+        ask_stores: AskStores | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """`store`: None where nothing may be kept. `timeout_s`: the longest that a response in the background takes."""
+        self._conversations = conversations
+        self._writer = writer
+        self._store = store
+        self._ask_stores = ask_stores
+        self._timeout_s = timeout_s
+        self._background: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    async def create(self, request: Request, body: ResponsesRequest) -> Response:
+        own = input_items(body.input)
+        items = [*await self._items_before(request, body), *own]
+        chat = body.chat(items)
+        if body.background:
+            return await self._create_in_background(request, body, items)
+        begun = await self._conversations.begin(request, chat)
+        answer = ResponseAnswer(self._head(body, begun))
+        if body.stream:
+            request.state.error_event = answer.error_event
+            return await event_stream(self._events(request, body, begun, answer, items))
+        await self._finish(begun, answer)
+        self._keep(request, body, answer, items)
+        return json_answer(answer.response)
+
+    async def retrieve(self, request: Request, name: Name, stream: bool = False) -> Response:
+        """Return a stored response as it is now."""
+        if stream:
+            reason = "'stream' is not supported here: stream the response where it is created."
+            raise ApiError(reason, param="stream", code="unsupported_parameter")
+        return json_answer((await self._record("get", request, name))["response"])
+
+    async def delete(self, request: Request, name: Name) -> Response:
+        await self._record("delete", request, name)
+        return json_answer({"id": name, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request, name: Name) -> Response:
+        """End a response in the background. One that has ended stays as it is."""
+        response = (await self._record("cancel", request, name))["response"]
+        if not response["background"]:
+            reason = (
+                "Only a response that was created with 'background' can be cancelled: close the connection instead."
+            )
+            raise ApiError(reason, param="id", code="invalid_value")
+        return json_answer(response)
+
+    async def items(
+        self,
+        request: Request,
+        name: Name,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        """List the items before a response, those of previous responses included."""
+        items = (await self._record("get", request, name))["items"]
+        items = items if order == "asc" else items[::-1]
+        names = [item["id"] for item in items]
+        if after is not None and after not in names:
+            raise ApiError("Invalid value for 'after': there is no such item.", param="after", code="invalid_value")
+        start = 0 if after is None else names.index(after) + 1
+        page = items[start : start + limit]
+        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+        return json_answer({"object": "list", "data": page, **ends, "has_more": start + limit < len(items)})
+
+    async def at_this_ingress(self, action: Action, tenant: str, name: str) -> bytes | None:
+        """Return the record of a response, after `action`; None if it is not here."""
+        if self._store is None:
+            return None
+        running = self._background.get((tenant, name))
+        if action != "get" and running is not None:
+            running.cancel()
+            await asyncio.wait([running])
+        return self._store.delete(tenant, name) if action == "delete" else self._store.get(tenant, name)
+
+    async def _record(self, action: Action, request: Request, name: str, param: str = "id") -> Any:
+        """Return what is kept of a response: `response`, and the `items` before it. Raises ApiError 404."""
+        tenant = _tenant(request)
+        found = await self.at_this_ingress(action, tenant, name)
+        if found is None and self._store is not None and self._ask_stores is not None:
+            found = next(iter(await self._ask_stores(action, tenant, name)), None)
+        if found is None:
+            reason = (
+                f"Response '{name[:100]}' is not known here: it was not stored, was deleted, is too old, made way for"
+            )
+            hint = (
+                "newer ones, belongs to another API key, or its ingress has ended. Send the whole conversation instead"
+            )
+            raise ApiError(f"{reason} {hint}.", status=404, param=param, code="response_not_found")
+        return json.loads(found)
+
+    async def _items_before(self, request: Request, body: ResponsesRequest) -> list[Item]:
+        """Return the conversation up to the previous response's end. Raises ApiError where that is unknown or runs."""
+        if body.previous_response_id is None:
+            return []
+        record = await self._record("get", request, body.previous_response_id, "previous_response_id")
+        if record["response"]["status"] == "in_progress":
+            reason = "The previous response has not ended yet."
+            raise ApiError(reason, param="previous_response_id", code="invalid_value")
+        items: list[Item] = [*record["items"], *record["response"]["output"]]
+        return items
+
+    async def _create_in_background(self, request: Request, body: ResponsesRequest, items: list[Item]) -> Response:
+        if self._store is None:
+            reason = "'background' is not supported: this server stores no responses (http.response_store_bytes is 0)."
+            raise ApiError(reason, param="background", code="unsupported_parameter")
+        if len(self._background) >= _MOST_IN_BACKGROUND:
+            reason = f"{_MOST_IN_BACKGROUND} responses are being made in the background. Try again later."
+            raise ApiError(reason, status=429, kind="rate_limit_error", code="rate_limit_exceeded")
+        charge = request.state.account
+        if charge is not None:
+            charge = request.state.account = charge.hand_over()
+        try:
+            begun = await self._conversations.begin(request, body.chat(items))
+        except BaseException:
+            _end(charge)
+            raise
+        answer = ResponseAnswer(self._head(body, begun))
+        self._keep(request, body, answer, items)
+        key = (_tenant(request), answer.response["id"])
+
+        async def work() -> None:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await self._finish(begun, answer)
+            except asyncio.CancelledError:
+                answer.cancel()
+            except TimeoutError:
+                reason = f"The response took more than {self._timeout_s} s."
+                answer.fail(ApiError(reason, status=504, kind="server_error", code="request_timeout"))
+            except Exception as error:
+                logger.warning("response %s failed", key[1], exc_info=error)
+                answer.fail(as_api_error(error))
+            finally:
+                _end(charge)
+                self._keep(request, body, answer, items)
+                del self._background[key]
+
+        self._background[key] = asyncio.create_task(work())
+        await asyncio.sleep(0)  # a task that is cancelled before it has begun would not end its response
+        return json_answer(answer.response)
+
+    async def _events(
+        self,
+        request: Request,
+        body: ResponsesRequest,
+        begun: BegunChat,
+        answer: ResponseAnswer,
+        items: list[Item],
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream; those of one step of the model together."""
+        has_begun = False
+        clock = asyncio.get_running_loop().time
+        shown_at = clock()
+        async with aclosing(self._conversations.parts(begun)) as parts:
+            async for part in parts:
+                events = [] if has_begun else answer.begin()
+                has_begun = True
+                events += await self._step(begun, answer, part)
+                if part.output.finish_reason is not None:
+                    self._keep(request, body, answer, items)
+                if events or clock() - shown_at > SILENCE_S:
+                    shown_at = clock()
+                    yield written(events) or _COMMENT
+
+    async def _finish(self, begun: BegunChat, answer: ResponseAnswer) -> None:
+        async with aclosing(self._conversations.parts(begun)) as parts:
+            async for part in parts:
+                await self._step(begun, answer, part)
+
+    async def _step(self, begun: BegunChat, answer: ResponseAnswer, part: Part) -> list[Event]:
+        output, logprobs = part.output, []
+        if begun.chat.logprobs:
+            positions = [position for _, position in output.positions if position is not None]
+            logprobs = (await self._writer.chat(positions, begun.chat.num_top()))["content"]
+        events = answer.add(part.pieces, logprobs, len(output.token_ids))
+        if output.finish_reason is not None:
+            usage = _usage(begun, answer.reasoning_tokens)
+            events += answer.end(usage, is_cut=output.finish_reason == "length")
+        return events
+
+    def _head(self, body: ResponsesRequest, begun: BegunChat) -> dict[str, Any]:
+        """Return the fields of the response that are known before its first token."""
+        generation, sampling = begun.generation, begun.choice.submission.sampling
+        return {
+            "id": new_id("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": body.model or generation.card.name,
+            "service_tier": generation.tier.slo_class,
+            "background": body.background,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "metadata": body.metadata,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+            "store": body.store and self._store is not None,
+            "temperature": sampling.temperature,
+            "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+            "tools": body.tools,
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+        }
+
+    def _keep(self, request: Request, body: ResponsesRequest, answer: ResponseAnswer, items: list[Item]) -> None:
+        """Store the response as it is now, unless its client or this server wants nothing stored."""
+        if body.store and self._store is not None:
+            response = answer.response
+            record = to_json({"response": response, "items": items})
+            self._store.put(_tenant(request), response["id"], record)
+
+
+def _tenant(request: Request) -> str:
+    key = request.state.api_key
+    return "" if key is None else key.tenant
+
+
+def _end(charge: Charge | None) -> None:
+    if charge is not None:
+        charge.end()
+
+
+def _usage(begun: BegunChat, reasoning_tokens: int) -> dict[str, Any]:
+    choice = begun.choice
+    num_prompt_tokens = len(choice.prompt.token_ids)
+    return {
+        "input_tokens": num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": choice.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": choice.num_tokens,
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "total_tokens": num_prompt_tokens + choice.num_tokens,
+    }

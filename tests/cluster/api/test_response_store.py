@@ -1,0 +1,148 @@
+"""The store of responses: its bounds, each tenant's share, and what other ingresses find in it."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.routes.response_store import RECORD_BYTES, ResponseStore
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from tests.cluster.api.scripted_api import STORY, LiveServer, ScriptedDispatcher, eventually, refused
+
+TTL_S = 100.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "get", "delete", "wait"]),
+        st.sampled_from("ab"),
+        st.sampled_from("xyz"),
+        st.integers(0, 3000),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None)
+@given(STEPS)
+def test_any_history_equals_a_plain_dictionary_while_there_is_place(steps: list[tuple[str, str, str, int]]) -> None:
+    clock = Clock()
+    store, known = ResponseStore(10**9, TTL_S, clock), dict[tuple[str, str], tuple[float, bytes]]()
+    for action, tenant, name, number in steps:
+        clock.now += number / 50 if action == "wait" else 0.0
+        expires, expected = known.get((tenant, name), (0.0, None))
+        expected = expected if clock.now < expires else None
+        if action == "put":
+            store.put(tenant, name, b"r" * number)
+            known[tenant, name] = (clock.now + TTL_S, b"r" * number)
+        elif action == "delete":
+            assert expected is None or store.delete(tenant, name) == expected
+            if expected is not None:
+                del known[tenant, name]
+        else:
+            assert store.get(tenant, name) == expected
+    for tenant in "ab":
+        store.get(tenant, "")
+    alive = [record for expires, record in known.values() if clock.now < expires]
+    assert store.num_bytes == sum(RECORD_BYTES + len(record) for record in alive)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 4000)), max_size=30))
+def test_bound_holds_after_every_record(puts: list[tuple[str, int]]) -> None:
+    store = ResponseStore(10_000, TTL_S, Clock())
+    for i, (tenant, size) in enumerate(puts):
+        store.put(tenant, str(i), b"r" * size)
+        assert store.num_bytes <= 10_000
+        assert store.get(tenant, str(i)) is not None or size + RECORD_BYTES > 10_000 / 3
+
+
+def test_tenant_that_uses_most_loses_its_oldest_records() -> None:
+    store = ResponseStore(10 * RECORD_BYTES, TTL_S, Clock())
+    store.put("quiet", "first", b"")
+    for i in range(100):
+        store.put("loud", str(i), b"")
+    assert store.get("quiet", "first") == b""
+    kept = [i for i in range(100) if store.get("loud", str(i)) is not None]
+    assert kept == list(range(91, 100))
+
+
+def test_record_beyond_all_memory_is_not_kept() -> None:
+    store = ResponseStore(5000, TTL_S, Clock())
+    store.put("a", "large", b"r" * 5000)
+    assert (store.get("a", "large"), store.num_bytes) == (None, 0)
+
+
+def test_records_of_a_tenant_that_left_are_forgotten() -> None:
+    clock = Clock()
+    store = ResponseStore(10**9, TTL_S, clock)
+    store.put("left", "x", b"r")
+    clock.now = 2 * TTL_S
+    store.put("other", "x", b"")
+    assert store.num_bytes == RECORD_BYTES
+
+
+@pytest.fixture
+def ingresses(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterator[list[httpx.Client]]:
+    """A connection to each of two ingresses that can ask each other."""
+    apps: list[Any] = []
+
+    def build(number: int) -> Any:
+        async def ask_stores(action: str, tenant: str, name: str) -> list[bytes]:
+            found = await apps[1 - number].state.stored(action, tenant, name)
+            return [] if found is None else [found]
+
+        config = HttpConfig.model_validate({"api_keys": ["a", "b"], "replicas": 2})
+        return build_api(engine, tokenizer, config, ask_stores=ask_stores)  # type: ignore[arg-type]
+
+    apps += [build(0), build(1)]
+    with ExitStack() as stack:
+        urls = [stack.enter_context(LiveServer(app)) for app in apps]
+        headers = {"authorization": "Bearer a"}
+        yield [stack.enter_context(httpx.Client(base_url=url, timeout=20, headers=headers)) for url in urls]
+
+
+def test_response_is_found_at_the_ingress_that_stored_it(
+    ingresses: list[httpx.Client], engine: ScriptedDispatcher
+) -> None:
+    here, there = ingresses
+    first = here.post("/v1/responses", json={"input": "Hi"}).json()
+    path = f"/v1/responses/{first['id']}"
+    assert there.get(path).json() == here.get(path).json() == first
+    assert there.get(f"{path}/input_items").json() == here.get(f"{path}/input_items").json()
+    for http in ingresses:
+        body = {"input": "More", "previous_response_id": first["id"], "store": False}
+        assert http.post("/v1/responses", json=body).status_code == 200
+    assert engine.submissions[-1].prompt_token_ids == engine.submissions[-2].prompt_token_ids
+    refused(there.get(path, headers={"authorization": "Bearer b"}), 404)
+    assert there.delete(path).json()["deleted"] is True
+    for http in ingresses:
+        refused(http.get(path), 404)
+
+
+def test_response_in_the_background_is_cancelled_from_another_ingress(
+    ingresses: list[httpx.Client], engine: ScriptedDispatcher
+) -> None:
+    here, there = ingresses
+    engine.script = lambda submission: [*engine.story(submission)[:3], 60.0]
+    name = here.post("/v1/responses", json={"input": "Hi", "background": True}).json()["id"]
+    eventually(lambda: engine.running == 1)
+    cancelled = there.post(f"/v1/responses/{name}/cancel").json()
+    assert cancelled["status"] == "cancelled"
+    assert STORY.startswith(cancelled["output"][0]["content"][0]["text"])
+    assert here.get(f"/v1/responses/{name}").json() == cancelled
+    assert len(engine.aborted) == 1

@@ -1,0 +1,531 @@
+"""OpenAI's Responses API, as OpenAI's own client reads it."""
+
+import json
+from functools import partial
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import Response as OpenaiResponse
+from openai.types.responses import ResponseStreamEvent
+from openai.types.responses.response_item_list import ResponseItemList
+from pydantic import BaseModel, TypeAdapter
+
+from crossdock.cluster.api.body.response_items import chat_messages, input_items
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from crossdock.cluster.dispatch.dispatcher import ReplicaLost
+from crossdock.workers.schedule.request import Overloaded, TokenDelta
+from tests.cluster.api.scripted_api import (
+    MAX_MODEL_LEN,
+    STORY,
+    ScriptedDispatcher,
+    eventually,
+    raw,
+    refused,
+    serving,
+)
+
+WRITTEN = '{"name": "move", "arguments": {"to": {"x": 3}}}'
+MOVE: Any = {"type": "function", "name": "move", "parameters": {"type": "object", "properties": {"to": {}}}}
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+def ask(http: httpx.Client, given: Any = "Hi", **fields: Any) -> httpx.Response:
+    return http.post("/v1/responses", json={"input": given, **fields})
+
+
+def created(http: httpx.Client, given: Any = "Hi", **fields: Any) -> dict[str, Any]:
+    """Return a response, which must succeed and have the type of OpenAI's package."""
+    answer = ask(http, given, **fields)
+    assert answer.status_code == 200, answer.text
+    response: dict[str, Any] = answer.json()
+    check(response)
+    return response
+
+
+def check(response: dict[str, Any]) -> None:
+    """Check the type. OpenAI's has the tiers of OpenAI, ours the SLO class, as chats have."""
+    assert response["service_tier"] == "standard"
+    OpenaiResponse.model_validate({**response, "service_tier": "default"}, strict=True)
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """Return the events of a stream, of which each must have a type of OpenAI's package."""
+    assert answer.status_code == 200, answer.text
+    *blocks, rest = answer.text.split("\n\n")
+    assert rest == ""
+    found = []
+    for block in blocks:
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        plain = (
+            {**event, "response": {**event["response"], "service_tier": "default"}} if "response" in event else event
+        )
+        parsed = EVENT.validate_python(plain, strict=True)
+        assert isinstance(parsed, BaseModel)
+        found.append(event)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def test_response_is_answered_in_openais_types(client: openai.OpenAI, tokenizer: ModelTokenizer) -> None:
+    answer = client.responses.create(model="tiny", input="Hi", metadata={"a": "b"}, temperature=0.5)
+    assert answer.output_text == STORY
+    assert (answer.status, answer.error, answer.incomplete_details) == ("completed", None, None)
+    assert (answer.metadata, answer.temperature, answer.model) == ({"a": "b"}, 0.5, "tiny")
+    assert answer.usage is not None
+    num_tokens = len(tokenizer.encode(STORY)) + 1
+    assert (answer.usage.output_tokens, answer.usage.input_tokens_details.cached_tokens) == (num_tokens, 4)
+    assert answer.usage.total_tokens == answer.usage.input_tokens + num_tokens
+
+
+def test_response_is_the_submission_of_the_same_chat(http: httpx.Client, engine: ScriptedDispatcher) -> None:
+    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 3, "stop": ["fox"]}
+    talk = [
+        {"role": "developer", "content": "No jokes."},
+        {"role": "user", "content": "Hi"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Ho", "annotations": []}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+    ]
+    created(http, talk, instructions="Be brief.", max_output_tokens=20, **fields)
+    chat = {
+        "messages": [
+            {"role": "system", "content": "Be brief.\n\nNo jokes."},
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Ho"},
+            {"role": "user", "content": "a\nb"},
+        ],
+        "max_completion_tokens": 20,
+        **fields,
+    }
+    assert http.post("/v1/chat/completions", json=chat).status_code == 200
+    ours, theirs = engine.submissions
+    assert ours.prompt_token_ids == theirs.prompt_token_ids
+    assert ours.sampling == theirs.sampling
+    assert ours.slo_class == theirs.slo_class
+
+
+def without_ids(response: dict[str, Any]) -> dict[str, Any]:
+    output = [{**item, "id": "", "call_id": ""} for item in response["output"]]
+    return {**response, "id": "", "created_at": 0, "completed_at": 0, "output": output}
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        (STORY, {}),
+        (STORY, {"max_output_tokens": 3}),
+        (STORY, {"include": ["message.output_text.logprobs"], "top_logprobs": 2}),
+        (WRITTEN, {"tools": [MOVE], "tool_choice": "required", "parallel_tool_calls": False}),
+        ('{"x": 3}', {"text": {"format": {"type": "json_schema", "name": "point", "schema": POINT, "strict": True}}}),
+        ("", {}),
+    ],
+)
+def test_stream_builds_the_whole_response(
+    http: httpx.Client, engine: ScriptedDispatcher, words: str, fields: dict[str, Any]
+) -> None:
+    engine.script = partial(engine.story, words=words)
+    whole = created(http, **fields)
+    found = events(ask(http, stream=True, **fields))
+    assert [event["type"] for event in found[:2]] == ["response.created", "response.in_progress"]
+    assert without_ids(found[-1]["response"]) == without_ids(whole)
+    assert http.get(f"/v1/responses/{found[-1]['response']['id']}").json() == found[-1]["response"]
+    rebuilt: dict[int, str] = {}
+    for event in found:
+        if event["type"].endswith(".delta"):
+            rebuilt[event["output_index"]] = rebuilt.get(event["output_index"], "") + event["delta"]
+    done = [event["item"] for event in found if event["type"] == "response.output_item.done"]
+    assert done == found[-1]["response"]["output"]
+    texts = [item["arguments"] if "arguments" in item else item["content"][0]["text"] for item in done]
+    assert texts == list(rebuilt.values())
+
+
+def test_openais_stream_helper_reads_the_stream(client: openai.OpenAI) -> None:
+    with client.responses.stream(model="tiny", input="Hi") as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert text == stream.get_final_response().output_text == STORY
+
+
+def test_answer_that_reaches_its_limit_is_incomplete(http: httpx.Client, engine: ScriptedDispatcher) -> None:
+    response = created(http, max_output_tokens=3)
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert response["output"][0]["status"] == "incomplete"
+    assert events(ask(http, max_output_tokens=3, stream=True))[-1]["type"] == "response.incomplete"
+    engine.script = partial(engine.story, words="dog " * 300)
+    assert created(http, max_output_tokens=100_000)["usage"]["total_tokens"] == MAX_MODEL_LEN
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "function", "name": "move"},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "move"}]},
+    ],
+)
+def test_forced_call_is_a_function_call_for_openais_client(
+    client: openai.OpenAI, engine: ScriptedDispatcher, choice: Any
+) -> None:
+    engine.script = partial(engine.story, words=WRITTEN)
+    tools: Any = [{"type": "function", "name": name} for name in ("m", "move")]
+    with client.responses.stream(model="tiny", input="Hi", tools=tools, tool_choice=choice) as stream:
+        streamed = stream.get_final_response()
+    whole = client.responses.create(model="tiny", input="Hi", tools=tools, tool_choice=choice)
+    for answer in (whole, streamed):
+        [call] = answer.output
+        assert call.type == "function_call"
+        assert (call.name, json.loads(call.arguments)) == ("move", {"to": {"x": 3}})
+        assert call.call_id.startswith("call_")
+
+
+THOUGHT = (
+    '<think>Hm</think>Go<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+)
+PARSERS = HttpConfig.model_validate({"tool_call_parser": "hermes", "reasoning_parser": "qwen3"})
+
+
+def test_reasoning_text_and_calls_are_items_whole_and_streamed(tokenizer: ModelTokenizer) -> None:
+    engine = ScriptedDispatcher(tokenizer, max_model_len=1000)
+    engine.script = partial(engine.story, words=THOUGHT)
+    fields: Any = {"tools": [{"type": "function", "name": name} for name in "fg"]}
+    with serving(engine, tokenizer, PARSERS) as http:
+        whole = created(http, **fields)
+        found = events(ask(http, stream=True, **fields))
+        created(
+            http, [{"type": "function_call_output", "call_id": "c", "output": "1"}], previous_response_id=whole["id"]
+        )
+        [single] = [
+            item
+            for item in created(http, parallel_tool_calls=False, **fields)["output"]
+            if item["type"] == "function_call"
+        ]
+    for response in (whole, found[-1]["response"]):
+        reasoning, message, first, second = response["output"]
+        assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm"}]
+        assert message["content"][0]["text"] == "Go"
+        assert [(call["name"], json.loads(call["arguments"])) for call in (first, second)] == [
+            ("f", {"a": 1}),
+            ("g", {}),
+        ]
+        assert first["call_id"] != second["call_id"]
+        assert 0 < response["usage"]["output_tokens_details"]["reasoning_tokens"] < 10
+    assert single["name"] == "f"
+    kinds = {event["type"] for event in found}
+    assert {"response.reasoning_text.delta", "response.reasoning_text.done"} <= kinds
+    assert {"response.function_call_arguments.delta", "response.function_call_arguments.done"} <= kinds
+    assert without_ids(found[-1]["response"]) == without_ids(whole)
+
+
+def test_stream_in_a_long_call_is_kept_open_by_comments(
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crossdock.cluster.api.routes.responses.SILENCE_S", -1.0)
+    engine = ScriptedDispatcher(tokenizer, max_model_len=1000)
+    engine.script = partial(engine.story, words=THOUGHT)
+    tools: Any = [{"type": "function", "name": name} for name in "fg"]
+    with (
+        serving(engine, tokenizer, PARSERS) as http,
+        openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        assert ask(http, stream=True, tools=tools).text.count("\n\n: \n\n") > 10
+        with client.responses.stream(model="tiny", input="Hi", tools=tools) as stream:
+            kinds = [item.type for item in stream.get_final_response().output]
+    assert kinds == ["reasoning", "message", "function_call", "function_call"]
+
+
+def test_structured_text_has_the_grammar_of_the_same_chat(
+    http: httpx.Client, client: openai.OpenAI, engine: ScriptedDispatcher
+) -> None:
+    class Point(BaseModel):
+        x: int
+
+    engine.script = partial(engine.story, words='{"x": 3}')
+    assert client.responses.parse(model="tiny", input="Hi", text_format=Point).output_parsed == Point(x=3)
+    created(http, text={"format": {"type": "json_schema", "name": "p", "schema": POINT}})
+    schema = {"type": "json_schema", "json_schema": {"name": "p", "schema": POINT}}
+    http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}], "response_format": schema})
+    assert engine.submissions[-1].sampling.grammar == engine.submissions[-2].sampling.grammar is not None
+
+
+def test_items_become_the_messages_of_a_chat() -> None:
+    items = input_items(
+        [
+            {"role": "system", "content": "One"},
+            {"role": "user", "content": "Go"},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+            {"type": "message", "role": "assistant", "content": "Going"},
+            {"type": "function_call", "call_id": "c1", "name": "move", "arguments": '{"to": 1}'},
+            {"type": "function_call", "call_id": "c2", "name": "move", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "there"},
+            {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "no"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Again"}]},
+            {"type": "function_call", "call_id": "c3", "name": "move", "arguments": "{}"},
+            {"role": "developer", "content": "Two"},
+        ]
+    )
+    calls = [
+        {"id": name, "type": "function", "function": {"name": "move", "arguments": arguments}}
+        for name, arguments in (("c1", '{"to": 1}'), ("c2", "{}"), ("c3", "{}"))
+    ]
+    assert chat_messages("Zero", items) == [
+        {"role": "system", "content": "Zero\n\nOne"},
+        {"role": "user", "content": "Go"},
+        {"role": "assistant", "content": "Going", "reasoning_content": "Hm", "tool_calls": calls[:2]},
+        {"role": "tool", "tool_call_id": "c1", "content": "there"},
+        {"role": "tool", "tool_call_id": "c2", "content": "no"},
+        {"role": "assistant", "content": "", "reasoning_content": "Again", "tool_calls": calls[2:]},
+        {"role": "system", "content": "Two"},
+    ]
+
+
+def test_conversation_goes_on_after_a_stored_response(client: openai.OpenAI, engine: ScriptedDispatcher) -> None:
+    first = client.responses.create(model="tiny", input="Hi", instructions="Be brief.")
+    second = client.responses.create(model="tiny", input="More", previous_response_id=first.id)
+    talk: Any = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": STORY}]
+    client.responses.create(model="tiny", input=[*talk, {"role": "user", "content": "More"}], store=False)
+    client.responses.create(model="tiny", input=first.output, store=False)  # type: ignore[arg-type]
+    _, chained, sent, _ = engine.submissions
+    assert chained.prompt_token_ids == sent.prompt_token_ids  # instructions are those of one response
+    items = client.responses.input_items.list(second.id, order="asc")
+    assert [getattr(item, "role", None) for item in items] == ["user", "assistant", "user"]
+
+
+def test_conversation_beyond_its_bound_is_refused(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    """Reasoning that the template leaves out would otherwise grow with every turn, without end."""
+    thought = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "a" * (1 << 20)}]}]
+    with serving(engine, tokenizer, HttpConfig()) as http:
+        name = None
+        for _ in range(3):
+            name = created(http, [*thought, {"role": "user", "content": ""}], previous_response_id=name)["id"]
+        answer = ask(http, thought, previous_response_id=name)
+        assert "4194304" in refused(answer, 400, param="input")["message"]
+        name = created(http, [{"role": "user", "content": "", "type": "message"}])["id"]
+        many = [{"type": "reasoning", "summary": []}] * 4094
+        name = created(http, many, previous_response_id=name)["id"]
+        refused(ask(http, previous_response_id=name), 400, param="input")
+
+
+def test_items_of_a_response_come_in_pages(http: httpx.Client) -> None:
+    given = [{"role": "user", "content": str(i), "id": f"msg_{i}"} for i in range(5)]
+    path = f"/v1/responses/{created(http, given)['id']}/input_items"
+    whole = http.get(path).json()
+    ResponseItemList.model_validate(whole, strict=True)
+    assert [item["id"] for item in whole["data"]] == ["msg_4", "msg_3", "msg_2", "msg_1", "msg_0"]
+    page = http.get(path, params={"order": "asc", "limit": 2, "after": "msg_1"}).json()
+    assert [item["id"] for item in page["data"]] == ["msg_2", "msg_3"]
+    assert (page["first_id"], page["last_id"], page["has_more"]) == ("msg_2", "msg_3", True)
+    for params, param in (({"limit": 0}, "limit"), ({"order": "up"}, "order"), ({"after": "x"}, "after")):
+        refused(http.get(path, params=params), 400, param=param)  # type: ignore[arg-type]
+
+
+def test_deleted_or_unstored_response_is_not_known(client: openai.OpenAI, http: httpx.Client) -> None:
+    stored = client.responses.create(model="tiny", input="Hi")
+    assert client.responses.retrieve(stored.id).output_text == STORY
+    client.responses.delete(stored.id)
+    unstored = created(http, store=False)
+    assert unstored["store"] is False
+    for name in (stored.id, unstored["id"], "resp_x"):
+        for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+            answer = http.request(method, f"/v1/responses/{name}{path}")
+            assert (
+                "Send the whole conversation" in refused(answer, 404, code="response_not_found", param="id")["message"]
+            )
+        refused(ask(http, previous_response_id=name), 404, param="previous_response_id")
+
+
+def test_response_of_another_key_is_not_known(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    config = HttpConfig.model_validate({"api_keys": ["a", {"key": "b", "sees_all_requests": True}]})
+    a, b = ({"authorization": f"Bearer {key}"} for key in "ab")
+    with serving(engine, tokenizer, config) as http:
+        name = http.post("/v1/responses", json={"input": "Hi"}, headers=a).json()["id"]
+        assert http.get(f"/v1/responses/{name}", headers=a).status_code == 200
+        refused(http.get(f"/v1/responses/{name}", headers=b), 404)
+        refused(http.delete(f"/v1/responses/{name}", headers=b), 404)
+        answer = http.post("/v1/responses", json={"input": "Hi", "previous_response_id": name}, headers=b)
+        refused(answer, 404)
+        assert http.get(f"/v1/responses/{name}", headers=a).status_code == 200
+
+
+def test_server_without_a_store_keeps_nothing(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    with serving(engine, tokenizer, HttpConfig(response_store_bytes=0)) as http:
+        response = created(http)
+        assert response["store"] is False
+        refused(http.get(f"/v1/responses/{response['id']}"), 404)
+        refused(ask(http, background=True), 400, param="background")
+
+
+def test_response_in_the_background_is_fetched_later(client: openai.OpenAI, http: httpx.Client) -> None:
+    begun = client.responses.create(model="tiny", input="Hi", background=True)
+    assert begun.status == "in_progress"
+    eventually(lambda: client.responses.retrieve(begun.id).status == "completed")
+    ended = http.get(f"/v1/responses/{begun.id}").json()
+    check(ended)
+    assert ended["output"][0]["content"][0]["text"] == STORY
+    assert client.responses.cancel(begun.id).status == "completed"
+    refused(http.post(f"/v1/responses/{created(http)['id']}/cancel"), 400)
+
+
+def test_cancelled_response_ends_its_request(
+    client: openai.OpenAI, http: httpx.Client, engine: ScriptedDispatcher
+) -> None:
+    engine.script = lambda submission: [*engine.story(submission)[:2], 60.0]
+    begun = [client.responses.create(model="tiny", input="Hi", background=True).id for _ in range(3)]
+    refused(ask(http, previous_response_id=begun[0]), 400, param="previous_response_id")
+    eventually(lambda: engine.running == 3)
+    ended = client.responses.cancel(begun[0])
+    assert ended.status == "cancelled"
+    assert http.get(f"/v1/responses/{begun[0]}").json()["status"] == "cancelled"
+    client.responses.delete(begun[1])
+    refused(http.get(f"/v1/responses/{begun[1]}"), 404)
+    eventually(lambda: len(engine.aborted) == 2)
+    client.responses.cancel(begun[2])
+
+
+def test_failure_in_the_background_is_the_error_of_the_response(http: httpx.Client, engine: ScriptedDispatcher) -> None:
+    for error, code in ((ReplicaLost("gone"), "server_error"), (Overloaded("later", 3.0), "rate_limit_exceeded")):
+        engine.script = partial(lambda error, submission: [error], error)
+        name = created(http, background=True)["id"]
+        eventually(lambda name=name: http.get(f"/v1/responses/{name}").json()["status"] == "failed")  # type: ignore[misc]
+        ended = http.get(f"/v1/responses/{name}").json()
+        check(ended)
+        assert ended["error"]["code"] == code
+
+
+def test_response_in_the_background_counts_for_its_key(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
+    config = HttpConfig.model_validate({"api_keys": [{"key": "a", "max_concurrent_requests": 1}]})
+    engine.script = lambda submission: [*engine.story(submission)[:2], 60.0]
+    with serving(engine, tokenizer, config) as http:
+        http.headers["authorization"] = "Bearer a"
+        begun = created(http, background=True)["id"]
+        refused(ask(http), 429)
+        assert http.post(f"/v1/responses/{begun}/cancel").json()["status"] == "cancelled"
+        engine.script = engine.story
+        created(http)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": {"role": "user"}}, "input"),
+        ({"input": [5]}, "input[0]"),
+        ({"input": [{"role": "robot", "content": "Hi"}]}, "input[0].role"),
+        ({"input": [{"role": {}, "content": "Hi"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+        ({"input": [{"type": "web_search_call", "id": "w"}]}, "input[0].type"),
+        ({"input": [{"type": ["message"]}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "w"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
+        ({"input": [{"role": "user"}] * 4097}, "input"),
+        ({"input": "dog " * 300}, "input"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "text"}]}]},
+            "input[0].output[0].text",
+        ),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"top_p": "much"}, "top_p"),
+        ({"metadata": {"a": 5}}, "metadata.a"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+        ({"include": ["everything"]}, "include[0]"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"reasoning": {"depth": 3}}, "reasoning.depth"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"a": "b" * 99_000}}}}, "text.format.schema"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        (
+            {"tools": [{"type": "function", "name": "f", "parameters": 5}], "tool_choice": "required"},
+            "tools[0].function.parameters",
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": ["f"]}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.mode"),
+        ({"previous_response_id": 5}, "previous_response_id"),
+        ({"background": True, "store": False}, "background"),
+        ({"background": True, "stream": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"moderation": {}}, "moderation"),
+        ({"messages": []}, "messages"),
+        ({"service_tier": "gold"}, "service_tier"),
+        ({"n": 2}, "n"),
+    ],
+)
+def test_wrong_field_is_named(
+    http: httpx.Client, engine: ScriptedDispatcher, fields: dict[str, Any], param: str
+) -> None:
+    for stream in (False, True):
+        body = {"input": "Hi", "stream": stream, **fields}
+        error = refused(http.post("/v1/responses", json=body), 400, param=param)
+        assert "'messages'" not in error["message"] or param == "messages"
+    assert not engine.submissions
+
+
+def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
+    fields = {
+        "user": "u",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "max_tool_calls": 3,
+        "stream_options": {"include_obfuscation": False},
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": None, "summary": "auto"},
+        "text": {"verbosity": "medium", "format": {"type": "text"}},
+        "truncation": "disabled",
+        "context_management": [],
+    }
+    created(http, **fields)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status"), [(Overloaded("later", 3.0), 429), (ReplicaLost("gone"), 503), (RuntimeError("secret"), 500)]
+)
+def test_failure_before_the_first_token_has_its_status(
+    http: httpx.Client, engine: ScriptedDispatcher, stream: bool, error: Exception, status: int
+) -> None:
+    engine.script = lambda submission: [error]
+    assert "secret" not in refused(ask(http, stream=stream), status)["message"]
+
+
+def test_failure_in_a_stream_is_a_failed_response(http: httpx.Client, engine: ScriptedDispatcher) -> None:
+    def script(submission: Any) -> list[TokenDelta | Exception | float]:
+        return [*engine.story(submission)[:3], ReplicaLost("gone")]
+
+    engine.script = script
+    found = events(ask(http, stream=True))
+    assert found[-1]["type"] == "response.failed"
+    failed = found[-1]["response"]
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
+    assert STORY.startswith(failed["output"][0]["content"][0]["text"])
+    refused(http.get(f"/v1/responses/{failed['id']}"), 404)
+
+
+def test_cut_stream_aborts_the_request(url: str, engine: ScriptedDispatcher) -> None:
+    engine.script = lambda submission: [*engine.story(submission)[:2], 60.0]
+    body = json.dumps({"input": "Hi", "stream": True})
+    with raw(url) as wire:
+        head = (
+            f"POST /v1/responses HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        )
+        wire.sendall(f"{head}\r\n\r\n{body}".encode())
+        assert b"200 OK" in wire.recv(65536)
+    eventually(lambda: len(engine.aborted) == 1)
