@@ -20,6 +20,7 @@ from crossdock.workers.report.advertise import Publisher
 from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Request, TokenDelta
+from crossdock.workers.schedule.retention import retention
 from crossdock.workers.schedule.scheduler import Scheduler
 
 TOKEN = 2**32 - 1  # the token that every simulated model samples
@@ -139,7 +140,8 @@ class SimulatedReplica:
 
     def __post_init__(self) -> None:
         profile = self.pool.profile
-        pages = PagePool(profile.num_pages, profile.page_size, self.pool.enable_prefix_caching)
+        cached = retention(self.pool.engine.prefix_eviction, profile.num_pages, profile.page_size)
+        pages = PagePool(profile.num_pages, profile.page_size, self.pool.enable_prefix_caching, cached)
         overrun, depth = max(profile.overrun, self.noise.overrun), profile.pipeline_parallel_size
         self._stages = Stages.of(depth, profile.interval_share)
         self.scheduler = Scheduler(

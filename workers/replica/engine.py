@@ -29,6 +29,7 @@ from crossdock.workers.schedule.cost_fit import StepCostFit
 from crossdock.workers.schedule.interval_share import IntervalShare
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import FinishReason, InvalidField, Request, Submission, TokenDelta
+from crossdock.workers.schedule.retention import retention
 from crossdock.workers.schedule.scheduler import Scheduler
 
 
@@ -67,7 +68,8 @@ class Engine:
         self.config = config
         num_pages = self._num_pages()
         model.allocate_pool(num_pages, config.page_size)
-        self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching)
+        cached = retention(config.prefix_eviction, num_pages, config.page_size)
+        self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching, cached)
         depth = model.part.position.num_stages
         self.scheduler = Scheduler(config, self.pages, model.max_model_len, model.eos_token_ids, depth=depth)
         self.grammars = GrammarCompiler(self.tokenizer_dir, model.vocab_size, model.eos_token_ids)

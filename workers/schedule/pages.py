@@ -1,16 +1,19 @@
 """The owners of KV pages: reference-counted page ids, a hash-chained prefix index, quarantine. Integers only.
 
 Every page is in exactly one state: *free*, *owned* (by one request or more), *cached* (in the prefix index, without an
-owner; evicted least recently used first) or *quarantined* (without an owner, but a remote writer may still reach it).
+owner; retention.py decides which is evicted first) or *quarantined* (without an owner, but a remote writer may still
+reach it).
 Only `release(owner)` and `end_quarantine(owner)` give pages back.
 """
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from crossdock.workers.schedule.retention import LeastRecentlyUsed, Retention
 
 PageHash: TypeAlias = bytes
 """Names the content of a full page and of all pages before it: equal hashes mean equal prefixes and equal salts."""
@@ -48,8 +51,10 @@ class PageCounts:
 class PagePool:
     """Hands out page ids. An owner's pages keep their order: page i holds the owner's tokens [i·size, (i+1)·size)."""
 
-    def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True) -> None:
-        """Create a pool of free pages of `page_size` tokens each.
+    def __init__(
+        self, num_pages: int, page_size: int, enable_prefix_caching: bool = True, cached: Retention | None = None
+    ) -> None:
+        """Create a pool of free pages of `page_size` tokens each. `cached`: None evicts the least recently used page.
 
         Raises:
             ValueError: `num_pages` or `page_size` is below 1.
@@ -65,7 +70,7 @@ class PagePool:
         self._owned: dict[str, array[int]] = {}  # as C integers: a step copies them, see `StepInputs.of`
         self._hash_of: list[PageHash | None] = [None] * num_pages  # by page; None: not indexed
         self._index: dict[PageHash, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()  # indexed and unowned, least recently used first
+        self.cached: Retention = cached if cached is not None else LeastRecentlyUsed()  # indexed and unowned
         self._quarantine: dict[str, list[int]] = {}
         self._changes: dict[PageHash, bool] = {}  # since `take_changes`: True is indexed, False removed
 
@@ -74,7 +79,7 @@ class PagePool:
     @property
     def num_available(self) -> int:
         """Return how many pages `allocate` could hand out now: free ones, and cached ones that can be evicted."""
-        return len(self._new) + len(self._free) + len(self._cached)
+        return len(self._new) + len(self._free) + len(self.cached)
 
     def pages_of(self, owner: str) -> Sequence[int]:
         """Return the pages of an owner in the order of their tokens; none for an unknown owner."""
@@ -87,7 +92,7 @@ class PagePool:
 
     def counts(self) -> PageCounts:
         """Count the pages in each state."""
-        free, cached = len(self._new) + len(self._free), len(self._cached)
+        free, cached = len(self._new) + len(self._free), len(self.cached)
         owned = sum(1 for owners in self._num_owners if owners)
         return PageCounts(free, owned, cached, self.num_quarantined, self.num_pages)
 
@@ -103,7 +108,7 @@ class PagePool:
 
     def can_allocate(self, num_pages: int, shared: Sequence[int] = ()) -> bool:
         """Return whether `num_pages` pages are available beside the pages to share; a shared cached page is used up."""
-        return num_pages + sum(1 for page in shared if page in self._cached) <= self.num_available
+        return num_pages + sum(1 for page in shared if page in self.cached) <= self.num_available
 
     def num_freed_by(self, owners: Sequence[str], besides: Sequence[int] = ()) -> int:
         """Return how many pages, `besides` these, would have no owner if all of `owners` released theirs."""
@@ -131,15 +136,15 @@ class PagePool:
     def share(self, owner: str, pages: Sequence[int]) -> None:
         """Add `owner` to the owners of `pages`, which `match_prefix` has just returned."""
         for page in pages:
-            assert self._num_owners[page] or page in self._cached, (
+            assert self._num_owners[page] or page in self.cached, (
                 f"page {page} cannot be shared: it has no owner and is not cached"
             )
-            self._cached.pop(page, None)
             self._num_owners[page] += 1
+        self.cached.share(pages)
         self._owned.setdefault(owner, array("i")).extend(pages)
 
     def allocate(self, owner: str, num_pages: int) -> list[int]:
-        """Give `owner` so many pages; without free ones, evict the least recently used cached pages."""
+        """Give `owner` so many pages; without free ones, evict cached pages."""
         assert num_pages <= self.num_available, f"{num_pages} pages needed, {self.num_available} available"
         pages = [*self._new[:num_pages]]
         self._new = self._new[num_pages:]
@@ -156,11 +161,14 @@ class PagePool:
         """
         if not self.enable_prefix_caching:
             return
+        parent = self._index.get(hashes[first - 1]) if first else None
         for page, page_hash in zip(self._owned[owner][first : len(hashes)], hashes[first:], strict=True):
             if page_hash not in self._index and self._hash_of[page] is None:
                 self._index[page_hash] = page
                 self._hash_of[page] = page_hash
+                self.cached.index(page, parent)
                 self._note(page_hash, True)
+            parent = self._index.get(page_hash)
 
     def release(self, owner: str) -> int:
         """Take all pages from `owner`, and return how many of them have no owner now. Unknown owners have none.
@@ -193,8 +201,8 @@ class PagePool:
 
     def clear_cache(self) -> int:
         """Remove every prefix from the index. Returns how many cached pages that freed."""
-        num_cached = len(self._cached)
-        while self._cached:
+        num_cached = len(self.cached)
+        while self.cached:
             self._free.append(self._evict())
         for page in [*self._index.values()]:
             self._forget(page)
@@ -202,6 +210,7 @@ class PagePool:
 
     def _give_back(self, pages: Sequence[int]) -> int:
         num_unowned = 0
+        cached = []
         for page in reversed(pages):  # the end of a prefix is evicted first: without its beginning it is useless
             self._num_owners[page] -= 1
             if self._num_owners[page] == 0:
@@ -209,11 +218,12 @@ class PagePool:
                 if self._hash_of[page] is None:
                     self._free.append(page)
                 else:
-                    self._cached[page] = None
+                    cached.append(page)
+        self.cached.add(cached)
         return num_unowned
 
     def _evict(self) -> int:
-        page, _ = self._cached.popitem(last=False)
+        page = self.cached.evict()
         self._forget(page)
         return page
 
@@ -221,6 +231,7 @@ class PagePool:
         page_hash, self._hash_of[page] = self._hash_of[page], None
         if page_hash is not None:
             del self._index[page_hash]
+            self.cached.forget(page)
             self._note(page_hash, False)
 
     def _note(self, page_hash: PageHash, is_indexed: bool) -> None:

@@ -71,6 +71,8 @@ class Scheduler:
         self._table = RequestTable(config, pages, max_model_len)
         self._forecast = Forecast(self._table, cost, overrun, depth, interval_share)
         self._prefills = PrefillScheduler(self._table, self._forecast)
+        if cost is not None:
+            pages.cached.learn(cost)
         self._computed_chunks = False  # in the last step; used without mixed_chunks
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -121,6 +123,7 @@ class Scheduler:
         after which the steps of a full pipeline follow each other."""
         self._forecast.cost, self._forecast.overrun = cost, overrun
         self._forecast.interval_share = interval_share
+        self.pages.cached.learn(cost)
 
     def learn_scored(self, factor: float) -> None:
         """Assume from now on that a chunk takes `factor` times as long if its tokens need log-probabilities."""
@@ -191,6 +194,7 @@ class Scheduler:
         be another one have none, and are computed again.
         """
         deltas, size = [], self.pages.page_size
+        self.pages.cached.pass_time(now)
         for part in batch.scheduled:
             request = part.request
             request.num_in_flight_tokens -= part.num_tokens

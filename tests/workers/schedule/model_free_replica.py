@@ -10,6 +10,7 @@ from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost import StepCost, StepWork
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams, TokenDelta
+from crossdock.workers.schedule.retention import retention
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.slo import SloClass
 
@@ -48,10 +49,11 @@ def new_scheduler(
 ) -> Scheduler:
     """Return a small scheduler: pages of 4 tokens, 8 places, 32 tokens in a step, unless `config` differs."""
     settings = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "page_size": 4} | config
-    pool = PagePool(num_pages, settings["page_size"], caching)
-    return Scheduler(
-        SchedulerConfig(**settings), pool, max_model_len, {EOS}, cost, depth=depth, interval_share=interval_share
+    checked = SchedulerConfig(**settings)
+    pool = PagePool(
+        num_pages, settings["page_size"], caching, retention(checked.prefix_eviction, num_pages, checked.page_size)
     )
+    return Scheduler(checked, pool, max_model_len, {EOS}, cost, depth=depth, interval_share=interval_share)
 
 
 def new_request(name: str, prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -> Request:

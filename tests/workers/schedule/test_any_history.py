@@ -58,6 +58,7 @@ class AnyHistory(RuleBasedStateMachine):
         partial=st.sampled_from([(1, 1), (2, 1), (8, 2)]),
         lane=st.sampled_from([0.0, 0.5, 0.9]),
         admission=st.sampled_from(["queue", "reject"]),
+        eviction=st.sampled_from(["lru", "value"]),
     )
     def start(
         self,
@@ -73,6 +74,7 @@ class AnyHistory(RuleBasedStateMachine):
         partial: tuple[int, int],
         lane: float,
         admission: str,
+        eviction: str,
     ) -> None:
         self.scheduler = new_scheduler(
             num_pages=pages,
@@ -90,6 +92,7 @@ class AnyHistory(RuleBasedStateMachine):
             max_long_partial_prefills=partial[1],
             short_lane_share=lane,
             admission=admission,
+            prefix_eviction=eviction,
             starvation_s=0.5,
             slo_classes=CLASSES,
             depth=self.depth,
