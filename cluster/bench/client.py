@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ class Server:
         self.max_model_len: int | None = None  # tokens; None: the server does not report it
         self._ids: Sequence[int] = ()  # ordinary tokens of the vocabulary
         self._words = (0.0, 1.0)  # prompt tokens of a text = first + second x words
+        self._answers: dict[str, tuple[str, list[int]]] = {}  # text and token ids, by the key of later prompts
 
     # ---- one exchange
 
@@ -104,6 +106,10 @@ class Server:
             sample.unreachable = isinstance(error, ServerGone)
         finally:
             sample.ended = time.perf_counter()
+        if job.answer is not None and job.follow_ups and sample.ok:
+            text = "".join(stream.texts)
+            ids = await self._tokenize(text) if self._dialect.token_ids else []
+            self._answers[job.answer] = text, ids
         return sample
 
     def _body(self, job: Job) -> tuple[str, dict[str, Any]]:
@@ -124,27 +130,38 @@ class Server:
             if dialect.continuous_usage:
                 body["stream_options"]["continuous_usage_stats"] = True
         if dialect.token_ids:
-            prompt: str | list[int] = [
-                token for part in job.prompt for token in self._draw(part, self._ids, part.tokens)
-            ]
+            prompt: str | list[int] = [token for part in job.prompt for token in self._part_ids(part)]
         else:
             prompt = self._text(job.prompt)
         if dialect.chat:
-            return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": prompt}]}
+            turns = groupby(job.prompt, key=lambda part: part.is_answer)
+            messages = [
+                {"role": "assistant" if is_answer else "user", "content": self._text(tuple(parts))}
+                for is_answer, parts in turns
+            ]
+            return "/v1/chat/completions", {**body, "messages": messages}
         return "/v1/completions", {**body, "prompt": prompt}
+
+    def _part_ids(self, part: Segment) -> list[int]:
+        """Return the token ids of a part: an answer's own where the server has given it."""
+        _, ids = self._answers.get(part.key, ("", [])) if part.is_answer else ("", [])
+        return ids or self._draw(part, self._ids, part.tokens)
 
     def _draw(self, part: Segment, choices: Sequence[Any], count: int) -> list[Any]:
         return random.Random(f"{self.seed}/{self.salt}/{part.key}").choices(choices, k=count)
 
     def _text(self, parts: Sequence[Segment]) -> str:
         fixed, per_word = self._words
-        words: list[str] = []
-        tokens = 0
+        texts: list[str] = []
+        tokens = num_words = 0
         for part in parts:
             # Rounding on the running sum keeps the prompt within a word of its length, however many segments it has.
             tokens += part.tokens
-            words += self._draw(part, WORDS, max(0, round((tokens - fixed) / per_word) - len(words)))
-        return " ".join(words) or WORDS[0]
+            count = max(0, round((tokens - fixed) / per_word) - num_words)
+            num_words += count
+            text, _ = self._answers.get(part.key, ("", [])) if part.is_answer else ("", [])
+            texts += [text] if text else self._draw(part, WORDS, count)
+        return " ".join(texts) or WORDS[0]
 
     # ---- connecting
 
@@ -188,18 +205,21 @@ class Server:
         return sorted(set(Tokenizer.from_file(str(file)).encode(" ".join(WORDS), add_special_tokens=False).ids))
 
     async def _server_ids(self) -> list[int]:
-        """Return ordinary token ids from the server's own tokenizer; none if it has no such endpoint.
+        """Return ordinary token ids from the server's own tokenizer; none if it has no such endpoint."""
+        return sorted(set(await self._tokenize(" ".join(WORDS))))
+
+    async def _tokenize(self, text: str) -> list[int]:
+        """Return the token ids of a text by the server's own tokenizer; none if it has no such endpoint.
 
         vLLM and Crossdock take the text as `prompt`, llama.cpp as `content`.
         """
-        text = " ".join(WORDS)
         body = {"model": self.model, "prompt": text, "content": text, "add_special_tokens": False, "add_special": False}
-        status, answer = await self.fetch("POST", "/tokenize", body)
         try:
+            status, answer = await self.fetch("POST", "/tokenize", body)
             ids = json.loads(answer)["tokens"] if status == 200 else ()
-        except (ValueError, LookupError, TypeError):
+        except (BenchError, ValueError, LookupError, TypeError):
             return []
-        return sorted({token for token in ids if isinstance(token, int)})
+        return [token for token in ids if isinstance(token, int)]
 
     async def _negotiate(self) -> tuple[int, bytes]:
         """Drop optional fields one by one until a small request passes. Return its status and body.

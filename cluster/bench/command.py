@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from crossdock.cluster.bench.agents import Agents
 from crossdock.cluster.bench.flags import matching, takes
 from crossdock.cluster.bench.mix import MIXES, Mix
 from crossdock.cluster.bench.workloads import SHAPES, WORKLOADS, Interference
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from crossdock.cluster.bench.metrics import Sample
     from crossdock.cluster.bench.run import BenchOptions, BenchResult
 
-_MIX, _LONG, _TRACE = "Workload mix", "Workloads interference and short-vs-long", "Workload trace"
+_MIX, _LONG = "Workload mix", "Workloads interference and short-vs-long"
+_AGENTS, _TRACE = "Workload agents", "Workloads trace and agents"
 _PLAN = Interference()
 _SLO_DEFAULTS = ", ".join(f"{slo.name} {slo.ttft_s * 1e3:.0f}/{slo.tpot_s * 1e3:.0f}" for slo in DEFAULT_CLASSES)
 
@@ -40,7 +42,7 @@ class BenchFlags:
     concurrency: Annotated[int | None, typer.Option("--concurrency", "-c", help="Requests in flight at a time.")] = None
     request_rate: Annotated[float | None, typer.Option(help="Open loop: Poisson arrivals per second.")] = None
     prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of a prompt.")] = None
-    output_tokens: Annotated[int | None, typer.Option(help="Tokens of an output.")] = None
+    output_tokens: Annotated[int | None, typer.Option(help="Tokens of an output; agents: their median.")] = None
     prefix_tokens: Annotated[int | None, typer.Option(help="Tokens of a prefix that all prompts share.")] = None
     burstiness: Annotated[
         float | None, typer.Option(help="Open loop: 1 is Poisson, less comes in bursts (as in vLLM).")
@@ -101,11 +103,16 @@ class BenchFlags:
     quiet: Annotated[float, typer.Option(help="Seconds before the first long prompt.", rich_help_panel=_LONG)] = (
         _PLAN.quiet
     )
+    turns: Annotated[
+        float | None, typer.Option(help="Median turns of a session.", show_default="43", rich_help_panel=_AGENTS)
+    ] = None
     trace: Annotated[
-        Path | None, typer.Option(help="Mooncake JSONL or Azure LLM CSV file.", rich_help_panel=_TRACE)
+        Path | None,
+        typer.Option(help="Mooncake JSONL, Azure LLM CSV, or JSONL of agents' sessions.", rich_help_panel=_TRACE),
     ] = None
     trace_speed: Annotated[
-        float, typer.Option(help="2 replays the trace in half the time.", rich_help_panel=_TRACE)
+        float,
+        typer.Option(help="2 replays the trace in half the time; agents: 2 halves all pauses.", rich_help_panel=_TRACE),
     ] = 1.0
     length_scale: Annotated[float, typer.Option(help="Multiplies all lengths.", rich_help_panel=_TRACE)] = 1.0
     goodput: Annotated[
@@ -146,6 +153,7 @@ class BenchFlags:
             # In a mix the rate and the burstiness are the mix's own.
             "request_rate": None if workload == "mix" else self.request_rate,
             "mix": self._mix(),
+            "agents": Agents(**matching(Agents, self)),
             "interference": Interference(**(matching(Interference, self) | {"service_tier": tier})),
             "goodput": parse_goodput(self.goodput or ()),
             "targets": parse_targets(self.slo or ()),

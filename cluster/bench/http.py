@@ -184,6 +184,7 @@ class TokenStream:
     def __init__(self, sample: Sample) -> None:
         self.sample = sample
         self.done = False  # [DONE] or a finish reason arrived
+        self.texts: list[str] = []
         self._rest = b""
         self._usage_seen = 0
 
@@ -213,6 +214,7 @@ class TokenStream:
             choice = choices[0]
             self.done = self.done or choice.get("finish_reason") is not None
             delta = choice.get("delta") or choice
+            self.texts.append(delta.get("text") or delta.get("content") or "")
             # A token may add no text (half a character), so the server's running count goes before the text.
             if usage and usage.get("completion_tokens") is not None:
                 tokens = usage["completion_tokens"] - self._usage_seen
@@ -221,6 +223,9 @@ class TokenStream:
         if usage and usage.get("completion_tokens") is not None:
             self._usage_seen = self.sample.usage_tokens = usage["completion_tokens"]
             self.sample.prompt_tokens = usage.get("prompt_tokens") or self.sample.prompt_tokens
+            details = usage.get("prompt_tokens_details")
+            if details and details.get("cached_tokens") is not None:
+                self.sample.cached_tokens = details["cached_tokens"]
         if tokens > 0:
             if self.sample.times and self.sample.times[-1] == now:
                 self.sample.counts[-1] += tokens

@@ -31,6 +31,7 @@ class Sample:
     counts: MutableSequence[int] = field(default_factory=list)  # tokens at each of these moments
     ended: float = 0.0
     usage_tokens: int | None = None  # the server's own count of output tokens
+    cached_tokens: int | None = None  # of its prompt, found in a prefix cache; None: the server does not report it
     error: str | None = None
     stopped: bool = False  # closed by the client, on purpose
     service_tier: str | None = None  # the SLO class it asked for
@@ -165,6 +166,7 @@ def summarize(samples: Sequence[Sample], duration: float, limits: dict[str, floa
         "output_tokens_per_s": output_tokens / seconds,
         "prompt_tokens": prompt_tokens,
         "prompt_tokens_per_s": prompt_tokens / seconds,
+        "prefix_hit_rate": hit_rate(samples),
         "ttft_ms": spread_ms(s.ttft for s in ok),
         "gap_ms": spread_ms(np.concatenate([s.gaps for s in ok]) if ok else []),
         "tpot_ms": spread_ms(s.tpot for s in ok if s.tpot is not None),
@@ -176,6 +178,13 @@ def summarize(samples: Sequence[Sample], duration: float, limits: dict[str, floa
             "limits_ms": {key: limit * 1000 for key, limit in limits.items()},
         }
     return summary
+
+
+def hit_rate(samples: Sequence[Sample]) -> float | None:
+    """Return the share of prompt tokens that were in a prefix cache; None: the server does not report it."""
+    counted = [s for s in samples if s.ok and s.cached_tokens is not None]
+    tokens = sum(s.prompt_tokens for s in counted)
+    return sum(s.cached_tokens or 0 for s in counted) / tokens if tokens else None
 
 
 def by_class(samples: Sequence[Sample], duration: float, targets: Targets) -> dict[str, Any]:

@@ -74,6 +74,8 @@ def _add_short_vs_long(out: Table, figures: dict[str, Any]) -> None:
 
 def _add_latencies(out: Table, summary: dict[str, Any]) -> None:
     out.add_row("prompts", f"{summary['prompt_tokens_per_s']:.1f} tok/s")
+    if summary["prefix_hit_rate"] is not None:
+        out.add_row("prompt tokens from prefix caches", f"{summary['prefix_hit_rate']:.1%}")
     out.add_row("requests", f"{summary['requests_per_s']:.2f} /s")
     out.add_section()
     out.add_row("TTFT      p50 / p90 / p99", _spread(summary["ttft_ms"], "p50", "p90", "p99"))
@@ -129,12 +131,14 @@ def as_json(result: BenchResult) -> dict[str, Any]:
     options = {
         name: value
         for name, value in vars(result.options).items()
-        if value is not None and name not in ("api_key", "headers", "interference", "mix")
+        if value is not None and name not in ("api_key", "headers", "interference", "mix", "agents")
     }
     if result.options.workload in ("interference", "short-vs-long"):
         options["interference"] = asdict(result.options.interference)
     elif result.options.workload == "mix":
         options["mix"] = asdict(result.options.mix)
+    elif result.options.workload == "agents":
+        options["agents"] = asdict(result.options.agents)
     return {
         "date": result.date,
         "model": result.model,
@@ -152,6 +156,7 @@ def as_json(result: BenchResult) -> dict[str, Any]:
                 "e2e": sample.e2e if sample.ok and not sample.stopped else None,
                 "max_gap": float(sample.gaps.max()) if sample.ok and sample.gaps.size else None,
                 "prompt_tokens": sample.prompt_tokens,
+                "cached_tokens": sample.cached_tokens,
                 "output_tokens": sample.output_tokens,
                 "error": sample.error,
             }

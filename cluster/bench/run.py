@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from crossdock.cluster.bench import metrics, serverside
+from crossdock.cluster.bench.agents import DEFAULT_AGENTS, Agents, agent_jobs, has_sessions, read_sessions
 from crossdock.cluster.bench.client import Server
 from crossdock.cluster.bench.http import BenchError, ServerGone
 from crossdock.cluster.bench.metrics import DEFAULT_TARGETS, Sample, Targets
@@ -51,6 +52,7 @@ class BenchOptions:
     streams: int | None = None  # of the interference workload
     interference: Interference = field(default_factory=Interference)
     mix: Mix = MIXES["chat-heavy"]
+    agents: Agents = field(default_factory=Agents)
     service_tier: str | None = None  # the SLO class of all requests; a mix has its own
     asks_for_classes: bool = True  # False: a mix's requests name no class, and count for the class they would name
     burstiness: float = 1.0  # of arrivals, see workloads.arrival_times; a mix has its own
@@ -81,7 +83,10 @@ class BenchOptions:
             raise ValueError(f"workload: there is no {self.workload!r}; choose from {', '.join(WORKLOADS)}")
         if (self.workload == "trace") != (self.trace is not None):
             raise ValueError("trace: the workload trace and a trace file need each other")
-        if self.workload in ("interference", "short-vs-long", "mix", "trace") and self.request_rate is not None:
+        if (
+            self.workload in ("interference", "short-vs-long", "mix", "agents", "trace")
+            and self.request_rate is not None
+        ):
             raise ValueError(f"request_rate: the workload {self.workload} has arrivals of its own")
         if self.workload == "mix" and self.service_tier is not None:
             raise ValueError("service_tier: the workload mix has classes of its own")
@@ -127,6 +132,11 @@ class BenchResult:
 def bench_jobs(options: BenchOptions) -> Iterator[Job]:
     """Return the jobs of a workload; of interference its streams, of short-vs-long its short requests."""
     limit = options.num_requests
+    if options.trace is not None and has_sessions(options.trace):
+        speed, scale = options.trace_speed, options.length_scale
+        return iter(read_sessions(options.trace, speed=speed, scale=scale, tier=options.service_tier))
+    if options.workload == "agents":
+        return _agent_jobs(options)
     if options.trace is not None:
         jobs = iter(read_trace(options.trace, speed=options.trace_speed, length_scale=options.length_scale))
     elif options.workload == "mix":
@@ -145,6 +155,15 @@ def bench_jobs(options: BenchOptions) -> Iterator[Job]:
     return itertools.islice(jobs, limit)
 
 
+def _agent_jobs(options: BenchOptions) -> Iterator[Job]:
+    """Return the first job of every agent. The number of requests and the duration end their sessions."""
+    scale, speed = options.agents.scale * options.length_scale, options.agents.speed * options.trace_speed
+    agents = replace(options.agents, scale=scale, speed=speed)
+    per_agent = None if options.num_requests or options.duration else 1
+    slots = options.concurrency or DEFAULT_AGENTS
+    return iter(agent_jobs(agents, options.seed, slots, per_agent, options.service_tier))
+
+
 async def closed_loop(jobs: Iterator[Job], send: SendOne, concurrency: int, duration: float | None = None) -> None:
     """Keep `concurrency` requests in flight until the jobs end or `duration` seconds have passed."""
     until = time.perf_counter() + duration if duration else float("inf")
@@ -161,23 +180,40 @@ async def closed_loop(jobs: Iterator[Job], send: SendOne, concurrency: int, dura
 
 
 async def open_loop(
-    jobs: Iterator[Job], send: SendOne, ceiling: int | None = None, duration: float | None = None
+    jobs: Iterator[Job],
+    send: SendOne,
+    ceiling: int | None = None,
+    duration: float | None = None,
+    most: int | None = None,
 ) -> None:
-    """Send every job when it is due, whether or not the jobs before it have ended."""
-    start = time.perf_counter()
-    free = asyncio.Semaphore(ceiling) if ceiling else nullcontext()
+    """Send every job when it is due, whether or not the jobs before it have ended. Its follow-ups wait for its end.
 
-    async def one(job: Job) -> None:
+    None begins after `duration` seconds, nor after `most` jobs.
+    """
+    start = time.perf_counter()
+    until = start + duration if duration is not None else float("inf")
+    free = asyncio.Semaphore(ceiling) if ceiling else nullcontext()
+    num_sent = 0
+
+    async def one(job: Job, at: float) -> None:
+        nonlocal num_sent
+        await asyncio.sleep(at - time.perf_counter())
         async with free:
-            await send(job)
+            if num_sent == most:
+                return
+            num_sent += 1
+            sample = await send(job)
+        for follow_up in job.follow_ups:
+            if sample.ended + follow_up.pause_s < until:
+                group.create_task(one(follow_up.job, sample.ended + follow_up.pause_s))
 
     async with asyncio.TaskGroup() as group:
         for job in jobs:
             assert job.due is not None
-            if duration is not None and job.due >= duration:
+            if start + job.due >= until:
                 return
             await asyncio.sleep(start + job.due - time.perf_counter())
-            group.create_task(one(job))
+            group.create_task(one(job, start + job.due))
 
 
 async def interfere(
@@ -300,8 +336,17 @@ async def _connect(options: BenchOptions) -> Server:
 
 
 def _fit_to_context(options: BenchOptions, server: Server) -> BenchOptions:
-    """Return the options with a mix whose long prompts fit the server's context, which the server's notes report."""
-    if options.workload != "mix" or server.max_model_len is None:
+    """Return the options with a mix or agents whose prompts fit the server's context; the server's notes report it."""
+    if server.max_model_len is None:
+        return options
+    if options.workload == "agents":
+        scale = options.agents.scale * options.length_scale
+        fitted = replace(options.agents, scale=scale).within(server.max_model_len)
+        if fitted.scale < scale:
+            context = f"the server's context is {server.max_model_len:,}"
+            server.notes.append(f"{context}: all lengths are {fitted.scale:.3g} of those of coding agents")
+            return replace(options, agents=fitted, length_scale=1.0)
+    if options.workload != "mix":
         return options
     mix = options.mix.within(server.max_model_len)
     if mix == options.mix:
@@ -347,8 +392,10 @@ async def _drive(
         return await interfere(jobs, options.interference, send, samples)
     if options.workload == "short-vs-long":
         return await keep_arriving(jobs, options.interference, send)
-    if options.workload in ("trace", "mix") or options.request_rate is not None:
-        await open_loop(jobs, send, options.concurrency, options.seconds)
+    if options.workload == "agents":
+        await open_loop(jobs, send, None, options.duration, options.num_requests)
+    elif options.workload in ("trace", "mix") or options.request_rate is not None:
+        await open_loop(jobs, send, options.concurrency, options.seconds, options.num_requests)
     else:
         await closed_loop(jobs, send, options.shape.concurrency, options.duration)
     return (0.0, 0.0)

@@ -9,7 +9,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
@@ -45,6 +45,7 @@ class Segment:
 
     key: str
     tokens: int
+    is_answer: bool = False  # the server's own answer to the job that has this key as its `answer`
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,20 @@ class Job:
     due: float | None = None
     role: Role = "request"
     service_tier: str | None = None  # the SLO class it asks for
+    answer: str | None = None  # the key under which later prompts repeat its answer
+    follow_ups: "tuple[FollowUp, ...]" = field(default=(), repr=False, compare=False)  # sent after its end
 
     @property
     def prompt_tokens(self) -> int:
         return sum(segment.tokens for segment in self.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class FollowUp:
+    """A job that is sent `pause_s` seconds after the end of another."""
+
+    pause_s: float
+    job: Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +94,7 @@ SHAPES = {
     # The short requests of short-vs-long, one every `short_interval`; its long prompts are an Interference.
     "short-vs-long": Shape(prompt_tokens=64, output_tokens=8, num_requests=1, concurrency=1),
 }
-WORKLOADS = (*SHAPES, "mix", "trace")
+WORKLOADS = (*SHAPES, "mix", "agents", "trace")
 
 
 @dataclass(frozen=True, slots=True)

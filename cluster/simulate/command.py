@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from crossdock.cluster.bench.flags import takes
+from crossdock.cluster.bench.agents import Agents
+from crossdock.cluster.bench.flags import matching, takes
 from crossdock.cluster.bench.mix import MIXES, Mix
 from crossdock.cluster.bench.workloads import SHAPES, Job
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 _LOAD, _STUDY, _OUTPUT = "Load (as in `crossdock bench`)", "Comparisons", "Output"
 _POLICIES = "seconds,round-robin,least-requests,power-of-two,prefix-affinity,block-cost"
 _SHIPPING = "auto,always,never"
+_SECONDS = 60.0  # of arrivals, where neither seconds nor requests are given
 _CLOSED_LOOPS = ("interference", "short-vs-long")  # jobs that are due when others have ended
 _BENCH_FLAGS = (  # flags that are fields of BenchOptions too
     "request_rate",
@@ -33,6 +36,7 @@ _BENCH_FLAGS = (  # flags that are fields of BenchOptions too
     "duration",
     "prompt_tokens",
     "output_tokens",
+    "concurrency",
     "trace_speed",
     "length_scale",
     "service_tier",
@@ -60,10 +64,20 @@ class SimulateFlags:
         str | None, typer.Option(help=f"One of {', '.join(MIXES)}.", show_default="chat-heavy", rich_help_panel=_LOAD)
     ] = None
     workload: Annotated[
-        str | None, typer.Option("--workload", "-w", help=f"Instead: {', '.join(SHAPES)}.", rich_help_panel=_LOAD)
+        str | None,
+        typer.Option("--workload", "-w", help=f"Instead: {', '.join(SHAPES)}, agents.", rich_help_panel=_LOAD),
     ] = None
     trace: Annotated[
-        Path | None, typer.Option(help="Instead: Mooncake JSONL or Azure LLM CSV file.", rich_help_panel=_LOAD)
+        Path | None,
+        typer.Option(
+            help="Instead: Mooncake JSONL, Azure LLM CSV, or JSONL of agents' sessions.", rich_help_panel=_LOAD
+        ),
+    ] = None
+    concurrency: Annotated[
+        int | None, typer.Option(help="agents: how many work at a time.", show_default="8", rich_help_panel=_LOAD)
+    ] = None
+    turns: Annotated[
+        float | None, typer.Option(help="agents: median turns of a session.", show_default="43", rich_help_panel=_LOAD)
     ] = None
     request_rate: Annotated[
         float | None, typer.Option(help="Arrivals per second; a trace has its own.", rich_help_panel=_LOAD)
@@ -139,9 +153,9 @@ def simulate(flags: SimulateFlags) -> None:
         jobs, targets, variants = _jobs(fleet, flags), _targets(fleet, flags.slo or []), _variants(fleet, flags)
         if len(variants) > 1 or flags.seeds > 1:
             seeds = range(flags.seed, flags.seed + flags.seeds)
-            _compare(variants, seeds, jobs, targets, flags.json_file, stderr)
+            _compare(variants, seeds, jobs, targets, _until(flags), flags.json_file, stderr)
         else:
-            _run(variants[0][1], flags.seed, jobs, targets, flags.json_file, flags.plot_file, stderr)
+            _run(variants[0][1], flags.seed, jobs, targets, _until(flags), flags.json_file, flags.plot_file, stderr)
     except ValueError as error:
         for line in str(error).splitlines():
             stderr.print(f"[red]simulate:[/red] {escape(line)}")
@@ -198,29 +212,44 @@ def _jobs(fleet: "SimulatedFleet", flags: SimulateFlags) -> Callable[[int], Iter
         longest = min(pool.profile.max_model_len for pool in fleet.pools)
         options |= {"mix": _mix(flags).within(longest)}
         options = {name: value for name, value in options.items() if name not in ("request_rate", "burstiness")}
-    if workload != "trace" and flags.duration is None and flags.num_requests is None:
-        options["duration"] = 60.0
+    if workload == "agents":
+        options |= {"agents": _agents(fleet, flags), "length_scale": 1.0}
+    if (until := _until(flags)) < inf:
+        options["duration"] = until
 
     def jobs(seed: int) -> Iterator[Job]:
         bench = BenchOptions("", workload, trace=flags.trace, seed=seed, **options)
-        until = bench.duration if bench.duration is not None else float("inf")
         return takewhile(lambda job: job.due is not None and job.due < until, bench_jobs(bench))
 
     jobs(0)  # raises for wrong options before anything runs
     return jobs
 
 
+def _until(flags: SimulateFlags) -> float:
+    """Return the second at which no request begins any more."""
+    is_bounded = flags.duration is not None or flags.num_requests is not None or flags.trace is not None
+    return flags.duration if flags.duration is not None else inf if is_bounded else _SECONDS
+
+
 def _workload(flags: SimulateFlags) -> str:
     """Return the name of the workload: mix, trace, or one of the shapes."""
     if sum(load is not None for load in (flags.mix, flags.workload, flags.trace)) > 1:
         raise ValueError("mix, workload, trace: give one of them")
-    if flags.trace is None and flags.request_rate is None:
+    if flags.trace is None and flags.workload != "agents" and flags.request_rate is None:
         raise ValueError("request_rate: how many arrive per second must be given, with --request-rate")
     name = "trace" if flags.trace is not None else flags.workload or "mix"
-    if name in _CLOSED_LOOPS or name not in (*SHAPES, "mix", "trace"):
-        known = ", ".join(shape for shape in SHAPES if shape not in _CLOSED_LOOPS)
+    if name in _CLOSED_LOOPS or name not in (*SHAPES, "mix", "agents", "trace"):
+        known = ", ".join(shape for shape in (*SHAPES, "agents") if shape not in _CLOSED_LOOPS)
         raise ValueError(f"workload: {name!r} cannot be simulated; choose from {known}, or a --mix or --trace")
     return name
+
+
+def _agents(fleet: "SimulatedFleet", flags: SimulateFlags) -> Agents:
+    """Return the agents with the user's numbers, and lengths that fit every pool's context."""
+    if flags.num_requests is not None:
+        raise ValueError("num_requests: how many requests agents send follows from their answers; give --duration")
+    agents = Agents(**matching(Agents, flags) | {"scale": flags.length_scale})
+    return agents.within(min(pool.profile.max_model_len for pool in fleet.pools))
 
 
 def _mix(flags: SimulateFlags) -> Mix:
@@ -258,6 +287,7 @@ def _run(
     seed: int,
     jobs: Callable[[int], Iterator[Job]],
     targets: "Targets",
+    until: float,
     json_file: Path | None,
     plot_file: Path | None,
     stderr: Console,
@@ -274,7 +304,7 @@ def _run(
                 reported(number, None)
                 yield job
 
-        outcome = Simulation(fleet, seed).run(counted())
+        outcome = Simulation(fleet, seed).run(counted(), until)
     if not outcome.samples:
         raise ValueError("duration: no request arrives in that time")
     found = report.figures(outcome, targets)
@@ -290,6 +320,7 @@ def _compare(
     seeds: range,
     jobs: Callable[[int], Iterator[Job]],
     targets: "Targets",
+    until: float,
     json_file: Path | None,
     stderr: Console,
 ) -> None:
@@ -307,7 +338,7 @@ def _compare(
             if stderr.is_terminal:
                 stderr.print(f"[dim]{escape(name)}, seed {seed}: {score.good:.1%} good[/dim]")
 
-        found = scores(fleets, seeds, jobs, targets, done)
+        found = scores(fleets, seeds, jobs, targets, done, until)
     Console().print(report.comparison(found, len(seeds)))
     if json_file is not None:
         data = {name: [asdict(score) for score in runs] for name, runs in found.items()}

@@ -21,6 +21,7 @@ from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Request, TokenDelta
+from crossdock.workers.schedule.retention import retention
 from crossdock.workers.schedule.scheduler import Scheduler
 
 TOKEN = 2**32 - 1  # the token that every simulated model samples
@@ -162,7 +163,8 @@ class SimulatedReplica:
 
     def __post_init__(self) -> None:
         profile, speculative = self.pool.profile, self.pool.speculative_config
-        pages = PagePool(profile.num_pages, profile.page_size, self.pool.enable_prefix_caching, profile.windows)
+        cached = retention(self.pool.engine.prefix_eviction, profile.num_pages, profile.page_size, profile.windows)
+        pages = PagePool(profile.num_pages, profile.page_size, self.pool.enable_prefix_caching, profile.windows, cached)
         overrun, depth = max(profile.overrun, self.noise.overrun), profile.pipeline_parallel_size
         self._stages = Stages.of(depth, profile.interval_share)
         self.scheduler = Scheduler(

@@ -30,6 +30,7 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
         "router": outcome.fleet.router.model_dump(),
         "requests": len(outcome.samples),
         "duration_s": outcome.duration,
+        "prefix_hit_rate": metrics.hit_rate(outcome.samples),
         **metrics.by_class(outcome.samples, outcome.duration, targets),
         "pools": {pool.name: _pool(outcome, pool.name) for pool in outcome.fleet.pools},
         "placements": dict(sorted(Counter(placed.reason for placed in outcome.placed).items())),
@@ -125,6 +126,8 @@ def table(found: dict[str, Any], wall_s: float) -> Table:
     out.add_column(style="bold", no_wrap=True)
     out.add_column(justify="right")
     out.add_row("simulated", f"{found['duration_s']:.1f} s in {wall_s:.1f} s")
+    if found["prefix_hit_rate"] is not None:
+        out.add_row("prompt tokens from prefix caches", f"{found['prefix_hit_rate']:.1%}")
     add_classes(out, found)
     out.add_section()
     for name, pool in found["pools"].items():
@@ -160,7 +163,7 @@ def comparison(found: Mapping[str, Sequence[Score]], num_seeds: int) -> Table:
     """Return a table with one row for each fleet that was compared, the best goodput first."""
     seeds = f"{num_seeds} seeds, 95 % confidence" if num_seeds > 1 else "one seed"
     out = Table(title=f"Share of requests that kept their promises ({seeds})", title_justify="left")
-    for name in ("", "good, %", "weighted, %", "refused, %", "urgent TTFT p99, ms", "urgent TPOT p99, ms"):
+    for name in ("", "good, %", "weighted, %", "refused, %", "cached, %", "urgent TTFT p99, ms", "urgent TPOT p99, ms"):
         is_key = not name
         out.add_column(name, justify="left" if is_key else "right", style="bold" if is_key else None, no_wrap=is_key)
     for name, runs in sorted(found.items(), key=lambda item: -fmean(score.good for score in item[1])):
@@ -168,7 +171,7 @@ def comparison(found: Mapping[str, Sequence[Score]], num_seeds: int) -> Table:
             escape(name) or "as given",
             *(
                 str(Estimate.of([getattr(score, field) * 100 for score in runs]))
-                for field in ("good", "weighted", "refused")
+                for field in ("good", "weighted", "refused", "hit_rate")
             ),
             *(str(Estimate.of([getattr(score, field) for score in runs])) for field in ("ttft_p99", "tpot_p99")),
         )

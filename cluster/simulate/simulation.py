@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import blake2b
+from math import inf
 
 from crossdock.cluster.bench.metrics import Sample
-from crossdock.cluster.bench.workloads import Job
+from crossdock.cluster.bench.workloads import FollowUp, Job
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import Failure, SimulatedFleet, SimulatedPool
 from crossdock.cluster.simulate.replica import TOKEN, Noise, SimulatedReplica
@@ -35,6 +36,7 @@ class SimulatedRequest:
 
     life: RequestLife
     sample: Sample
+    follow_ups: Sequence[FollowUp]
     transfer: SimulatedTransfer | None = None  # of the current attempt
 
 
@@ -79,19 +81,22 @@ class Simulation:
         self._started: dict[str, int] = {pool.name: 0 for pool in fleet.pools}
         self._default_class = fleet.pools[0].engine.default_slo_class
         self._is_arriving = True
+        self._num_pausing = 0  # follow-ups that will be sent
+        self._until = inf
         for pool in fleet.pools:
             for _ in range(pool.replicas):
                 self.start(pool, 0.0)
         for failure in fleet.failures:
             self.clock.at(failure.at, partial(self._fail, failure))
 
-    def run(self, jobs: Iterable[Job]) -> Outcome:
-        """Play `jobs`, which come in order of arrival, each with its time.
+    def run(self, jobs: Iterable[Job], until: float = inf) -> Outcome:
+        """Play `jobs`, which come in order of arrival, each with its time, and their follow-ups due before `until`.
 
         Raises:
             ValueError: a job has no time: its arrival would depend on the end of another.
         """
         self._jobs: Iterator[Job] = iter(jobs)
+        self._until = until
         self._await_next()
         self.clock.at(HEARTBEAT_S, self._beat)
         if self._scaler is not None:
@@ -122,6 +127,13 @@ class Simulation:
 
     def _arrive(self, job: Job, now: float) -> None:
         self._await_next()
+        self._send(job, now)
+
+    def _follow(self, job: Job, now: float) -> None:
+        self._num_pausing -= 1
+        self._send(job, now)
+
+    def _send(self, job: Job, now: float) -> None:
         number = len(self._outcome.samples)
         slo_class = job.service_tier or self._default_class
         sample = Sample(job.role, job.output_tokens, job.prompt_tokens, now, array("d"), bytearray())
@@ -135,7 +147,7 @@ class Simulation:
             is_promised=job.service_tier is not None,  # as at the API
         )
         life = RequestLife(submission, self.routers[number % len(self.routers)], now)
-        request = self.requests[submission.id] = SimulatedRequest(life, sample)
+        request = self.requests[submission.id] = SimulatedRequest(life, sample, job.follow_ups)
         self._do(request, life.place(now), now)
 
     def _do(self, request: SimulatedRequest, actions: Sequence[Action], now: float) -> None:
@@ -165,6 +177,7 @@ class Simulation:
                 assert placement is not None
                 placed = Placed(placement.reason, placement.predicted_ttft, now - request.sample.sent)
                 self._outcome.placed.append(placed)
+                request.sample.cached_tokens = delta.num_cached_tokens
             times.extend([now] * len(delta.token_ids))
         if delta.finish_reason is not None:
             self._over(request, now)
@@ -220,6 +233,10 @@ class Simulation:
         sample.ended, sample.error, sample.refused = now, error, is_refused
         sample.counts = bytearray(b"\1") * len(sample.times)
         del self.requests[request.life.submission.id]
+        for follow_up in request.follow_ups:
+            if now + follow_up.pause_s < self._until:
+                self._num_pausing += 1
+                self.clock.at(now + follow_up.pause_s, partial(self._follow, follow_up.job))
 
     # -- reports of replicas -----------------------------------------------------------------------------------------
 
@@ -295,7 +312,7 @@ class Simulation:
     @property
     def has_work(self) -> bool:
         """Whether a request is in flight or still to come."""
-        return self._is_arriving or bool(self.requests)
+        return self._is_arriving or self._num_pausing > 0 or bool(self.requests)
 
     def start(self, pool: SimulatedPool, now: float) -> None:
         name = f"{pool.name}/{self._started[pool.name]}"
@@ -359,9 +376,15 @@ def _abort(replica: SimulatedReplica, request_id: str, owner: str, now: float) -
 
 
 def token_ids(job: Job) -> list[int]:
-    """Return a prompt that has an equal beginning with another exactly where their segments are equal."""
+    """Return a prompt that has an equal beginning with another exactly where their segments are equal.
+
+    A part that is an answer has the tokens that a simulated model samples.
+    """
     ids: list[int] = []
     for segment in job.prompt:
+        if segment.is_answer:
+            ids += [TOKEN] * segment.tokens
+            continue
         digest = blake2b(segment.key.encode(), digest_size=8).digest()
         pair = [int.from_bytes(digest[:4]), int.from_bytes(digest[4:])]
         ids += (pair * (segment.tokens // 2 + 1))[: segment.tokens]

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 from statistics import fmean, stdev
 
-from crossdock.cluster.bench.metrics import Targets, by_class
+from crossdock.cluster.bench.metrics import Targets, by_class, hit_rate
 from crossdock.cluster.bench.workloads import Job
 from crossdock.cluster.simulate.fleet import SimulatedFleet, SimulatedPool
 from crossdock.cluster.simulate.simulation import Outcome, Simulation
@@ -41,6 +41,7 @@ class Score:
     refused: float  # share
     ttft_p99: float  # ms, of the most urgent class that requests had
     tpot_p99: float
+    hit_rate: float  # share of prompt tokens that were in a prefix cache
 
     @classmethod
     def of(cls, outcome: Outcome, targets: Targets) -> "Score":
@@ -56,6 +57,7 @@ class Score:
             refused=sum(row["requests_refused"] for row in classes.values()) / max(len(outcome.samples), 1),
             ttft_p99=classes[urgent]["ttft_ms"].get("p99", float("inf")),
             tpot_p99=classes[urgent]["tpot_ms"].get("p99", float("inf")),
+            hit_rate=hit_rate(outcome.samples) or 0.0,
         )
 
 
@@ -69,12 +71,16 @@ def scores(
     jobs: Callable[[int], Iterable[Job]],
     targets: Targets,
     on_done: Callable[[str, int, Score], None] = lambda *_: None,
+    until: float = inf,
 ) -> dict[str, list[Score]]:
-    """Return the scores of every fleet, by name, one for each seed; all fleets get the same jobs."""
+    """Return the scores of every fleet, by name, one for each seed; all fleets get the same jobs.
+
+    No follow-up of a job begins at `until` seconds or later.
+    """
     found: dict[str, list[Score]] = {}
     for name, fleet in fleets:
         for seed in seeds:
-            score = Score.of(Simulation(fleet, seed).run(jobs(seed)), targets)
+            score = Score.of(Simulation(fleet, seed).run(jobs(seed), until), targets)
             found.setdefault(name, []).append(score)
             on_done(name, seed, score)
     return found

@@ -34,6 +34,7 @@ from crossdock.workers.schedule.interval_share import IntervalShare
 from crossdock.workers.schedule.page_needs import PageNeeds
 from crossdock.workers.schedule.pages import PagePool, Window
 from crossdock.workers.schedule.request import FinishReason, InvalidField, Request, Submission, TokenDelta
+from crossdock.workers.schedule.retention import retention
 from crossdock.workers.schedule.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,8 @@ class Engine:
         windows = [group.window for group in model.groups] or [None]
         num_pages = self._num_pages(windows)
         model.allocate_pool(num_pages, config.page_size)
-        self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows)
+        cached = retention(config.prefix_eviction, num_pages, config.page_size, windows)
+        self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows, cached)
         depth = model.part.position.num_stages
         self.scheduler = Scheduler(
             *(config, self.pages, model.max_model_len, model.eos_token_ids), depth=depth, drafting=drafting

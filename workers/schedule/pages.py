@@ -1,7 +1,8 @@
 """The owners of KV pages: reference-counted page ids, a hash-chained prefix index, quarantine. Integers only.
 
 Every page is in exactly one state: *free*, *owned* (by one request or more), *cached* (in the prefix index, without an
-owner; evicted least recently used first) or *quarantined* (without an owner, but a remote writer may still reach it).
+owner; retention.py decides which is evicted first) or *quarantined* (without an owner, but a remote writer may still
+reach it).
 Only `release(owner)`, `trim(owner)`, `slide(owner)` and `end_quarantine(owner)` give pages back.
 
 Layers with equal windows share pages: they are a group. An owner has a list of pages for each group; all pages have
@@ -10,10 +11,12 @@ the same number of bytes, and any page serves any group.
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from crossdock.workers.schedule.retention import LeastRecentlyUsed, Retention
 
 PageHash: TypeAlias = bytes
 """Names the content of a full page and of all pages before it: equal hashes mean equal prefixes and equal salts."""
@@ -95,8 +98,11 @@ class PagePool:
         page_size: int,
         enable_prefix_caching: bool = True,
         windows: Sequence[Window] = (None,),
+        cached: Retention | None = None,
     ) -> None:
-        """Create a pool of free pages of `page_size` tokens each. `windows`: of each group of layers.
+        """Create a pool of free pages of `page_size` tokens each.
+
+        `windows`: of each group of layers. `cached`: None evicts the least recently used page.
 
         Raises:
             ValueError: `num_pages` or `page_size` is below 1.
@@ -115,7 +121,7 @@ class PagePool:
         self._hash_of: list[PageHash | None] = [None] * num_pages  # by page; None: not indexed
         self._group_of = [0] * num_pages  # by page, as it was last allocated
         self._indexes: tuple[dict[PageHash, int], ...] = tuple({} for _ in self.windows)  # of each group
-        self._cached: OrderedDict[int, None] = OrderedDict()  # indexed and unowned, least recently used first
+        self.cached: Retention = cached if cached is not None else LeastRecentlyUsed()  # indexed and unowned
         self._quarantine: dict[str, list[int]] = {}
         self._changes: dict[PageHash, bool] = {}  # since `take_changes`: True is indexed, False removed
 
@@ -124,7 +130,7 @@ class PagePool:
     @property
     def num_available(self) -> int:
         """Return how many pages `allocate` could hand out now: free ones, and cached ones that can be evicted."""
-        return len(self._new) + len(self._free) + len(self._cached)
+        return len(self._new) + len(self._free) + len(self.cached)
 
     @property
     def num_groups(self) -> int:
@@ -164,7 +170,7 @@ class PagePool:
 
     def counts(self) -> PageCounts:
         """Count the pages in each state."""
-        free, cached = len(self._new) + len(self._free), len(self._cached)
+        free, cached = len(self._new) + len(self._free), len(self.cached)
         owned = sum(1 for owners in self._num_owners if owners)
         return PageCounts(free, owned, cached, self.num_quarantined, self.num_pages)
 
@@ -206,7 +212,7 @@ class PagePool:
 
     def can_allocate(self, num_pages: int, shared: Sequence[int] = ()) -> bool:
         """Return whether `num_pages` pages are available beside the pages to share; a shared cached page is used up."""
-        return num_pages + sum(1 for page in shared if page in self._cached) <= self.num_available
+        return num_pages + sum(1 for page in shared if page in self.cached) <= self.num_available
 
     def num_freed_by(self, owners: Sequence[str], besides: Sequence[int] = ()) -> int:
         """Return how many pages, `besides` these, would have no owner if all of `owners` released theirs."""
@@ -234,18 +240,18 @@ class PagePool:
     def share(self, owner: str, hit: PrefixHit) -> None:
         """Add `owner`, which has no pages yet, to the owners of a prefix that `match_prefix` has just returned."""
         for page in hit.pages:
-            assert self._num_owners[page] or page in self._cached, (
+            assert self._num_owners[page] or page in self.cached, (
                 f"page {page} cannot be shared: it has no owner and is not cached"
             )
-            self._cached.pop(page, None)
             self._num_owners[page] += 1
+        self.cached.share(hit.pages)
         firsts = (self._first(group, hit.num_pages) for group in range(self.num_groups))
         self._owned[owner] = tuple(
             _Held(array("i", pages), first) for pages, first in zip(hit.by_group, firsts, strict=True)
         )
 
     def allocate(self, owner: str, num_pages: int, group: int = 0) -> list[int]:
-        """Give `owner` so many pages for a group; without free ones, evict the least recently used cached pages."""
+        """Give `owner` so many pages for a group; without free ones, evict cached pages."""
         assert num_pages <= self.num_available, f"{num_pages} pages needed, {self.num_available} available"
         pages = [*self._new[:num_pages]]
         self._new = self._new[num_pages:]
@@ -275,11 +281,14 @@ class PagePool:
         if not self.enable_prefix_caching:
             return
         for group, (held, index) in enumerate(zip(self._owned[owner], self._indexes, strict=True)):
+            parent = index.get(hashes[first - 1]) if first else None
             for page, page_hash in zip(held.pages[first : len(hashes)], hashes[first:], strict=True):
                 if page != HOLE and page_hash not in index and self._hash_of[page] is None:
                     index[page_hash] = page
                     self._hash_of[page] = page_hash
+                    self.cached.index(page, parent)
                     self._note(group, page_hash, True)
+                parent = index.get(page_hash)
 
     def release(self, owner: str) -> int:
         """Take all pages from `owner`, and return how many of them have no owner now. Unknown owners have none.
@@ -320,8 +329,8 @@ class PagePool:
 
     def clear_cache(self) -> int:
         """Remove every prefix from the index. Returns how many cached pages that freed."""
-        num_cached = len(self._cached)
-        while self._cached:
+        num_cached = len(self.cached)
+        while self.cached:
             self._free.append(self._evict())
         for page in [page for index in self._indexes for page in index.values()]:
             self._forget(page)
@@ -329,6 +338,7 @@ class PagePool:
 
     def _give_back(self, pages: Sequence[int]) -> int:
         num_unowned = 0
+        cached = []
         for page in reversed(pages):  # the end of a prefix is evicted first: without its beginning it is useless
             self._num_owners[page] -= 1
             if self._num_owners[page] == 0:
@@ -336,11 +346,12 @@ class PagePool:
                 if self._hash_of[page] is None:
                     self._free.append(page)
                 else:
-                    self._cached[page] = None
+                    cached.append(page)
+        self.cached.add(cached)
         return num_unowned
 
     def _evict(self) -> int:
-        page, _ = self._cached.popitem(last=False)
+        page = self.cached.evict()
         self._forget(page)
         return page
 
@@ -349,6 +360,7 @@ class PagePool:
         if page_hash is not None:
             group = self._group_of[page]
             del self._indexes[group][page_hash]
+            self.cached.forget(page)
             self._note(group, page_hash, False)
 
     def _note(self, group: int, page_hash: PageHash, is_indexed: bool) -> None:

@@ -80,6 +80,8 @@ class Scheduler:
         if drafting is not None:
             self.verification = Verification(self._table, self._forecast, drafting)
             self._table.on_end = lambda request: drafting.forget(request.id)
+        if cost is not None:
+            pages.cached.learn(cost)
         self._computed_chunks = False  # in the last step; used without mixed_chunks
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -130,6 +132,7 @@ class Scheduler:
         after which the steps of a full pipeline follow each other."""
         self._forecast.cost, self._forecast.overrun = cost, overrun
         self._forecast.interval_share = interval_share
+        self.pages.cached.learn(cost)
 
     def learn_scored(self, factor: float) -> None:
         """Assume from now on that a chunk takes `factor` times as long if its tokens need log-probabilities."""
@@ -218,6 +221,7 @@ class Scheduler:
         be another one have none, and are computed again.
         """
         deltas, size, table, classes = [], self.pages.page_size, self._table, self.config.slo_classes
+        self.pages.cached.pass_time(now)
         for part in batch.scheduled:
             request = part.request
             request.num_in_flight_tokens -= part.num_tokens

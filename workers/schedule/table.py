@@ -150,6 +150,7 @@ class RequestTable:
     def begin_step(self, now: float) -> None:
         """Note the time of the step that is being scheduled. Outputs have grown since the last one."""
         self.now, self._room = now, None
+        self.pages.cached.pass_time(now)
 
     def add(self, request: Request) -> None:
         """Put a new request at the end of the queue."""

@@ -90,7 +90,7 @@ def test_command_with_invalid_options_exits_with_the_reason(arguments: tuple[str
 
 def test_comparison_keeps_the_names_at_80_columns() -> None:
     scores = {
-        f"prefix-affinity auto prefill {n} : decode {4 - n}": [Score(0.987, 0.912, 0.1, 1234.5, 98.7)] * 3
+        f"prefix-affinity auto prefill {n} : decode {4 - n}": [Score(0.987, 0.912, 0.1, 1234.5, 98.7, 0.5)] * 3
         for n in (1, 2)
     }
     console = Console(width=80, no_color=True)

@@ -11,6 +11,7 @@ from crossdock.workers.schedule.cost import StepCost, StepWork
 from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.pages import PagePool, Window
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams, TokenDelta
+from crossdock.workers.schedule.retention import retention
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.slo import SloClass
 
@@ -77,9 +78,11 @@ def new_scheduler(
 ) -> Scheduler:
     """Return a small scheduler: pages of 4 tokens, 8 places, 32 tokens in a step, unless `config` differs."""
     settings = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "page_size": 4} | config
-    pool = PagePool(num_pages, settings["page_size"], caching, windows)
+    checked = SchedulerConfig(**settings)
+    cached = retention(checked.prefix_eviction, num_pages, checked.page_size, windows)
+    pool = PagePool(num_pages, checked.page_size, caching, windows, cached)
     return Scheduler(
-        *(SchedulerConfig(**settings), pool, max_model_len, {EOS}, cost),
+        *(checked, pool, max_model_len, {EOS}, cost),
         depth=depth,
         interval_share=interval_share,
         drafting=drafting,

@@ -1,0 +1,142 @@
+"""Which cached page is evicted first: by value the page that is least worth its memory, never a page before another."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.pages import PageHash, PagePool, hash_pages
+from crossdock.workers.schedule.retention import LeastValuable, Returns, chances
+
+SIZE = 4
+COST = StepCost(base=0.0, per_prefill_token=1e-3, per_attended=1e-5)
+
+
+class Sessions:
+    """A pool that keeps pages by value, and requests that take their pages at one time and release them at another."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.cached = LeastValuable(num_pages, SIZE)
+        self.cached.learn(COST)
+        self.pool = PagePool(num_pages, SIZE, cached=self.cached)
+        self.count = 0
+
+    def run(self, tokens: list[int], now: float, seconds: float = 0.0) -> int:
+        """Serve one request, and return how many of its pages were cached."""
+        self.cached.pass_time(now)
+        hashes = self.hashes(tokens)
+        self.count += 1
+        owner = str(self.count)
+        hits = self.pool.match_prefix(hashes)
+        self.pool.share(owner, hits)
+        self.pool.allocate(owner, len(hashes) - len(hits))
+        self.pool.index(owner, hashes, len(hits))
+        self.cached.pass_time(now + seconds)
+        self.pool.release(owner)
+        return len(hits)
+
+    def num_found(self, tokens: list[int]) -> int:
+        return len(self.pool.match_prefix(self.hashes(tokens)))
+
+    def hashes(self, tokens: list[int]) -> list[PageHash]:
+        return hash_pages(tokens, SIZE)
+
+
+def prompt(name: int, num_pages: int) -> list[int]:
+    return [1000 * name + position for position in range(num_pages * SIZE)]
+
+
+def test_without_observations_the_last_used_stays() -> None:
+    sessions = Sessions(8)
+    sessions.run(prompt(1, 4), now=0.0)
+    sessions.run(prompt(2, 4), now=100.0)
+    sessions.run(prompt(3, 4), now=101.0)
+    assert [sessions.num_found(prompt(name, 4)) for name in (1, 2, 3)] == [0, 4, 4]
+
+
+def test_prefix_is_evicted_from_its_end() -> None:
+    sessions = Sessions(8)
+    sessions.run(prompt(1, 6), now=0.0)
+    sessions.run(prompt(2, 5), now=1.0)
+    assert sessions.num_found(prompt(1, 6)) == 3
+    assert sessions.pool.counts().cached == 8
+
+
+def test_shared_beginning_outlives_both_ends() -> None:
+    """The system prompt's last use is by the session that is evicted first."""
+    sessions = Sessions(12)
+    system = prompt(9, 4)
+    sessions.run(system + prompt(1, 4), now=0.0)
+    sessions.run(system + prompt(2, 4), now=50.0)
+    sessions.run(prompt(3, 6), now=51.0)
+    assert sessions.num_found(system + prompt(1, 4)) == 4
+    assert sessions.num_found(system + prompt(2, 4)) == 6
+
+
+def test_session_that_returns_is_kept_and_single_prompts_are_not() -> None:
+    """Sessions return 10 s after each turn, prompts of another length never. Then a prompt comes that needs room: it
+    takes that of the single prompt, though this was used after the session."""
+    sessions = Sessions(40)
+    session: list[int] = []
+    for turn in range(12):
+        session += prompt(100 + turn, 1)
+        sessions.run(session, 10.0 * turn)
+        sessions.run(prompt(200 + turn, 16), 10.0 * turn + 5.0)
+    sessions.run(prompt(300, 16), now=119.0)
+    assert sessions.num_found(session) == 12
+    assert sessions.num_found(prompt(211, 16)) < 16
+
+
+def test_deeper_page_is_worth_more_where_attention_costs() -> None:
+    cached = LeastValuable(64, SIZE)
+    cached.learn(COST)
+    pool = PagePool(64, SIZE, cached=cached)
+    for owner, num_pages in (("long", 40), ("short", 4)):
+        hashes = hash_pages(prompt(len(owner), num_pages), SIZE)
+        pool.allocate(owner, num_pages)
+        pool.index(owner, hashes, 0)
+    pool.release("short")
+    pool.release("long")
+    pool.allocate("new", 24)
+    assert pool.counts().cached == 40
+    assert len(pool.match_prefix(hash_pages(prompt(5, 4), SIZE))) == 0
+
+
+def test_hazard_estimate_is_the_rate_of_returns() -> None:
+    """Half of the pages return, after exponential times of mean 20 s; the others are evicted after 30 s."""
+    rng, returns = random.Random(0), Returns()
+    for _ in range(400):
+        age = rng.expovariate(1 / 20)
+        returns.observe(min(age, 30.0), age < 30.0)
+    hazards = returns.hazards([0.1] * 16)
+    assert hazards[6] == pytest.approx(1 / 20, rel=0.35)  # 8 to 16 s
+    assert hazards[7] == pytest.approx(1 / 20, rel=0.35)
+
+
+def test_chance_looks_ahead_to_the_usual_pause() -> None:
+    """Nothing returns in the first 8 s, most pages from 8 to 16 s: a page is worth more the nearer that time is."""
+    hazards = [1e-6] * 6 + [0.5] + [1e-6] * 9
+    found = chances(hazards)
+    assert found[0] < found[3] < found[5] < found[6]
+    assert found[6] == pytest.approx(0.5)
+    assert found[7] < 1e-5
+
+
+@given(st.integers(0, 2**32), st.integers(4, 30))
+def test_any_history_keeps_prefixes_whole_and_every_page_in_one_state(seed: int, num_pages: int) -> None:
+    """Every cached page can be found from the beginning of its prompt, while no page is owned."""
+    rng, sessions, now = random.Random(seed), Sessions(num_pages), 0.0
+    prompts = [prompt(rng.randrange(3), rng.randint(1, 3)) + prompt(n, rng.randint(1, 3)) for n in range(5, 15)]
+    prompts = [tokens for tokens in prompts if len(tokens) // SIZE <= num_pages]
+    for _ in range(40):
+        now += rng.choice((0.0, 0.3, 5.0, 700.0))
+        if prompts:
+            sessions.run(rng.choice(prompts), now, rng.choice((0.0, 2.0)))
+        if rng.random() < 0.03:
+            sessions.pool.clear_cache()
+        counts = sessions.pool.counts()
+        assert (counts.owned, counts.free + counts.cached) == (0, num_pages)
+        found = {page for tokens in prompts for page in sessions.pool.match_prefix(sessions.hashes(tokens))}
+        assert len(found) == counts.cached == len(sessions.pool.findable())

@@ -1,0 +1,327 @@
+"""The cached pages of a pool, and which of them is evicted first: the least recently used one, or the one of least
+value.
+
+The *value* of a page is the seconds of prefill that a hit on it saves, times the chance of a hit per second that the
+page is kept. All pages have the same bytes. A page is useless without the pages before it, so only the ends of
+prefixes are compared. The chance is learnt from the sessions of this replica: how long after their last use did pages
+return, for sessions of a first turn, a second one and so on. It is the best ratio of chance to time over all times for
+which the page could be kept (the Gittins index), so that a page is kept through a tool's usual pause and not longer.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from math import exp
+from typing import Literal, Protocol, TypeAlias
+
+from crossdock.workers.schedule.cost import StepCost
+
+PrefixEviction: TypeAlias = Literal["lru", "value"]
+
+_MOST_TURNS = 4  # sessions of so many turns and more are one class
+_NUM_BINS = 16
+_FIRST_BIN_S = 0.25  # ages up to this are in the first bin; each further bin is twice as wide: 0.25 s to 2.3 hours
+_REMEMBERED = 512  # observations, after which all are halved: a load may change
+_PRIOR = 4.0  # observations of a kind that all other kinds together count like
+_REFRESH = 16  # observations, after which the chances are computed again
+_NUM_DEPTHS = 24  # powers of two of pages before a page
+
+
+class Retention(Protocol):
+    """The cached pages: those that are indexed and have no owner."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, page: object) -> bool: ...
+
+    def pass_time(self, now: float) -> None:
+        """Note the time in seconds: of a step that begins, or has ended."""
+
+    def learn(self, cost: StepCost) -> None:
+        """Note what the computation of pages costs."""
+
+    def index(self, page: int, parent: int | None) -> None:
+        """Note that an owned page is indexed now. `parent`: the page before it in its prefix."""
+
+    def forget(self, page: int) -> None:
+        """Note that a page, which is not cached any more, is not indexed any more."""
+
+    def add(self, pages: Sequence[int]) -> None:
+        """Keep indexed pages that have lost their last owner, a request. The end of its prefix is first."""
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Let go of those of `pages` that are cached: a request owns this whole prefix now."""
+
+    def evict(self) -> int:
+        """Let go of one page, and return it. There must be one."""
+
+
+class LeastRecentlyUsed:
+    """Evicts the page whose last use is longest ago."""
+
+    def __init__(self) -> None:
+        self._pages: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __contains__(self, page: object) -> bool:
+        return page in self._pages
+
+    def pass_time(self, now: float) -> None:
+        """Do nothing: the order of uses decides."""
+
+    def learn(self, cost: StepCost) -> None:
+        """Do nothing: all pages count alike."""
+
+    def index(self, page: int, parent: int | None) -> None:
+        """Do nothing: a page counts from its release."""
+
+    def forget(self, page: int) -> None:
+        """Do nothing: the page has been let go before."""
+
+    def add(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._pages[page] = None
+
+    def share(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._pages.pop(page, None)
+
+    def evict(self) -> int:
+        page, _ = self._pages.popitem(last=False)
+        return page
+
+
+class Returns:
+    """How long after its last use the end of a session's prefix was used again: hazards by age.
+
+    A page that is evicted before its return counts for the time until then, and for no longer (Kaplan and Meier's
+    estimate).
+    """
+
+    def __init__(self) -> None:
+        self._returned = [0.0] * _NUM_BINS
+        self._seconds = [0.0] * _NUM_BINS  # that pages were watched in each bin
+        self._total = 0.0
+
+    def observe(self, age: float, has_returned: bool) -> None:
+        """Count a page whose last use was `age` seconds ago: it returns now, or is evicted."""
+        for number in range(bin_of(age) + 1):
+            start, end = _edges(number)
+            self._seconds[number] += min(age, end) - start
+        if has_returned:
+            self._returned[bin_of(age)] += 1
+        self._total += 1
+        if self._total >= _REMEMBERED:
+            self._returned = [count / 2 for count in self._returned]
+            self._seconds = [seconds / 2 for seconds in self._seconds]
+            self._total /= 2
+
+    def hazards(self, expected: Sequence[float]) -> list[float]:
+        """Return the chances per second of a return at each age, by bin.
+
+        `expected`: those of all sessions. They count like `_PRIOR` observations.
+        """
+        hazards = []
+        for number, (returned, seconds) in enumerate(zip(self._returned, self._seconds, strict=True)):
+            start, end = _edges(number)
+            prior = _PRIOR * (end - start)
+            hazards.append((returned + prior * expected[number]) / (seconds + prior))
+        return hazards
+
+
+def chances(hazards: Sequence[float]) -> list[float]:
+    """Return the best chance of a return per second of keeping a page, by the bin of its age."""
+    passed = []
+    for number, hazard in enumerate(hazards):
+        start, end = _edges(number)
+        chance = 1 - exp(-hazard * (end - start))
+        passed.append((chance, chance / hazard))
+    return [_best_ratio(passed[number:]) for number in range(_NUM_BINS)]
+
+
+class LeastValuable:
+    """Evicts the page of least value among the ends of prefixes. Each call takes logarithmic time in the pages."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self._page_size = page_size
+        self._now = 0.0
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._used = array("d", [0.0]) * num_pages  # time of the last release
+        self._depth = array("i", [0]) * num_pages  # pages before it
+        self._parent = array("i", [-1]) * num_pages
+        self._life = array("q", [0]) * num_pages  # how often it was indexed or forgotten: a child's parent may be gone
+        self._parent_life = array("q", [0]) * num_pages
+        self._num_children = array("i", [0]) * num_pages  # indexed pages after it
+        self._turn = bytearray(num_pages)  # of the session that computed it, by how often prefixes before it were used
+        self._is_shared_end = bytearray(num_pages)  # a request has begun with the prefix that ends here
+        self._is_first_new = bytearray(num_pages)  # a request computed it after such a prefix
+        self._is_watched = bytearray(num_pages)  # it is the first new page of the turn that was released last
+        self._kind = array("i", [0]) * num_pages  # of the session that released it last: its turn and its depth then
+        self._returns: dict[int, Returns] = {}  # by kind
+        self._all_returns = Returns()
+        self._chances: dict[int, list[float]] = {}  # by kind
+        self._unknown = chances(_UNSEEN)  # of kinds without observations
+        self._num_new = 0  # observations since the chances were computed
+        self._page_seconds = [1.0] * _NUM_DEPTHS  # of computing a page, by depth
+        self._ends: dict[tuple[int, int], list[tuple[float, int]]] = {}  # heaps of (last use, page), by kind and depth
+        self._current: tuple[tuple[int, int], float] | None = None  # heap and last use of the prefix evicted last
+
+    def __len__(self) -> int:
+        return len(self._cached)
+
+    def __contains__(self, page: object) -> bool:
+        return page in self._cached
+
+    def pass_time(self, now: float) -> None:
+        self._now = max(self._now, now)
+
+    def learn(self, cost: StepCost) -> None:
+        size = self._page_size
+        middles = [size * 1.5 * 2 ** (number - 1) for number in range(_NUM_DEPTHS)]
+        self._page_seconds = [size * (cost.per_prefill_token + cost.per_attended * middle) for middle in middles]
+
+    def index(self, page: int, parent: int | None) -> None:
+        self._life[page] += 1
+        self._num_children[page] = self._is_watched[page] = self._is_shared_end[page] = 0
+        self._parent[page] = -1 if parent is None else parent
+        if parent is None:
+            self._depth[page] = self._turn[page] = 0
+            self._is_first_new[page] = 1
+            return
+        self._parent_life[page] = self._life[parent]
+        self._num_children[parent] += 1
+        self._depth[page] = self._depth[parent] + 1
+        self._is_first_new[page] = self._is_shared_end[parent]
+        self._turn[page] = min(self._turn[parent] + self._is_shared_end[parent], _MOST_TURNS)
+
+    def forget(self, page: int) -> None:
+        self._life[page] += 1
+        parent = self._parent[page]
+        if parent >= 0 and self._life[parent] == self._parent_life[page]:
+            self._num_children[parent] -= 1
+            if not self._num_children[parent] and parent in self._cached:
+                self._push(parent)
+
+    def add(self, pages: Sequence[int]) -> None:
+        if not pages:
+            return
+        kind = self._turn[pages[0]] * _NUM_DEPTHS + self._depth_of(pages[0]) // 2
+        for page in pages:
+            self._cached[page] = None
+            self._used[page], self._kind[page] = self._now, kind
+            if not self._num_children[page]:
+                self._push(page)
+        first = next((page for page in pages if self._is_first_new[page]), None)
+        if first is not None:
+            self._is_watched[first] = 1
+
+    def share(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._cached.pop(page, None)
+            if self._is_watched[page]:
+                self._observe(page, has_returned=True)
+        if pages:
+            self._is_shared_end[pages[-1]] = 1
+
+    def evict(self) -> int:
+        page = self._pop_end()
+        if page is None:  # every cached page has an owned page after it, which another copy of it precedes
+            page = next(iter(self._cached))
+        del self._cached[page]
+        if self._is_watched[page]:
+            self._observe(page, has_returned=False)
+        return page
+
+    def _push(self, page: int) -> None:
+        key = self._kind[page], self._depth_of(page)
+        heappush(self._ends.setdefault(key, []), (self._used[page], page))
+
+    def _depth_of(self, page: int) -> int:
+        return min(self._depth[page].bit_length(), _NUM_DEPTHS - 1)
+
+    def _pop_end(self) -> int | None:
+        """Remove and return the end of least value; None if there is no end."""
+        if self._current is not None:  # the rest of the prefix evicted last has nearly the same value
+            key, used = self._current
+            head = self._head(key)
+            if head is None or head[0] != used:
+                self._current = None
+        if self._current is None:
+            self._current = self._cheapest()
+        if self._current is None:
+            return None
+        return heappop(self._ends[self._current[0]])[1]
+
+    def _cheapest(self) -> tuple[tuple[int, int], float] | None:
+        if self._num_new >= _REFRESH:
+            self._num_new = 0
+            self._learn_chances()
+        best, least = None, 0.0
+        for key in self._ends:
+            head = self._head(key)
+            if head is not None:
+                kind, depth = key
+                by_age = self._chances.get(kind, self._unknown)
+                value = self._page_seconds[depth] * by_age[bin_of(self._now - head[0])]
+                if best is None or value < least:
+                    best, least = (key, head[0]), value
+        return best
+
+    def _head(self, key: tuple[int, int]) -> tuple[float, int] | None:
+        """Return the end of that turn and depth whose last use is longest ago, after the removal of what is no end."""
+        heap = self._ends[key]
+        while heap:
+            used, page = heap[0]
+            if page in self._cached and not self._num_children[page] and self._used[page] == used:
+                return heap[0]
+            heappop(heap)
+        return None
+
+    def _observe(self, page: int, has_returned: bool) -> None:
+        self._is_watched[page] = 0
+        returns = self._returns.setdefault(self._kind[page], Returns())
+        returns.observe(self._now - self._used[page], has_returned)
+        self._all_returns.observe(self._now - self._used[page], has_returned)
+        self._num_new += 1
+
+    def _learn_chances(self) -> None:
+        hazards = self._all_returns.hazards(_UNSEEN)
+        self._unknown = chances(hazards)
+        self._chances = {kind: chances(returns.hazards(hazards)) for kind, returns in self._returns.items()}
+
+
+def bin_of(age: float) -> int:
+    """Return the number of the bin of an age in seconds."""
+    return min(int(age / _FIRST_BIN_S).bit_length(), _NUM_BINS - 1) if age > 0 else 0
+
+
+def retention(policy: PrefixEviction, num_pages: int, page_size: int, windows: Sequence[int | None]) -> Retention:
+    """Return an empty set of cached pages that evicts by `policy`.
+
+    Where a group of layers has a window, the least recently used page goes: a hit needs that group's last pages alone,
+    so that a page without the pages before it is worth as much as others.
+    """
+    by_value = policy == "value" and not any(windows)
+    return LeastValuable(num_pages, page_size) if by_value else LeastRecentlyUsed()
+
+
+def _edges(number: int) -> tuple[float, float]:
+    """Return the ages in seconds at which a bin begins and ends."""
+    return (_FIRST_BIN_S * 2 ** (number - 1) if number else 0.0), _FIRST_BIN_S * 2**number
+
+
+def _best_ratio(passed: Sequence[tuple[float, float]]) -> float:
+    """Return the largest ratio of chance to seconds over all ends of `passed`: (chance, seconds) of bins in a row."""
+    best = chance = seconds = 0.0
+    left = 1.0  # the chance that no bin before had the return
+    for in_bin, seconds_in_bin in passed:
+        chance, seconds, left = chance + left * in_bin, seconds + left * seconds_in_bin, left * (1 - in_bin)
+        best = max(best, chance / seconds)
+    return best
+
+
+# Without observations, the chance per second falls with one over the age: pages go in the order of their last uses.
+_UNSEEN = [2 / sum(_edges(number)) for number in range(_NUM_BINS)]
