@@ -80,7 +80,7 @@ class Noise:
 
 
 @dataclass(slots=True)
-class Acceptance:
+class SimulatedAcceptance:
     """Draws how many drafts are accepted, each with the same probability if all before it are."""
 
     probability: float
@@ -157,7 +157,7 @@ class SimulatedReplica:
     _is_between: bool = False  # two steps
     _flights: deque[_Flight] = field(default_factory=deque)  # oldest first
     _stages: Stages = field(init=False)
-    _acceptance: Acceptance = field(init=False)
+    _acceptance: SimulatedAcceptance = field(init=False)
     _since: float = 0.0  # when the oldest step in flight began, or the step before it ended
     _version: int = 0  # of the plan that is in the clock
 
@@ -177,7 +177,7 @@ class SimulatedReplica:
             interval_share=self._stages.interval_share,
             drafting=DraftPolicy(speculative) if speculative is not None else None,
         )
-        self._acceptance = Acceptance(self.pool.draft_acceptance, self.noise.seed)
+        self._acceptance = SimulatedAcceptance(self.pool.draft_acceptance, self.noise.seed)
         self.publisher = Publisher(self.scheduler, self.name)
 
     def post(self, action: Action, now: float, ends: str | None = None) -> None:

@@ -31,14 +31,14 @@ class Sessions:
         owner = str(self.count)
         hits = self.pool.match_prefix(hashes)
         self.pool.share(owner, hits)
-        self.pool.allocate(owner, len(hashes) - len(hits))
-        self.pool.index(owner, hashes, len(hits))
+        self.pool.allocate(owner, len(hashes) - hits.num_pages)
+        self.pool.index(owner, hashes, hits.num_pages)
         self.cached.pass_time(now + seconds)
         self.pool.release(owner)
-        return len(hits)
+        return hits.num_pages
 
     def num_found(self, tokens: list[int]) -> int:
-        return len(self.pool.match_prefix(self.hashes(tokens)))
+        return self.pool.match_prefix(self.hashes(tokens)).num_pages
 
     def hashes(self, tokens: list[int]) -> list[PageHash]:
         return hash_pages(tokens, SIZE)
@@ -101,7 +101,7 @@ def test_deeper_page_is_worth_more_where_attention_costs() -> None:
     pool.release("long")
     pool.allocate("new", 24)
     assert pool.counts().cached == 40
-    assert len(pool.match_prefix(hash_pages(prompt(5, 4), SIZE))) == 0
+    assert pool.match_prefix(hash_pages(prompt(5, 4), SIZE)).num_pages == 0
 
 
 def test_hazard_estimate_is_the_rate_of_returns() -> None:
@@ -138,5 +138,5 @@ def test_any_history_keeps_prefixes_whole_and_every_page_in_one_state(seed: int,
             sessions.pool.clear_cache()
         counts = sessions.pool.counts()
         assert (counts.owned, counts.free + counts.cached) == (0, num_pages)
-        found = {page for tokens in prompts for page in sessions.pool.match_prefix(sessions.hashes(tokens))}
+        found = {page for tokens in prompts for page in sessions.pool.match_prefix(sessions.hashes(tokens)).pages}
         assert len(found) == counts.cached == len(sessions.pool.findable())
