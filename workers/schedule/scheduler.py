@@ -159,15 +159,13 @@ class Scheduler:
 
     def _grow(self, streams: Sequence[Request]) -> list[Scheduled]:
         """Return the decodes of the streams that have a page for their newest token, or get one now."""
-        table, pages = self._table, self.pages
+        table, pages, further_of = self._table, self.pages, self.pages.further_pages_of
         grown = [stream for stream in streams if kv.grow(table, stream)]
         return [
-            Scheduled(
-                *(stream, stream.num_computed_tokens, 1, pages.pages_of(stream.owner), True),
-                further_pages=pages.further_pages_of(stream.owner),
-            )
+            Scheduled(stream, stream.num_computed_tokens, 1, pages.pages_of(owner), True, "decode", further_of(owner))
             for stream in grown
             if stream.status is Status.RUNNING  # else preempted for a stream after it
+            for owner in (stream.owner,)
         ]
 
     def _mix(self, decodes: list[Scheduled], skipped: Collection[str], prefills: Sequence[Request]) -> Batch:
