@@ -290,10 +290,6 @@ class Scheduler:
         """Return the interval at which steps end while there is enough to do, as a share of what each takes."""
         return self._forecast.interval_share
 
-    def num_prompt_pages(self, request: Request) -> int:
-        """Return the pages that a waiting request must get to start."""
-        return self._table.needs.at_once(request.num_tokens, request.expected_cached_tokens // self.pages.page_size)
-
     def num_growth_pages(self, request: Request) -> int:
         """Return the available pages that admission leaves to the output of a request that runs or arrives."""
         return self._table.num_growth_pages(request)
