@@ -141,14 +141,14 @@ def _page_table(parts: Sequence[Scheduled], page_size: int) -> NDArray[np.int32]
     """
     reach = [-(-(part.start + part.num_tokens) // page_size) for part in parts]
     num_groups = 1 + len(parts[0].further_pages)
-    table = np.zeros((len(parts), num_groups, max(reach)), np.int32)
-    for rows, part, num_pages in zip(table, parts, reach, strict=True):
-        for row, pages in zip(rows, (part.pages, *part.further_pages), strict=True):
-            row[:num_pages] = np.asarray(pages)[:num_pages]
-            if row[0] == HOLE:
-                first = np.count_nonzero(row == HOLE)
-                row[:first] = row[first]
-    return table if num_groups > 1 else table[:, 0]
+    table = np.zeros((len(parts) * num_groups, max(reach)), np.int32)
+    lists = [pages for part in parts for pages in (part.pages, *part.further_pages)]
+    for row, pages, num_pages in zip(table, lists, np.repeat(reach, num_groups).tolist(), strict=True):
+        row[:num_pages] = np.asarray(pages)[:num_pages]
+        if pages[0] == HOLE:
+            first = np.count_nonzero(row == HOLE)
+            row[:first] = row[first]
+    return table.reshape(len(parts), num_groups, -1) if num_groups > 1 else table
 
 
 def _num_rows(part: Scheduled) -> int:

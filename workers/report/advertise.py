@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import exp, inf
 
 from crossdock.workers.report.profile import Role
+from crossdock.workers.schedule.page_needs import PageNeeds
 from crossdock.workers.schedule.pages import PageHash
 from crossdock.workers.schedule.request import Leg, TokenDelta
 from crossdock.workers.schedule.scheduler import Scheduler
@@ -164,8 +165,10 @@ def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...]]:
     num_classes = len(scheduler.config.slo_classes)
     places = [scheduler.num_places(priority) for priority in range(num_classes)]
     pages = [scheduler.pages.num_available] * num_classes
+    pool = scheduler.pages
+    needs = PageNeeds(pool.page_size, pool.windows, scheduler.config.max_num_batched_tokens)
     for request in scheduler.waiting:
-        num_pages = scheduler.num_prompt_pages(request)
+        num_pages = needs.at_once(request.num_tokens, request.expected_cached_tokens // needs.page_size)
         for priority in range(request.priority, num_classes):
             places[priority] -= 1
             pages[priority] -= num_pages

@@ -14,7 +14,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from crossdock.workers.schedule.retention import LeastRecentlyUsed, Retention
 
@@ -52,8 +52,7 @@ def first_visible_page(window: Window, position: int, page_size: int) -> int:
     return 0 if window is None else max(0, position - window + 1) // page_size
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
+class PrefixHit(NamedTuple):
     """The longest prefix that every group can continue from."""
 
     num_pages: int  # of each group, holes included: the prefix has as many times page_size tokens
@@ -144,7 +143,7 @@ class PagePool:
 
     def further_pages_of(self, owner: str) -> Sequence[Sequence[int]]:
         """Return an owner's pages of each group after the first, as `pages_of`."""
-        return [held.pages for held in self._owned.get(owner, ())[1:]]
+        return [held.pages for held in self._owned.get(owner, ())[1:]] if len(self.windows) > 1 else ()
 
     def num_held(self, owner: str, group: int) -> int:
         """Return how many pages an owner has for one group, without holes."""
@@ -179,21 +178,31 @@ class PagePool:
 
         A group without a window needs all its pages. A group with one needs those that the next token sees.
         """
+        if len(self.windows) == 1 and not self.has_windows:  # each waiting prompt is looked up in each step
+            pages = self._run(hashes, 0)
+            return PrefixHit(len(pages), (pages,))
         found, num_pages = list[list[int]](), len(hashes)
-        for window, index in zip(self.windows, self._indexes, strict=True):
-            pages = list[int]()
-            for page_hash in hashes[:num_pages]:
-                page = index.get(page_hash, HOLE)
-                if page == HOLE and window is None:
-                    break
-                pages.append(page)
-            found.append(pages)
-            num_pages = len(pages)
+        for group, window in enumerate(self.windows):
+            if window is None:
+                found.append(self._run(hashes[:num_pages], group))
+            else:
+                found.append([self._indexes[group].get(page_hash, HOLE) for page_hash in hashes[:num_pages]])
+            num_pages = len(found[-1])
         while num_pages and (gap := self._last_gap(found, num_pages)) is not None:
             num_pages = gap  # a longer prefix would need the missing page as well
         firsts = [self._first(group, num_pages) for group in range(len(found))]
         by_group = ([HOLE] * first + pages[first:num_pages] for first, pages in zip(firsts, found, strict=True))
         return PrefixHit(num_pages, tuple(by_group))
+
+    def _run(self, hashes: Sequence[PageHash], group: int) -> list[int]:
+        """Return the pages of a group for `hashes`, up to the first that it lacks."""
+        pages, index = list[int](), self._indexes[group]
+        for page_hash in hashes:
+            page = index.get(page_hash)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
 
     def _last_gap(self, found: Sequence[Sequence[int]], num_pages: int) -> int | None:
         """Return the last page that the token after `num_pages` pages sees and that a group with a window lacks."""

@@ -186,15 +186,13 @@ class Scheduler:
 
     def _grow(self, streams: Sequence[Request]) -> list[Scheduled]:
         """Return the decodes of the streams that have a page for their newest token, or get one now."""
-        table, pages = self._table, self.pages
+        table, pages, further_of = self._table, self.pages, self.pages.further_pages_of
         grown = [stream for stream in streams if kv.grow(table, stream)]
         return [
-            Scheduled(
-                *(stream, stream.num_computed_tokens, 1, pages.pages_of(stream.owner), True),
-                further_pages=pages.further_pages_of(stream.owner),
-            )
+            Scheduled(stream, stream.num_computed_tokens, 1, pages.pages_of(owner), True, "decode", further_of(owner))
             for stream in grown
             if stream.status is Status.RUNNING  # else preempted for a stream after it
+            for owner in (stream.owner,)
         ]
 
     def _mix(self, decodes: list[Scheduled], skipped: Collection[str], prefills: Sequence[Request]) -> Batch:
@@ -306,10 +304,6 @@ class Scheduler:
     def interval_share(self) -> float:
         """Return the interval at which steps end while there is enough to do, as a share of what each takes."""
         return self._forecast.interval_share
-
-    def num_prompt_pages(self, request: Request) -> int:
-        """Return the pages that a waiting request must get to start."""
-        return self._table.needs.at_once(request.num_tokens, request.expected_cached_tokens // self.pages.page_size)
 
     def num_growth_pages(self, request: Request) -> int:
         """Return the available pages that admission leaves to the output of a request that runs or arrives."""

@@ -17,15 +17,15 @@ def steady_steps(table: RequestTable, cost: StepCost | None, batch: Batch) -> in
     """
     parts, config = batch.scheduled, table.config
     requests = [part.request for part in parts]
+    if table.pages.has_windows:
+        return 1  # which cached pages are evicted depends on when windows give pages back
     if table.waiting or not parts or not len(parts) == batch.num_decodes == len(table.running):
         return 1
     steps = min(
         min(request.sampling.max_tokens - request.num_output_tokens, table.max_model_len - request.num_tokens)
         for request in requests
     )
-    steps = min(
-        steps, table.pages.num_available // (len(parts) * table.pages.num_groups) * table.pages.page_size + 1
-    )  # without preemptions
+    steps = min(steps, table.pages.num_available // len(parts) * table.pages.page_size + 1)  # without preemptions
     if cost is not None and config.chunk_policy == "adaptive" and len({request.priority for request in requests}) > 1:
         tpot = min([config.slo_classes[request.priority].tpot_s for request in requests])
         steps = min(steps, steps_without_skips([request.num_tokens for request in requests], tpot, cost))
@@ -45,14 +45,11 @@ def advance(table: RequestTable, batch: Batch, tokens: Mapping[str, Sequence[int
         request, start = part.request, part.start
         request.token_ids += tokens[request.id]
         request.num_computed_tokens = request.num_tokens - 1
-        for group in range(table.pages.num_groups):
-            missing = table.needs.pages(request.num_tokens) - len(table.pages.pages_of(request.owner, group))
-            if missing > 0:
-                table.pages.allocate(request.owner, missing, group)
+        missing = -(-request.num_tokens // size) - len(part.pages)
+        if missing > 0:
+            table.pages.allocate(request.owner, missing)
         if request.num_computed_tokens // size > start // size:
             kv.index_full_pages(table, request, start)
-        if table.pages.has_windows:
-            kv.slide(table, request)
         due, tpot = request.due, classes[request.priority].tpot_s
         for end in ends:
             due = next_due(due, end, tpot)

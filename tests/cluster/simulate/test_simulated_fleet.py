@@ -53,3 +53,9 @@ def test_fleet_from_a_file_has_its_settings_and_the_profiles_rest(tmp_path: Path
     assert [slo.ttft_s for slo in loaded.classes] == [0.3, 3.0]
     assert loaded.noise == 0.1
     assert load_fleet(path, "mixed=3xh100-8b").pools[0].replicas == 3
+
+
+def test_profile_with_windows_in_pools_that_ship_pages_is_refused() -> None:
+    pools = [{"name": name, "replicas": 1, "profile": profile(windows=(None, 64))} for name in ("prefill", "decode")]
+    with pytest.raises(ValueError, match=r"profile of prefill .* --disable-hybrid-kv-cache-manager"):
+        describe({"pools": pools})

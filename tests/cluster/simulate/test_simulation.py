@@ -42,6 +42,18 @@ def test_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     assert outcome.replicas[0].num_prefilled == 600
 
 
+def test_pool_carries_more_streams_where_windows_give_pages_back() -> None:
+    """In the same bytes, 256 pages of one group of four layers or 1,024 of four groups, three with a window."""
+    jobs = [job(f"r{number}", 960, 32) for number in range(10)]
+    ended = []
+    for pages in ({"num_pages": 256}, {"num_pages": 1024, "windows": (None, 64, 64, 64)}):
+        pools = [{"replicas": 2, "profile": profile(max_model_len=1024, **pages)}]
+        simulation, outcome = play(fleet(*pools), jobs)
+        assert_all_ended(simulation, outcome, jobs)
+        ended.append(max(sample.ended for sample in outcome.samples))
+    assert ended[1] < ended[0]
+
+
 def test_shared_prefix_is_computed_once() -> None:
     prefix = Segment("prefix", 64)
     jobs = [Job((prefix, Segment(name, 16)), 1, due) for name, due in (("a", 0.0), ("b", 1.0))]

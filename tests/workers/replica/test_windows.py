@@ -1,6 +1,7 @@
 """Layers with a window give pages back while a request runs, and its tokens stay those of transformers."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ from pydantic import ByteSize
 
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.calibrate import warm_up
-from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine import Engine
+from crossdock.workers.replica.config import EngineConfig, ReplicaSpec, TransferConfig
+from crossdock.workers.replica.engine import Engine, load_engine
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.request import Submission
 from tests.workers.architectures import SERVED, WINDOW, build
@@ -147,3 +149,15 @@ def test_replica_with_windows_is_calibrated(model: PagedModel) -> None:
     profile = warm_up(engine)
     assert profile.page_bytes * profile.num_pages == model.pool.nbytes  # type: ignore[union-attr]
     assert engine.pages.counts().owned == 0
+
+
+def test_replica_of_a_cluster_that_ships_pages_keeps_them(tmp_path: Path) -> None:
+    build("gemma3_text", MODELS["gemma3_text"]).save_pretrained(tmp_path)
+    model, config = ModelSpec(str(tmp_path), "float32"), EngineConfig(kv_cache_memory=ByteSize(1 << 20))
+    alone, shipping = (
+        load_engine(ReplicaSpec(model, config, 1, transfer=transfer, device="cpu"))
+        for transfer in (None, TransferConfig())
+    )
+    assert (alone.pages.windows, shipping.pages.windows) == ((None, WINDOW), (None,))
+    assert alone.pages.num_pages == 2 * shipping.pages.num_pages
+    assert 2 * alone.page_bytes == shipping.page_bytes

@@ -32,6 +32,10 @@ def test_steps_are_steady_until_the_first_end() -> None:
     assert new_timed_replica().scheduler.steady_steps(Batch([], 0)) == 1
 
 
+def test_no_steps_are_steady_while_windows_give_pages_back() -> None:
+    assert steady_steps(decoding_replica(9, 9, windows=(None, 6))) == 1
+
+
 def test_steps_are_steady_while_pages_are_free() -> None:
     replica = decoding_replica(900, 900, num_pages=12, max_model_len=48)  # 3 pages each, 6 left
     assert steady_steps(replica) == 3 * 4 + 1
