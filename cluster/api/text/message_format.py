@@ -103,7 +103,7 @@ class MessageFormat:
         parser: Callable[[], MessageParser] = partial(
             self._parser, body, end, openings, is_thinking=is_thinking, is_constrained=given is not None
         )
-        shown = self._shown_for_calls if self._reads_calls(body) else self._shown_always
+        shown = self._shown_for_calls if openings is not None or self._reads_calls(body) else self._shown_always
         if given is not None and grammar is given:  # the answer is constrained from its first token
             parser = PlainText if openings is None else partial(ForcedCallText, openings)
             shown = {} if openings is None else shown
