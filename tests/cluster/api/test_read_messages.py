@@ -225,12 +225,12 @@ def test_constraint_holds_for_the_answer_after_the_reasoning(
     engine.script = partial(engine.story, words="Why</think>\n\nyes")
     choice = answer(http, guided_choice=["yes", "no"])["choices"][0]
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Why", "yes")
-    engine.script = partial(engine.story, words=f"Why</think>{MOVED}")
+    engine.script = partial(engine.story, words=f"Why</think>{CALLS}")
     choice = answer(http, tools=TOOLS, tool_choice="required")["choices"][0]
     assert choice["message"]["reasoning"] == "Why"
-    assert calls_of(choice["message"]) == [("move", {"to": "Ré 🙂"})]
+    assert calls_of(choice["message"]) == [("move", {"to": "Ré 🙂"}), ("wait", {})]
     for submission, good, bad in zip(
-        engine.submissions, ("Hm</think>\nno", f"</think>{MOVED}"), ("yes", MOVED), strict=True
+        engine.submissions, ("Hm</think>\nno", f"</think>{CALLS}"), ("yes", CALLS), strict=True
     ):
         assert submission.sampling.grammar is not None
         assert accepts(thinker, submission.sampling.grammar.source, good)
@@ -301,6 +301,77 @@ def test_strict_calls_whose_markers_are_special_tokens_obey_their_schema(
         ("[TOOL_CALLS]jump[ARGS]{}", False),
     ):
         assert accepts(tokenizer, grammar.source, text) == is_accepted
+
+
+KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>")
+KIMI_CALL = '<|tool_call_begin|>functions.move:%d<|tool_call_argument_begin|>{"to": "a"}<|tool_call_end|>'
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "one", "two"),
+    [
+        (
+            "{# <tool_call> #}",
+            (),
+            f"<tool_call>\n{MOVED}\n</tool_call>",
+            f"<tool_call>\n{MOVED}\n</tool_call>\n<tool_call>\n{MOVED}\n</tool_call>",
+        ),
+        (
+            MISTRAL,
+            ("[TOOL_CALLS]", "[ARGS]"),
+            '[TOOL_CALLS]move[ARGS]{"to": "a"}',
+            '[TOOL_CALLS]move[ARGS]{"to": "a"}[TOOL_CALLS]move[ARGS]{"to": "}"}',
+        ),
+        (
+            "{# <|tool_calls_section_begin|> #}",
+            (*KIMI, "<|tool_call_argument_begin|>"),
+            KIMI[0] + KIMI_CALL % 0 + KIMI[1],
+            KIMI[0] + KIMI_CALL % 0 + KIMI_CALL % 1 + KIMI[1],
+        ),
+    ],
+)
+def test_forced_calls_have_the_form_of_the_family(
+    tokenizers: dict[str, PreTrainedTokenizerFast], template: str, special: tuple[str, ...], one: str, two: str
+) -> None:
+    tokenizer = with_tokens(tokenizers["byte_level"], template, *special)
+    named = {"type": "function", "function": {"name": "move"}}
+    for fields, is_several in (
+        ({"tool_choice": "required"}, True),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, False),
+        ({"tool_choice": named}, False),
+    ):
+        body = ChatCompletionRequest.model_validate({"messages": HI, "tools": STRICT, **fields})
+        reading = MessageFormat(tokenizer).reading(body, [5])
+        assert reading.grammar is not None
+        assert accepts(tokenizer, reading.grammar.source, one)
+        assert accepts(tokenizer, reading.grammar.source, two) == is_several
+        assert not accepts(tokenizer, reading.grammar.source, f"Sure.{one}")
+        for text, count in ((one, 1), (two, 2))[: 1 + is_several]:
+            detokenizer = tokenizer.detokenizer(shown=reading.shown)
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            pieces = [*map(detokenizer.add, token_ids), detokenizer.flush()]
+            message = reading.message()
+            deltas = [message.delta(piece, None) for piece in pieces] + [message.delta("", "stop")]
+            calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+            assert len([call for call in calls if "id" in call]) == count
+            assert len(calls) > 3 * count, "the arguments come while they are written"
+            assert reading.message().whole("".join(pieces), "stop")["content"] is None
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_forced_call_of_any_name_is_read_also_where_others_are_not(
+    tokenizers: dict[str, PreTrainedTokenizerFast], reads: bool
+) -> None:
+    tokenizer = with_tokens(tokenizers["byte_level"], MISTRAL, "[TOOL_CALLS]", "[ARGS]")
+    tools = [{"type": "function", "function": {"name": 'say#1 "stop"'}}]
+    body = ChatCompletionRequest.model_validate({"messages": HI, "tools": tools, "tool_choice": "required"})
+    reading = MessageFormat(tokenizer, reads_unforced_calls=reads).reading(body, [5])
+    text = '[TOOL_CALLS]say#1 "stop"[ARGS]{}'
+    assert reading.grammar is not None
+    assert accepts(tokenizer, reading.grammar.source, text)
+    detokenizer = tokenizer.detokenizer(shown=reading.shown)
+    shown = "".join(map(detokenizer.add, tokenizer.encode(text, add_special_tokens=False)))
+    assert calls_of(reading.message().whole(shown, "stop")) == [('say#1 "stop"', {})]
 
 
 def accepts(tokenizer: ModelTokenizer, lark: str, text: str) -> bool:
