@@ -426,6 +426,14 @@ def test_response_in_the_background_counts_for_its_key(engine: ScriptedDispatche
         ({"input": [{"type": "item_reference", "id": "w"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
+            "input[0].arguments",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * 5000 + "]" * 5000}]},
+            "input[0].arguments",
+        ),
         ({"input": [{"role": "user"}] * 4097}, "input"),
         ({"input": "dog " * 300}, "input"),
         (
