@@ -79,7 +79,7 @@ class ChatCompletionRequest(GenerationBody):
     tools: _Tools = Field(
         [], description="Shown to the model by the template. Its calls are read where the model's family is known."
     )
-    tool_choice: Any = Field(None, description="`required` or a named function forces one call, by a grammar.")
+    tool_choice: Any = Field(None, description="`required` or a named function forces calls, by a grammar.")
     parallel_tool_calls: bool = Field(True, description="false: only the first call is in the answer.")
     reasoning_effort: _Effort | None = Field(
         None,

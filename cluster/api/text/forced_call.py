@@ -1,49 +1,53 @@
-"""Takes apart a text that a grammar makes one tool call; its arguments are shown while the model writes them."""
+"""Takes apart a text that a grammar makes tool calls; their arguments are shown while the model writes them."""
 
-import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping
 
-from crossdock.cluster.api.body.tool_calls import before_arguments
+from crossdock.cluster.api.body.tool_calls import ForcedCall, before_arguments
+from crossdock.cluster.api.text.call_forms import SIGN
+from crossdock.cluster.api.text.call_values import Brackets
 from crossdock.cluster.api.text.message_parser import CallText, ContentText, Piece
 
 
-@dataclass(slots=True)
-class ForcedCallText:
-    """The parser of such a text. A text that ends before its arguments begin is content."""
+def plain_openings(call: ForcedCall) -> dict[str, str]:
+    """Return what stands before the arguments of each function, as patterns, in the form for any model."""
+    return {name: re.escape(before_arguments(name)) for name in call.parameters}
 
-    names: Iterable[str]
-    _text: str = ""  # before the arguments begin; then what may be the last brace
-    _has_begun: bool = False
-    _arguments: list[str] = field(default_factory=list)
+
+class ForcedCallText:
+    """The parser of such a text. A text that ends before its first arguments begin is content."""
+
+    def __init__(self, openings: Mapping[str, str]) -> None:
+        """`openings`: what stands before the arguments of each function, as patterns by name."""
+        self._names = tuple(openings)
+        self._opening = re.compile("|".join(f"({pattern})" for pattern in openings.values()))
+        self._buffer = ""  # before the arguments; then they themselves
+        self._brackets: Brackets | None = None  # of the arguments that have begun
+        self._num_shown = 0  # characters of these arguments
+        self._index = -1
 
     def add(self, text: str) -> list[Piece]:
-        self._text += text
-        name: str | None = None
-        if not self._has_begun:
-            name = next((name for name in self.names if self._text.startswith(before_arguments(name))), None)
-            if name is None:
-                return []
-            self._has_begun = True
-            self._text = self._text.removeprefix(before_arguments(name))
-        # The last brace ends the call and not the arguments if nothing follows.
-        end = len(self._text) - self._text.endswith("}")
-        arguments, self._text = self._text[:end], self._text[end:]
-        self._arguments.append(arguments)
-        return [CallText(0, arguments, name)] if arguments or name is not None else []
+        self._buffer += text.replace(SIGN, "")
+        pieces: list[Piece] = []
+        while True:
+            name: str | None = None
+            if self._brackets is None:
+                found = self._opening.search(self._buffer)
+                if found is None:
+                    return pieces
+                assert found.lastindex is not None
+                name = self._names[found.lastindex - 1]
+                self._buffer = self._buffer[found.end() :]
+                self._brackets, self._num_shown, self._index = Brackets(), 0, self._index + 1
+            end = self._brackets.end(self._buffer)
+            arguments = self._buffer[self._num_shown : end]
+            self._num_shown += len(arguments)
+            if arguments or name is not None:
+                pieces.append(CallText(self._index, arguments, name))
+            if end is None:
+                return pieces
+            self._buffer, self._brackets = self._buffer[end:], None
 
     def finish(self, *, is_cut: bool) -> list[Piece]:
-        rest, self._text = self._text, ""
-        if not self._has_begun:
-            return [ContentText(rest)] if rest else []
-        # The limit of tokens may have ended the text at a brace of the arguments.
-        is_part = rest and is_cut and not _is_json("".join(self._arguments))
-        return [CallText(0, rest)] if is_part else []
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
+        rest, self._buffer = self._buffer, ""
+        return [ContentText(rest)] if rest and self._index < 0 else []

@@ -9,17 +9,18 @@ from typing import Any
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest
 from crossdock.cluster.api.body.messages import last_assistant_text
 from crossdock.cluster.api.body.parser_names import AUTO, REASONING_PARSERS, TOOL_PARSERS, family_of
+from crossdock.cluster.api.body.tool_calls import ForcedCall
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.text import harmony
 from crossdock.cluster.api.text.call_forms import SIGN
 from crossdock.cluster.api.text.call_values import Schemas
 from crossdock.cluster.api.text.families import FAMILIES, TEMPLATE_SIGNS
-from crossdock.cluster.api.text.forced_call import ForcedCallText
+from crossdock.cluster.api.text.forced_call import ForcedCallText, plain_openings
 from crossdock.cluster.api.text.harmony import HarmonyText
 from crossdock.cluster.api.text.marked_text import MarkedFamily, MarkedText
 from crossdock.cluster.api.text.message_parser import ChatMessage, MessageParser, PlainText, ReasonedText
 from crossdock.cluster.api.text.reasoning_grammar import ReasoningGrammar
-from crossdock.cluster.api.text.strict_calls import strict_calls
+from crossdock.cluster.api.text.strict_calls import forced_calls, strict_calls
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import Grammar
 
@@ -94,6 +95,9 @@ class MessageFormat:
         if body.continue_final_message:
             is_thinking = is_thinking or _is_unanswered(last_assistant_text(body.messages), self.family)
         given, call = body.grammar(), body.forced_call()
+        openings = None if call is None else plain_openings(call)
+        if call is not None and (native := self._native(call, body)) is not None:
+            given, openings = native
         strict = self._strict(body) if given is None else None
         grammar = strict or given
         if (around := self._reasoning(body, is_thinking=is_thinking)) is not None:
@@ -102,17 +106,23 @@ class MessageFormat:
                 raise _refused_budget(reason)
             grammar = around.around(grammar, has_rules=call is not None or strict is not None)
         parser: Callable[[], MessageParser] = partial(
-            self._parser, body, end, is_thinking=is_thinking, is_constrained=given is not None
+            self._parser, body, end, openings, is_thinking=is_thinking, is_constrained=given is not None
         )
         shown = self._shown_for_calls if self._reads_calls(body) else self._shown_always
         if given is not None and grammar is given:  # the answer is constrained from its first token
-            parser, shown = PlainText if call is None else partial(ForcedCallText, tuple(call.parameters)), {}
+            parser = PlainText if openings is None else partial(ForcedCallText, openings)
+            shown = {} if openings is None else shown
         elif not (self.is_gpt_oss or self.family.thinks or (self.family.calls and self._reads_calls(body))):
             parser, shown = PlainText, {}
         return MessageReading(parser, shown, grammar, body, is_named=call is not None and call.is_named)
 
     def _reads_calls(self, body: ChatCompletionRequest) -> bool:
         return self._reads_unforced_calls and bool(body.template_tools())
+
+    def _native(self, call: ForcedCall, body: ChatCompletionRequest) -> tuple[Grammar, dict[str, str]] | None:
+        """Return the grammar of forced calls in the family's own form; None: they have the form for any model."""
+        is_single = call.is_named or not body.parallel_tool_calls
+        return forced_calls(self._tools, call, self._special, is_single=is_single)
 
     def _strict(self, body: ChatCompletionRequest) -> Grammar | None:
         """Return the grammar of calls whose functions are strict."""
@@ -128,13 +138,17 @@ class MessageFormat:
         return ReasoningGrammar(None if is_thinking else self._opens, self._closes, budget)
 
     def _parser(
-        self, body: ChatCompletionRequest, end: str, *, is_thinking: bool, is_constrained: bool
+        self,
+        body: ChatCompletionRequest,
+        end: str,
+        openings: Mapping[str, str] | None,
+        *,
+        is_thinking: bool,
+        is_constrained: bool,
     ) -> MessageParser:
-        """Return the parser of an answer after a prompt with this end."""
-        call = body.forced_call()
-        if call is not None:
-            thoughts = MarkedText(self._signed, None, is_thinking=is_thinking)
-            return ReasonedText(thoughts, ForcedCallText(tuple(call.parameters)))
+        """Return the parser of an answer after a prompt with this end. `openings`: of forced calls."""
+        if openings is not None:
+            return ReasonedText(MarkedText(self._signed, None, is_thinking=is_thinking), ForcedCallText(openings))
         schemas = _schemas(body.tools) if self._reads_calls(body) and not is_constrained else None
         if self.is_gpt_oss:
             sign = SIGN if self._shown_always else ""

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,6 @@ def _rule(grammar: Grammar, *, has_rules: bool) -> str | None:
             return None
 
 
-def json_rule(schema: dict[str, Any]) -> str:
+def json_rule(schema: Mapping[str, Any]) -> str:
     """Return a JSON schema as a part of a rule."""
     return "%json " + json.dumps({**schema, "x-guidance": _WHITESPACE})

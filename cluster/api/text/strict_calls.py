@@ -1,4 +1,4 @@
-"""Make arguments obey their schema where no call is forced: a grammar holds from the marker of a call to its end."""
+"""Grammars of calls as a family of models writes them: forced ones, and those of strict functions in a free text."""
 
 import json
 import re
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from crossdock.cluster.api.body.constraints import from_text
+from crossdock.cluster.api.body.tool_calls import ForcedCall
 from crossdock.cluster.api.text.reasoning_grammar import json_rule
 from crossdock.workers.schedule.request import Grammar
 
@@ -15,6 +16,12 @@ _FORMS = {
     "hermes": ("<tool_call>", '\n{"name": {json}, "arguments": ', "}\n</tool_call>"),
     "kimi_k2": ("<|tool_call_begin|>", "functions.{name}:#<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     "mistral": ("[TOOL_CALLS]", "{name}[ARGS]", ""),
+}
+
+# The texts around all calls, and between two of them.
+_AROUND = {
+    "hermes": ("", "\n", ""),
+    "kimi_k2": ("<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>"),
 }
 
 
@@ -48,10 +55,41 @@ def strict_calls(
     return from_text("lark", "\n".join(rules), "tools")
 
 
-def _parts(text: str, special_tokens: Mapping[str, int]) -> str:
-    """Return a text in Lark. A line break may be left out, and `#` is a number."""
+def forced_calls(
+    family: str | None, call: ForcedCall, special_tokens: Mapping[str, int], *, is_single: bool
+) -> tuple[Grammar, dict[str, str]] | None:
+    """Return the grammar of one or more calls of the forced functions, and what stands before their arguments.
+
+    The latter are patterns by the functions' names. None: the family's form is not known here.
+    Raises ApiError for schemas that are too long.
+    """
+    if family not in _FORMS or (family == "mistral" and "[ARGS]" not in special_tokens):
+        return None
+    opener, before, after = _FORMS[family]
+    begin, between, end = _AROUND.get(family, ("", "", ""))
+    more = "" if is_single else f"({_parts(between, special_tokens, exact=True)} call)*"
+    rules = [f"start: {_parts(begin, special_tokens)} call {more} {_parts(end, special_tokens)}"]
+    rules.append("call: " + " | ".join(f"call{i}" for i in range(len(call.parameters))))
+    openings: dict[str, str] = {}
+    for i, (name, schema) in enumerate(call.parameters.items()):
+        head = opener + before.replace("{name}", name).replace("{json}", json.dumps(name))
+        head_parts, tail_parts = (_parts(part, special_tokens, exact=True) for part in (head, after))
+        rules.append(f"call{i}: {head_parts} arguments{i} {tail_parts}")
+        rules.append(f"arguments{i}: {json_rule(schema)}")
+        openings[name] = re.escape(head).replace(re.escape("#"), "[0-9]+")
+    grammar = from_text("lark", "\n".join(rules), "tools")
+    assert grammar is not None
+    return grammar, openings
+
+
+def _parts(text: str, special_tokens: Mapping[str, int], *, exact: bool = False) -> str:
+    """Return a text in Lark, in which `#` is a number. Unless it is exact, a line break may be left out."""
     known = sorted((mark for mark in special_tokens if mark in text), key=len, reverse=True)
     pattern = "|".join([*map(re.escape, known), "\n", "#"])
     parts = re.split(f"({pattern})", text)
-    named = {"\n": r"/\n?/", "#": "/[0-9]+/", **{mark: f"<[{special_tokens[mark]}]>" for mark in known}}
+    named = {
+        "\n": r'"\n"' if exact else r"/\n?/",
+        "#": "/[0-9]+/",
+        **{mark: f"<[{special_tokens[mark]}]>" for mark in known},
+    }
     return " ".join(named.get(part, json.dumps(part)) for part in parts if part)

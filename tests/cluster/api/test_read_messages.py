@@ -184,6 +184,19 @@ def test_parsers_that_the_server_names_are_used(
     assert len(message.get("tool_calls", ())) == calls
 
 
+@pytest.mark.parametrize(
+    ("begun", "is_thinking"), [("<think>Half a", True), ("<think>Why</think>Su", False), ("Su", False)]
+)
+def test_message_that_the_model_continues_is_reasoning_until_its_end(
+    thinker: ModelTokenizer, begun: str, is_thinking: bool
+) -> None:
+    messages = [*HI, {"role": "assistant", "content": begun}]
+    body = ChatCompletionRequest.model_validate({"messages": messages, "continue_final_message": True})
+    message = MessageFormat(thinker).reading(body, thinker.encode(begun)).message().whole("re.", "stop")
+    assert message["content"] == (None if is_thinking else "re.")
+    assert message.get("reasoning") == ("re." if is_thinking else None)
+
+
 def test_unknown_parser_is_refused_with_the_names_that_there_are() -> None:
     with pytest.raises(ValidationError, match="no parser; it must be auto, none, deepseek_v3"):
         HttpConfig(tool_call_parser="mine")
@@ -212,12 +225,12 @@ def test_constraint_holds_for_the_answer_after_the_reasoning(
     engine.script = partial(engine.story, words="Why</think>\n\nyes")
     choice = answer(http, guided_choice=["yes", "no"])["choices"][0]
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Why", "yes")
-    engine.script = partial(engine.story, words=f"Why</think>{MOVED}")
+    engine.script = partial(engine.story, words=f"Why</think>{CALLS}")
     choice = answer(http, tools=TOOLS, tool_choice="required")["choices"][0]
     assert choice["message"]["reasoning"] == "Why"
-    assert calls_of(choice["message"]) == [("move", {"to": "Ré 🙂"})]
+    assert calls_of(choice["message"]) == [("move", {"to": "Ré 🙂"}), ("wait", {})]
     for submission, good, bad in zip(
-        engine.submissions, ("Hm</think>\nno", f"</think>{MOVED}"), ("yes", MOVED), strict=True
+        engine.submissions, ("Hm</think>\nno", f"</think>{CALLS}"), ("yes", CALLS), strict=True
     ):
         assert submission.sampling.grammar is not None
         assert accepts(thinker, submission.sampling.grammar.source, good)
@@ -288,6 +301,61 @@ def test_strict_calls_whose_markers_are_special_tokens_obey_their_schema(
         ("[TOOL_CALLS]jump[ARGS]{}", False),
     ):
         assert accepts(tokenizer, grammar.source, text) == is_accepted
+
+
+KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>")
+KIMI_CALL = '<|tool_call_begin|>functions.move:%d<|tool_call_argument_begin|>{"to": "a"}<|tool_call_end|>'
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "one", "two"),
+    [
+        (
+            "{# <tool_call> #}",
+            (),
+            f"<tool_call>\n{MOVED}\n</tool_call>",
+            f"<tool_call>\n{MOVED}\n</tool_call>\n<tool_call>\n{MOVED}\n</tool_call>",
+        ),
+        (
+            MISTRAL,
+            ("[TOOL_CALLS]", "[ARGS]"),
+            '[TOOL_CALLS]move[ARGS]{"to": "a"}',
+            '[TOOL_CALLS]move[ARGS]{"to": "a"}[TOOL_CALLS]move[ARGS]{"to": "}"}',
+        ),
+        (
+            "{# <|tool_calls_section_begin|> #}",
+            (*KIMI, "<|tool_call_argument_begin|>"),
+            KIMI[0] + KIMI_CALL % 0 + KIMI[1],
+            KIMI[0] + KIMI_CALL % 0 + KIMI_CALL % 1 + KIMI[1],
+        ),
+    ],
+)
+def test_forced_calls_have_the_form_of_the_family(
+    tokenizers: dict[str, PreTrainedTokenizerFast], template: str, special: tuple[str, ...], one: str, two: str
+) -> None:
+    tokenizer = with_tokens(tokenizers["byte_level"], template, *special)
+    named = {"type": "function", "function": {"name": "move"}}
+    for fields, is_several in (
+        ({"tool_choice": "required"}, True),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, False),
+        ({"tool_choice": named}, False),
+    ):
+        body = ChatCompletionRequest.model_validate({"messages": HI, "tools": STRICT, **fields})
+        reading = MessageFormat(tokenizer).reading(body, [5])
+        assert reading.grammar is not None
+        assert accepts(tokenizer, reading.grammar.source, one)
+        assert accepts(tokenizer, reading.grammar.source, two) == is_several
+        assert not accepts(tokenizer, reading.grammar.source, f"Sure.{one}")
+        for text, count in ((one, 1), (two, 2))[: 1 + is_several]:
+            detokenizer = tokenizer.detokenizer(shown=reading.shown)
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            pieces = [*map(detokenizer.add, token_ids), detokenizer.flush()]
+            message = reading.message()
+            deltas = [message.delta(piece, None) for piece in pieces] + [message.delta("", "stop")]
+            calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+            assert len([call for call in calls if "id" in call]) == count
+            assert len(calls) > 3 * count, "the arguments come while they are written"
+            assert reading.message().whole("".join(pieces), "stop")["content"] is None
 
 
 def accepts(tokenizer: ModelTokenizer, lark: str, text: str) -> bool:

@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from crossdock.cluster.api.body.tool_calls import ForcedCall, forced_call
 from crossdock.cluster.api.errors import ApiError
-from crossdock.cluster.api.text.forced_call import ForcedCallText
+from crossdock.cluster.api.text.forced_call import ForcedCallText, plain_openings
 from crossdock.cluster.api.text.message_parser import ChatMessage
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, refused
 
@@ -88,7 +88,7 @@ def test_choice_without_a_tool_to_call_is_refused(tools: list[dict[str, Any]], c
 @pytest.mark.parametrize("end", ["stop", "length"])
 def test_arguments_of_call_in_pieces_of_any_size_are_whole(size: int, end: str) -> None:
     """With `length` the limit was reached at the last brace: the call is whole all the same."""
-    message = ChatMessage(ForcedCallText(["move"]))
+    message = ChatMessage(ForcedCallText(plain_openings(forced(NAMED))))
     pieces = [WRITTEN[start : start + size] for start in range(0, len(WRITTEN), size)]
     ends = [None] * (len(pieces) - 1) + [end]
     calls = [
@@ -102,9 +102,9 @@ def test_arguments_of_call_in_pieces_of_any_size_are_whole(size: int, end: str) 
 
 
 def test_call_cut_by_its_limit_keeps_what_was_written() -> None:
-    cut = ChatMessage(ForcedCallText(["move"]))
+    cut = ChatMessage(ForcedCallText(plain_openings(forced(NAMED))))
     assert cut.delta('{"name": "mo', "length") == {"content": '{"name": "mo'}
-    cut = ChatMessage(ForcedCallText(["move"]))
+    cut = ChatMessage(ForcedCallText(plain_openings(forced(NAMED))))
     [call] = cut.whole('{"name": "move", "arguments": {"to": {"x": 3}', "length")["tool_calls"]
     assert call["function"]["arguments"] == '{"to": {"x": 3}'
 
