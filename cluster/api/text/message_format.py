@@ -67,18 +67,18 @@ class MessageFormat:
         reasoning = found if reasoning_parser == AUTO else family_of(reasoning_parser, REASONING_PARSERS)
         self._tools = tools
         self._special = {text: token_id for token_id, text in tokenizer.special_tokens().items()}
-        self.is_gpt_oss = _GPT_OSS in (tools, reasoning)
+        self._is_gpt_oss = _GPT_OSS in (tools, reasoning)
         calls, thoughts = FAMILIES.get(tools or "", MarkedFamily()), FAMILIES.get(reasoning or "", MarkedFamily())
-        self.family = replace(calls, thinks=thoughts.thinks, answers=thoughts.answers)
+        self._family = replace(calls, thinks=thoughts.thinks, answers=thoughts.answers)
         tokens = tokenizer.added_tokens()
         self._opens, self._closes = (
             next((tokens[mark] for mark in marks if mark in tokens), None)
             for marks in (thoughts.thinks, thoughts.answers)
         )
         # What the texts show: markers of calls only where calls are read.
-        self._shown_always = self._shown_tokens(replace(self.family, calls=(), sections=(), inner=()))
-        self._shown_for_calls = self._shown_tokens(self.family)
-        self._signed = self.family.signed({text.removeprefix(SIGN) for text in self._shown_for_calls.values()})
+        self._shown_always = self._shown_tokens(replace(self._family, calls=(), sections=(), inner=()))
+        self._shown_for_calls = self._shown_tokens(self._family)
+        self._signed = self._family.signed({text.removeprefix(SIGN) for text in self._shown_for_calls.values()})
 
     @property
     def can_bound_reasoning(self) -> bool:
@@ -91,9 +91,9 @@ class MessageFormat:
         Raises ApiError for a bound of reasoning that cannot be kept.
         """
         end = self._tokenizer.decode(prompt_token_ids[-_TAIL:])
-        is_thinking = end.rstrip().endswith(tuple(self.family.thinks) or "\0")
+        is_thinking = end.rstrip().endswith(tuple(self._family.thinks) or "\0")
         if body.continue_final_message:
-            is_thinking = is_thinking or _is_unanswered(last_assistant_text(body.messages), self.family)
+            is_thinking = is_thinking or _is_unanswered(last_assistant_text(body.messages), self._family)
         given, call = body.grammar(), body.forced_call()
         openings = None if call is None else plain_openings(call)
         if call is not None and (native := self._native(call, body)) is not None:
@@ -108,11 +108,11 @@ class MessageFormat:
         parser: Callable[[], MessageParser] = partial(
             self._parser, body, end, openings, is_thinking=is_thinking, is_constrained=given is not None
         )
-        shown = self._shown_for_calls if self._reads_calls(body) else self._shown_always
+        shown = self._shown_for_calls if openings is not None or self._reads_calls(body) else self._shown_always
         if given is not None and grammar is given:  # the answer is constrained from its first token
             parser = PlainText if openings is None else partial(ForcedCallText, openings)
             shown = {} if openings is None else shown
-        elif not (self.is_gpt_oss or self.family.thinks or (self.family.calls and self._reads_calls(body))):
+        elif not (self._is_gpt_oss or self._family.thinks or (self._family.calls and self._reads_calls(body))):
             parser, shown = PlainText, {}
         return MessageReading(parser, shown, grammar, body, is_named=call is not None and call.is_named)
 
@@ -150,7 +150,7 @@ class MessageFormat:
         if openings is not None:
             return ReasonedText(MarkedText(self._signed, None, is_thinking=is_thinking), ForcedCallText(openings))
         schemas = _schemas(body.tools) if self._reads_calls(body) and not is_constrained else None
-        if self.is_gpt_oss:
+        if self._is_gpt_oss:
             sign = SIGN if self._shown_always else ""
             prefix = end.rpartition("<|start|>assistant")[2] if "<|start|>assistant" in end else ""
             return HarmonyText(schemas, re.sub(r"<\|\w+\|>", rf"{sign}\g<0>", prefix), sign)
@@ -158,7 +158,7 @@ class MessageFormat:
 
     def _shown_tokens(self, family: MarkedFamily) -> Mapping[int, str]:
         """Return the special tokens that markers consist of. Those that begin or end something have a sign before."""
-        markers = harmony.MARKERS if self.is_gpt_oss else family.markers()
+        markers = harmony.MARKERS if self._is_gpt_oss else family.markers()
         shown: dict[int, str] = {}
         for text, token_id in self._special.items():
             if any(text in marker for marker in markers):

@@ -11,10 +11,10 @@ from crossdock.cluster.api.text.reasoning_grammar import json_rule
 from crossdock.workers.schedule.request import Grammar
 
 # How a call is written: the marker that begins it, the text before the arguments, and the text after them. `{name}` and
-# `{json}` stand for the function's name, bare and as JSON.
+# `{json}` stand for the function's name, bare and as JSON, and a NUL for a number.
 _FORMS = {
     "hermes": ("<tool_call>", '\n{"name": {json}, "arguments": ', "}\n</tool_call>"),
-    "kimi_k2": ("<|tool_call_begin|>", "functions.{name}:#<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    "kimi_k2": ("<|tool_call_begin|>", "functions.{name}:\0<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     "mistral": ("[TOOL_CALLS]", "{name}[ARGS]", ""),
 }
 
@@ -76,20 +76,20 @@ def forced_calls(
         head_parts, tail_parts = (_parts(part, special_tokens, exact=True) for part in (head, after))
         rules.append(f"call{i}: {head_parts} arguments{i} {tail_parts}")
         rules.append(f"arguments{i}: {json_rule(schema)}")
-        openings[name] = re.escape(head).replace(re.escape("#"), "[0-9]+")
+        openings[name] = re.escape(head).replace(re.escape("\0"), "[0-9]+")
     grammar = from_text("lark", "\n".join(rules), "tools")
     assert grammar is not None
     return grammar, openings
 
 
 def _parts(text: str, special_tokens: Mapping[str, int], *, exact: bool = False) -> str:
-    """Return a text in Lark, in which `#` is a number. Unless it is exact, a line break may be left out."""
+    """Return a text in Lark, in which a NUL is a number. Unless it is exact, a line break may be left out."""
     known = sorted((mark for mark in special_tokens if mark in text), key=len, reverse=True)
-    pattern = "|".join([*map(re.escape, known), "\n", "#"])
+    pattern = "|".join([*map(re.escape, known), "\n", "\0"])
     parts = re.split(f"({pattern})", text)
     named = {
         "\n": r'"\n"' if exact else r"/\n?/",
-        "#": "/[0-9]+/",
+        "\0": "/[0-9]+/",
         **{mark: f"<[{special_tokens[mark]}]>" for mark in known},
     }
     return " ".join(named.get(part, json.dumps(part)) for part in parts if part)

@@ -358,6 +358,22 @@ def test_forced_calls_have_the_form_of_the_family(
             assert reading.message().whole("".join(pieces), "stop")["content"] is None
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_forced_call_of_any_name_is_read_also_where_others_are_not(
+    tokenizers: dict[str, PreTrainedTokenizerFast], reads: bool
+) -> None:
+    tokenizer = with_tokens(tokenizers["byte_level"], MISTRAL, "[TOOL_CALLS]", "[ARGS]")
+    tools = [{"type": "function", "function": {"name": 'say#1 "stop"'}}]
+    body = ChatCompletionRequest.model_validate({"messages": HI, "tools": tools, "tool_choice": "required"})
+    reading = MessageFormat(tokenizer, reads_unforced_calls=reads).reading(body, [5])
+    text = '[TOOL_CALLS]say#1 "stop"[ARGS]{}'
+    assert reading.grammar is not None
+    assert accepts(tokenizer, reading.grammar.source, text)
+    detokenizer = tokenizer.detokenizer(shown=reading.shown)
+    shown = "".join(map(detokenizer.add, tokenizer.encode(text, add_special_tokens=False)))
+    assert calls_of(reading.message().whole(shown, "stop")) == [('say#1 "stop"', {})]
+
+
 def accepts(tokenizer: ModelTokenizer, lark: str, text: str) -> bool:
     """Return whether a text may be an answer, written with the fewest tokens that its letters allow: one each."""
     backend = tokenizer._tokenizer.backend_tokenizer.to_str()

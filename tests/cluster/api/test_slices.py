@@ -93,9 +93,9 @@ class WatchedTokenizer(ModelTokenizer):
         self.turns.record("render", len(messages))
         return super().render_chat(messages, **options)
 
-    def detokenizer(self, *, after: Any = (), skip_special_tokens: bool = True) -> Detokenizer:
+    def detokenizer(self, **options: Any) -> Detokenizer:
         self.turns.record("detokenizer", 1)
-        plain = super().detokenizer(after=after, skip_special_tokens=skip_special_tokens)
+        plain = super().detokenizer(**options)
         return WatchedDetokenizer(plain, self.turns)
 
 
