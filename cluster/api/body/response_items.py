@@ -4,6 +4,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from pydantic_core import from_json
+
 from crossdock.cluster.api import bounds
 from crossdock.cluster.api.body.conversation_body import objects_of, text_of, wrong
 
@@ -100,6 +102,7 @@ def _item(item: Mapping[str, Any], where: str) -> Item:
         return _message(item.get("role"), item.get("content"), where, item.get("id"))
     if kind == "function_call":
         fields = {name: text_of(item.get(name), f"{where}.{name}") for name in ("call_id", "name", "arguments")}
+        _check_json(fields["arguments"], f"{where}.arguments")
         return {"id": _id(item, "fc"), "type": kind, **fields, "status": "completed"}
     if kind == "function_call_output":
         call_id = text_of(item.get("call_id"), f"{where}.call_id")
@@ -113,6 +116,13 @@ def _item(item: Mapping[str, Any], where: str) -> Item:
         return {"id": _id(item, "rs"), "type": kind, "summary": summary, "content": content}
     reason = f"items of type {str(kind)[:100]!r} are not supported, only messages, reasoning and function calls"
     raise wrong(f"{where}.type", reason, "unsupported_value")
+
+
+def _check_json(text: str, where: str) -> None:
+    try:
+        from_json(text or "{}", allow_inf_nan=False)  # refuses deep nesting
+    except ValueError as error:
+        raise wrong(where, f"it must be JSON: {error}") from None
 
 
 def _message(role: Any, content: Any, where: str, given_id: Any) -> Item:

@@ -171,8 +171,12 @@ class Responses:
                 reason = f"The response took more than {self._timeout_s} s."
                 answer.fail(ApiError(reason, status=504, kind="server_error", code="request_timeout"))
             except Exception as error:
-                logger.warning("response %s failed", key[1], exc_info=error)
-                answer.fail(as_api_error(error))
+                api_error = as_api_error(error)
+                if api_error.status == 500:
+                    logger.error("response %s failed", key[1], exc_info=error)
+                elif api_error.status > 500:
+                    logger.warning("response %s failed: %s", key[1], error)
+                answer.fail(api_error)
             finally:
                 _end(charge)
                 self._keep(request, body, answer, items)

@@ -387,13 +387,19 @@ def test_cancelled_response_ends_its_request(
 
 
 def test_failure_in_the_background_is_the_error_of_the_response(http: httpx.Client, engine: ScriptedDispatcher) -> None:
-    for error, code in ((ReplicaLost("gone"), "server_error"), (Overloaded("later", 3.0), "rate_limit_exceeded")):
+    for error, code in (
+        (ReplicaLost("gone"), "server_error"),
+        (RuntimeError("secret"), "server_error"),
+        (Overloaded("later", 3.0), "rate_limit_exceeded"),
+        (ValueError("no such token"), "invalid_prompt"),
+    ):
         engine.script = partial(lambda error, submission: [error], error)
         name = created(http, background=True)["id"]
         eventually(lambda name=name: http.get(f"/v1/responses/{name}").json()["status"] == "failed")  # type: ignore[misc]
         ended = http.get(f"/v1/responses/{name}").json()
         check(ended)
         assert ended["error"]["code"] == code
+        assert "secret" not in ended["error"]["message"]
 
 
 def test_response_in_the_background_counts_for_its_key(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> None:
@@ -426,6 +432,14 @@ def test_response_in_the_background_counts_for_its_key(engine: ScriptedDispatche
         ({"input": [{"type": "item_reference", "id": "w"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
+            "input[0].arguments",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * 5000 + "]" * 5000}]},
+            "input[0].arguments",
+        ),
         ({"input": [{"role": "user"}] * 4097}, "input"),
         ({"input": "dog " * 300}, "input"),
         (
