@@ -2,9 +2,9 @@
 
     python benchmarks/retention.py --seeds 3
 
-Loads: coding agents alone, the mix chat-heavy alone, and both. Each plays on pools of several sizes. With a time to live
-that is the same for all pages, the order of eviction is that of `lru`, so there is no row for it. The second table
-divides one cache among replicas: a router that keeps sessions together has the hit rate of one replica.
+Loads: coding agents alone, the mix chat-heavy alone, and both. Each plays on pools of several sizes. A time to live
+that is the same for all pages evicts in the order of `lru`, so there is no row for it. The second table divides one
+cache among replicas: a router that keeps sessions together has the hit rate of one replica.
 """
 
 import argparse

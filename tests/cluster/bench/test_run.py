@@ -28,6 +28,7 @@ from tests.cluster.bench.scripted import Scripted, measure
         ({"trace": Path("t")}, "need each other"),
         ({"workload": "interference", "request_rate": 1.0}, "arrivals of its own"),
         ({"workload": "mix", "request_rate": 1.0}, "arrivals of its own"),
+        ({"workload": "agents", "request_rate": 1.0}, "arrivals of its own"),
         ({"workload": "mix", "service_tier": "batch"}, "classes of its own"),
         ({"burstiness": 0.0}, "burstiness: must be above 0"),
         ({"num_requests": 0}, "num_requests: must be above 0"),
