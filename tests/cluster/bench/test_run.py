@@ -13,9 +13,10 @@ import pytest
 
 from crossdock.cluster.bench import report, run
 from crossdock.cluster.bench.http import BenchError, Endpoint, ServerGone
+from crossdock.cluster.bench.loops import open_loop
 from crossdock.cluster.bench.metrics import Sample
 from crossdock.cluster.bench.mix import Mix
-from crossdock.cluster.bench.run import BenchOptions, bench_jobs, open_loop
+from crossdock.cluster.bench.run import BenchOptions, bench_jobs
 from crossdock.cluster.bench.workloads import SHAPES, WORDS, Interference, Job, arrival_times
 from tests.cluster.bench.scripted import Scripted, measure
 
