@@ -4,8 +4,7 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +14,7 @@ from crossdock.cluster.bench import metrics, serverside
 from crossdock.cluster.bench.agents import DEFAULT_AGENTS, Agents, agent_jobs, has_sessions, read_sessions
 from crossdock.cluster.bench.client import Server
 from crossdock.cluster.bench.http import BenchError, ServerGone
+from crossdock.cluster.bench.loops import SendOne, closed_loop, open_loop
 from crossdock.cluster.bench.metrics import DEFAULT_TARGETS, Sample, Targets
 from crossdock.cluster.bench.mix import MIXES, Mix, mix_jobs
 from crossdock.cluster.bench.workloads import (
@@ -32,8 +32,6 @@ from crossdock.cluster.watch.scrape import STEPS, Scrape
 _MIX_SECONDS = 60.0  # of arrivals, unless requests are counted
 _RETRY_S = 0.5  # the pause of a closed loop's slot whose request found no server
 _GIVE_UP_S = 30.0  # without a connection, after which a run ends
-
-SendOne = Callable[[Job], Coroutine[Any, Any, Sample]]
 
 
 @dataclass(frozen=True)
@@ -162,58 +160,6 @@ def _agent_jobs(options: BenchOptions) -> Iterator[Job]:
     per_agent = None if options.num_requests or options.duration else 1
     slots = options.concurrency or DEFAULT_AGENTS
     return iter(agent_jobs(agents, options.seed, slots, per_agent, options.service_tier))
-
-
-async def closed_loop(jobs: Iterator[Job], send: SendOne, concurrency: int, duration: float | None = None) -> None:
-    """Keep `concurrency` requests in flight until the jobs end or `duration` seconds have passed."""
-    until = time.perf_counter() + duration if duration else float("inf")
-
-    async def slot() -> None:
-        for job in jobs:  # one iterator for all slots: a free slot takes the next job
-            await send(job)
-            if time.perf_counter() >= until:
-                return
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
-            group.create_task(slot())
-
-
-async def open_loop(
-    jobs: Iterator[Job],
-    send: SendOne,
-    ceiling: int | None = None,
-    duration: float | None = None,
-    most: int | None = None,
-) -> None:
-    """Send every job when it is due, whether or not the jobs before it have ended. Its follow-ups wait for its end.
-
-    None begins after `duration` seconds, nor after `most` jobs.
-    """
-    start = time.perf_counter()
-    until = start + duration if duration is not None else float("inf")
-    free = asyncio.Semaphore(ceiling) if ceiling else nullcontext()
-    num_sent = 0
-
-    async def one(job: Job, at: float) -> None:
-        nonlocal num_sent
-        await asyncio.sleep(at - time.perf_counter())
-        async with free:
-            if num_sent == most:
-                return
-            num_sent += 1
-            sample = await send(job)
-        for follow_up in job.follow_ups:
-            if sample.ended + follow_up.pause_s < until:
-                group.create_task(one(follow_up.job, sample.ended + follow_up.pause_s))
-
-    async with asyncio.TaskGroup() as group:
-        for job in jobs:
-            assert job.due is not None
-            if start + job.due >= until:
-                return
-            await asyncio.sleep(start + job.due - time.perf_counter())
-            group.create_task(one(job, start + job.due))
 
 
 async def interfere(

@@ -11,8 +11,8 @@ which the page could be kept (the Gittins index), so that a page is kept through
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from heapq import heappop, heappush
-from math import exp
+from heapq import heapify, heappop, heappush
+from math import expm1
 from typing import Literal, Protocol, TypeAlias
 
 from crossdock.workers.schedule.cost import StepCost
@@ -25,6 +25,7 @@ _FIRST_BIN_S = 0.25  # ages up to this are in the first bin; each further bin is
 _REMEMBERED = 512  # observations, after which all are halved: a load may change
 _PRIOR = 4.0  # observations of a kind that all other kinds together count like
 _REFRESH = 16  # observations, after which the chances are computed again
+_LEAST_HEAP = 64  # entries that no heap is worth searching for old ones
 _NUM_DEPTHS = 24  # powers of two of pages before a page
 
 
@@ -137,7 +138,7 @@ def chances(hazards: Sequence[float]) -> list[float]:
     passed = []
     for number, hazard in enumerate(hazards):
         start, end = _edges(number)
-        chance = 1 - exp(-hazard * (end - start))
+        chance = -expm1(-hazard * (end - start))
         passed.append((chance, chance / hazard))
     return [_best_ratio(passed[number:]) for number in range(_NUM_BINS)]
 
@@ -237,7 +238,15 @@ class LeastValuable:
 
     def _push(self, page: int) -> None:
         key = self._kind[page], self._depth_of(page)
-        heappush(self._ends.setdefault(key, []), (self._used[page], page))
+        heap = self._ends.setdefault(key, [])
+        heappush(heap, (self._used[page], page))
+        if len(heap) > 2 * len(self._cached) + _LEAST_HEAP:  # mostly entries of pages that were used again
+            heap[:] = {entry for entry in heap if self._is_end(*entry)}
+            heapify(heap)
+
+    def _is_end(self, used: float, page: int) -> bool:
+        """Return whether a heap's entry still is the end of a prefix."""
+        return page in self._cached and not self._num_children[page] and self._used[page] == used
 
     def _depth_of(self, page: int) -> int:
         return min(self._depth[page].bit_length(), _NUM_DEPTHS - 1)
@@ -271,11 +280,10 @@ class LeastValuable:
         return best
 
     def _head(self, key: tuple[int, int]) -> tuple[float, int] | None:
-        """Return the end of that turn and depth whose last use is longest ago, after the removal of what is no end."""
+        """Return the end of that kind and depth whose last use is longest ago, after the removal of what is no end."""
         heap = self._ends[key]
         while heap:
-            used, page = heap[0]
-            if page in self._cached and not self._num_children[page] and self._used[page] == used:
+            if self._is_end(*heap[0]):
                 return heap[0]
             heappop(heap)
         return None

@@ -100,3 +100,13 @@ def test_chat_stream_with_error_event_sets_the_samples_error() -> None:
 )
 def test_error_text_of_any_body_is_short(body: bytes, shown: str) -> None:
     assert error_text(body) == shown
+
+
+def test_token_stream_keeps_the_text_and_the_cached_tokens() -> None:
+    sample = Sample("request", 2, 10)
+    stream = TokenStream(sample)
+    stream.feed(b'data: {"choices": [{"text": "Hel"}]}\n\ndata: {"choices": [{"delta": {"content": "lo"}}]}\n\n', 1.0)
+    assert sample.cached_tokens is None
+    usage = '{"completion_tokens": 2, "prompt_tokens": 12, "prompt_tokens_details": {"cached_tokens": 8}}'
+    stream.feed(f'data: {{"choices": [], "usage": {usage}}}\n\n'.encode(), 2.0)
+    assert ("".join(stream.texts), sample.prompt_tokens, sample.cached_tokens) == ("Hello", 12, 8)

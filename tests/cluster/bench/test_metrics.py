@@ -27,6 +27,17 @@ def test_sample_has_ttft_gaps_tpot_and_e2e() -> None:
     assert sample(2.0, 3.0, counts=[1, 1], usage_tokens=11).tpot == pytest.approx(0.1)  # the server's count wins
 
 
+def test_hit_rate_counts_requests_whose_cached_tokens_are_reported() -> None:
+    samples = [
+        sample(1.0, prompt_tokens=100, cached_tokens=80),
+        sample(1.0, prompt_tokens=300, cached_tokens=0),
+        sample(1.0, prompt_tokens=1000),
+        sample(prompt_tokens=1000, cached_tokens=1000, error="HTTP 500: boom"),
+    ]
+    assert summarize(samples, duration=10.0)["prefix_hit_rate"] == 0.2
+    assert summarize(samples[2:], duration=10.0)["prefix_hit_rate"] is None
+
+
 def test_summary_of_failed_requests_counts_them_apart_with_the_first_error() -> None:
     samples = [
         sample(1.0, 1.1, 1.2, asked_tokens=4),

@@ -13,9 +13,10 @@ import pytest
 
 from crossdock.cluster.bench import report, run
 from crossdock.cluster.bench.http import BenchError, Endpoint, ServerGone
+from crossdock.cluster.bench.loops import open_loop
 from crossdock.cluster.bench.metrics import Sample
 from crossdock.cluster.bench.mix import Mix
-from crossdock.cluster.bench.run import BenchOptions, bench_jobs, open_loop
+from crossdock.cluster.bench.run import BenchOptions, bench_jobs
 from crossdock.cluster.bench.workloads import SHAPES, WORDS, Interference, Job, arrival_times
 from tests.cluster.bench.scripted import Scripted, measure
 
@@ -28,6 +29,7 @@ from tests.cluster.bench.scripted import Scripted, measure
         ({"trace": Path("t")}, "need each other"),
         ({"workload": "interference", "request_rate": 1.0}, "arrivals of its own"),
         ({"workload": "mix", "request_rate": 1.0}, "arrivals of its own"),
+        ({"workload": "agents", "request_rate": 1.0}, "arrivals of its own"),
         ({"workload": "mix", "service_tier": "batch"}, "classes of its own"),
         ({"burstiness": 0.0}, "burstiness: must be above 0"),
         ({"num_requests": 0}, "num_requests: must be above 0"),

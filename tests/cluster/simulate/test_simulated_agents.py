@@ -4,7 +4,7 @@ import pytest
 
 from crossdock.cluster.bench.agents import Agents, Branch, Session, Turn, agent_jobs, session_job
 from crossdock.cluster.bench.metrics import hit_rate
-from tests.cluster.simulate.small_fleets import fleet, play, times
+from tests.cluster.simulate.small_fleets import fleet, play, profile, times
 
 SMALL = Agents(scale=0.004, turns=10.0, tool_s=0.5, person_s=4.0)
 
@@ -35,9 +35,12 @@ def test_no_follow_up_begins_after_the_end() -> None:
     assert all(sample.ok for sample in outcome.samples)
 
 
+@pytest.mark.parametrize("eviction", ["lru", "value"])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_agents_with_steps_taken_one_by_one_have_the_same_times(replicas: int) -> None:
+def test_agents_with_steps_taken_one_by_one_have_the_same_times(replicas: int, eviction: str) -> None:
     roots = agent_jobs(SMALL, 1, concurrency=4, per_agent=1)
-    together, single = (play(fleet({"replicas": replicas}), roots, at_once=at_once)[1] for at_once in (True, False))
+    small = profile(num_pages=128)
+    simulated = fleet({"replicas": replicas, "profile": small, "engine": {"prefix_eviction": eviction}})
+    together, single = (play(simulated, roots, at_once=at_once)[1] for at_once in (True, False))
     assert times(together) == times(single)
-    assert hit_rate(together.samples) == hit_rate(single.samples) > 0.8  # type: ignore[operator]
+    assert hit_rate(together.samples) == hit_rate(single.samples) > 0.5  # type: ignore[operator]

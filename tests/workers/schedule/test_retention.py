@@ -124,6 +124,13 @@ def test_chance_looks_ahead_to_the_usual_pause() -> None:
     assert found[7] < 1e-5
 
 
+def test_prefix_used_again_and_again_takes_no_more_memory() -> None:
+    sessions = Sessions(8)
+    for turn in range(2000):
+        sessions.run(prompt(1, 4), now=float(turn))
+    assert sum(map(len, sessions.cached._ends.values())) <= 200
+
+
 @given(st.integers(0, 2**32), st.integers(4, 30))
 def test_any_history_keeps_prefixes_whole_and_every_page_in_one_state(seed: int, num_pages: int) -> None:
     """Every cached page can be found from the beginning of its prompt, while no page is owned."""
