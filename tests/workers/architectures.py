@@ -21,6 +21,14 @@ _BASE: dict[str, Any] = {
 }
 _MOE: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
+_ROUTED: dict[str, Any] = {
+    **_MOE,
+    "n_shared_experts": 1,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 _MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
@@ -38,6 +46,11 @@ _MLA: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 
+_PLAIN = (
+    "aria_text biogpt bitnet cohere2_moe cwm flex_olmo gpt_bigcode granitemoeshared hunyuan_v1_moe hyperclovax jais2 "
+    "jetmoe ministral ministral3 nanochat olmo persimmon phimoe vaultgemma"
+)
+_EXPERTS = "afmoe beam ernie4_5_moe exaone_moe flint hy_v3 laguna mellum minimax_m2 solar_open"
 SERVED: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -79,18 +92,12 @@ SERVED: dict[str, dict[str, Any]] = {
     "seed_oss": {},
     "arcee": {},
     "apertus": {},
-    "dots1": {
-        **_MOE,
-        "n_shared_experts": 1,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        **_SLIDING,
-    },
+    "dots1": {**_ROUTED, **_SLIDING},
     "nemotron": {},
     "lfm2": {"layer_types": ["full_attention"] * 4, "full_attn_idxs": [0, 1, 2, 3]},
+    "lfm2_moe": {**_ROUTED, "layer_types": ["full_attention"] * 4},
 }
+SERVED |= {name: {} for name in _PLAIN.split()} | dict.fromkeys(_EXPERTS.split(), _ROUTED)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({"n_layer": 4, "n_head": 4}, "attention"),
     "mpt": ({"d_model": 48, "n_layers": 4, "n_heads": 4, "expansion_ratio": 2}, "attention"),

@@ -53,8 +53,8 @@ def has_latents(config: PretrainedConfig) -> bool:
 
 def unexpanded(attention: nn.Module) -> Unexpanded | None:
     """Return the replacement of a module's `expand_kv`; None: the module caches keys and values."""
-    found = getattr(attention, "expand_kv", None)
-    return found if isinstance(found, Unexpanded) else None
+    found: Unexpanded | None = vars(attention).get("expand_kv")
+    return found
 
 
 def cache_latents(module: nn.Module, layers: Sequence[int]) -> Callable[[], None]:

@@ -56,6 +56,8 @@ class TensorPlan:
                 self._shrink(name, parameter.dim() - 2, parameter.shape[-2] // 2, packed=2)
             elif style == "rowwise":
                 self._shrink(name, parameter.dim() - 1, parameter.shape[-1])
+            elif style is not None:
+                raise CannotCut(f"{self.config.model_type}: its tensor-parallel plan divides {name} by {style!r}")
 
     def colwise(self, name: str, module: Any, heads: HeadRanges | None) -> None:
         """Divide the outputs of a linear layer."""

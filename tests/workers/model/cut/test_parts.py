@@ -15,7 +15,7 @@ from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights import measure_part
-from tests.workers.architectures import build
+from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import random_steps, through_pages
 from tests.workers.ranks import DIVISIONS, Ranks, saved
 
@@ -74,6 +74,14 @@ def test_division_among_too_many_ranks_is_refused_with_reason() -> None:
         measure_part(config, RankPosition(0, 3), torch.float32)
     with pytest.raises(CannotCut, match=r"4 layers cannot be divided among 5 stages"):
         measure_part(config, RankPosition(0, 1, 5), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "style"), [("aria_text", "gate_up_proj by 'packed_rowwise'"), ("beam", "unknown style 'local_params'")]
+)
+def test_plan_with_an_unknown_style_is_refused_with_reason(name: str, style: str) -> None:
+    with pytest.raises(CannotCut, match=style):
+        measure_part(build(name, SERVED[name]).config, RankPosition(0, 2), torch.float32)
 
 
 def test_parts_of_any_division_add_up_to_whole() -> None:
