@@ -121,6 +121,14 @@ def test_drafts_fit_the_slack_of_streams_that_are_in_time(due: float, expected: 
     assert batch.num_drafts == expected
 
 
+def test_step_has_so_many_drafts_that_their_logits_fit() -> None:
+    names = [f"{number}" for number in range(60)]
+    streams = [new_request(name, [number + 1], max_tokens=20) for number, name in enumerate(names)]
+    scheduler = scheduler_of(*streams, num_pages=400, max_num_batched_tokens=2000, max_num_seqs=80)
+    batch = scheduler.schedule(0.0, dict.fromkeys(names, [5] * 6))
+    assert [len(part.drafts) for part in batch.scheduled] == [4] * 60, "240 of at most 256"
+
+
 def test_several_tokens_at_once_move_the_deadline_by_the_longest_gap_at_most() -> None:
     stream = new_request("a", [1], max_tokens=20)
     scheduler = scheduler_of(stream)
