@@ -1,5 +1,6 @@
 """An engine that verifies drafts gives the tokens of one that does not, whatever is drafted."""
 
+import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from tests.workers.gangs import ganged
 from tests.workers.ranks import Ranks, saved
 
 from .driven import Driven, run_driven
+from .sides import Side, closing, local, prompts, ship, submission
 from .speculating import History, Oracle, engine_of, fixed, module, serve, speculating
 
 NUM_REQUESTS = 8
@@ -97,6 +99,19 @@ def test_request_that_goes_on_elsewhere_with_drafts_gets_the_rest_of_its_tokens(
     engine = speculating(engine_of(speculative_config=fixed(4)), Oracle(answers, 0.8, random.Random(seed)))
     found, _ = serve(engine, History(works, history.arrivals, {}))
     assert {name: tokens_of(deltas) for name, deltas in found.items()} == answers
+
+
+def test_requests_shipped_to_a_replica_with_drafts_have_the_tokens_of_one_without() -> None:
+    async def main() -> None:
+        sides = Side("tcp"), Side("tcp", speculative_config=fixed(4))
+        async with closing(*sides) as (prefill, decode):
+            works = [submission(prompt, temperature=0.8 * (n % 2), seed=n) for n, prompt in enumerate(prompts(20))]
+            reference = await asyncio.gather(*(prefill.generate(local(work)) for work in works))
+            assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == reference
+            assert decode.engine.scheduler.verification is not None
+            assert sum(decode.engine.scheduler.verification.totals.num_accepted_at) > 10
+
+    asyncio.run(main())
 
 
 def test_timeline_and_metrics_count_drafts_and_all_tokens_of_a_step() -> None:
