@@ -23,14 +23,9 @@ _MATCH = 4
 """Tokens of a match whose drafts are about as probable as a small model's, before the policy has seen any."""
 
 _PAGE_SIZE = 16  # tokens, or the least that attention can read
-_SWEEP = (
-    (1, 1),
-    (4, 1),
-    (16, 1),
-    (1, 16),
-    (1, 64),
-    (1, CATCH_UP_TOKENS),
-)  # (sequences, tokens of each), timed at start
+_SWEEP = ((1, 1), (4, 1), (16, 1), (1, 16), (1, 64), (1, CATCH_UP_TOKENS))
+"""Forward passes that are timed at the start: sequences, and tokens of each."""
+
 _REPEATS = 3
 
 
