@@ -2,8 +2,8 @@
 
     python benchmarks/speculation.py --streams 1                # one stream: 6 minutes
     python benchmarks/speculation.py --streams 8                # eight streams: 6 minutes
-    python benchmarks/speculation.py --streams 64 --workloads all --tokens 96   # a full batch: 6 minutes
-    python benchmarks/speculation.py --settings vllm vllm-ngram --streams 1 8   # needs peers/vllm.sh install: 7 minutes
+    python benchmarks/speculation.py --streams 64 --workloads chat all --tokens 96   # a full batch: 5 minutes
+    python benchmarks/speculation.py --settings vllm vllm-ngram --streams 1 8   # after peers/vllm.sh install: 6 minutes
     python benchmarks/speculation.py --offline                  # drafts that lookup finds in greedy answers: 1 minute
 
 Prompts are those of speculation_inputs.py: three workloads whose answers repeat the prompt (quotes, edits of programs,

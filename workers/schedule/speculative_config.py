@@ -81,8 +81,8 @@ def _check_method(values: dict[str, object]) -> None:
     method = values["method"]
     if method in _HEADS or (isinstance(method, str) and method.endswith("_mtp")):
         raise ValueError(
-            f"method {method!r} is not supported: its heads read the target's hidden states, and transformers has no "
-            f"class that computes them; accepted are {', '.join(METHODS)}"
+            f"method {method!r} is not supported: its heads read the target's hidden states, which steps do not keep, "
+            f"and most models are loaded without them; accepted are {', '.join(METHODS)}"
         )
     if method not in METHODS:
         raise ValueError(f"method {method!r} is not supported; accepted are {', '.join(METHODS)}")
