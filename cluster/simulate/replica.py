@@ -26,7 +26,7 @@ from crossdock.workers.schedule.scheduler import Scheduler
 
 TOKEN = 2**32 - 1  # the token that every simulated model samples
 _SAMPLED = SampledToken(TOKEN)
-_DRAFTS = 1  # sets their random numbers apart from those of noise
+_DRAFT_SEED = 1  # sets their random numbers apart from those of noise
 
 Action: TypeAlias = Callable[[float], None]
 """A function of the time, in seconds, at which it is called."""
@@ -80,7 +80,7 @@ class Noise:
 
 
 @dataclass(slots=True)
-class SimulatedAcceptance:
+class DrawnDrafts:
     """Draws how many drafts are accepted, each with the same probability if all before it are."""
 
     probability: float
@@ -88,7 +88,7 @@ class SimulatedAcceptance:
     _random: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
-        self._random = np.random.default_rng([*self.seed, _DRAFTS])
+        self._random = np.random.default_rng([*self.seed, _DRAFT_SEED])
 
     def sampled(self, part: Scheduled) -> SampledToken:
         """Return what the step sampled for a part."""
@@ -157,7 +157,7 @@ class SimulatedReplica:
     _is_between: bool = False  # two steps
     _flights: deque[_Flight] = field(default_factory=deque)  # oldest first
     _stages: Stages = field(init=False)
-    _acceptance: SimulatedAcceptance = field(init=False)
+    _drafts: DrawnDrafts = field(init=False)
     _since: float = 0.0  # when the oldest step in flight began, or the step before it ended
     _version: int = 0  # of the plan that is in the clock
 
@@ -177,7 +177,7 @@ class SimulatedReplica:
             interval_share=self._stages.interval_share,
             drafting=DraftPolicy(speculative) if speculative is not None else None,
         )
-        self._acceptance = SimulatedAcceptance(self.pool.draft_acceptance, self.noise.seed)
+        self._drafts = DrawnDrafts(self.pool.draft_acceptance, self.noise.seed)
         self.publisher = Publisher(self.scheduler, self.name)
 
     def post(self, action: Action, now: float, ends: str | None = None) -> None:
@@ -279,7 +279,7 @@ class SimulatedReplica:
         self.num_steps += 1
         self.num_decoded += batch.num_decodes
         self.num_prefilled += sum(part.num_tokens for part in batch.scheduled[batch.num_decodes :])
-        sampled = {part.request.id: self._acceptance.sampled(part) for part in batch.scheduled if part.samples}
+        sampled = {part.request.id: self._drafts.sampled(part) for part in batch.scheduled if part.samples}
         self.num_decoded += sum(len(token.accepted) for token in sampled.values())
         deltas = self.scheduler.update(batch, sampled, now)
         self.observer.stepped(self, batch, deltas, now)

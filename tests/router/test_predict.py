@@ -136,6 +136,15 @@ def test_ttft_without_a_free_place_waits_for_a_stream_to_end() -> None:
     assert predicted_ttft(fleet, query("new")) - beside > waits  # and for the pages of several of them
 
 
+def test_gap_beside_streams_with_drafts_is_their_share_of_it() -> None:
+    fleet = fleet_of({"a": profile()})
+    streams = live(2, streams=(0, 4, 0), context_tokens=400)
+    fleet.hear("a", streams, 0.0)
+    without = fleet.choose(query("new"), 0.0).predicted_gap
+    fleet.hear("a", replace(streams, sequence=3, gap_share=0.5), 0.0)
+    assert fleet.choose(query("new"), 0.0).predicted_gap == pytest.approx(without / 2)
+
+
 def test_reported_backlog_shrinks_while_the_replica_is_silent() -> None:
     fleet = fleet_of({"a": profile()})
     fleet.hear("a", live(2, prompts=(Prompts(1, 4, 1, 20_000, 3.0),)), 0.0)

@@ -90,7 +90,7 @@ class DraftPolicy:
         self._acceptance.begin_step()
         if cost is None or not self.config.adaptive:
             most = self.config.num_speculative_tokens
-            self._row_seconds = cost.per_prefill_token if cost is not None else 0.0
+            self._row_seconds = cost.per_decode if cost is not None else 0.0
             return {stream.id: min(stream.most, most) for stream in streams if stream.most > 0}
         seconds = cost.seconds(work)
         if seconds <= 0 or seconds >= within:

@@ -17,6 +17,10 @@ from crossdock.workers.schedule.forecast import Forecast
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.table import RequestTable
 
+_MOST_ROWS = 256
+"""Most drafts of a step, where `max_num_seqs` leaves room for no more. Each has logits, 0.6 MB for 150,000 tokens of
+vocabulary, and memory is set aside for those of `max_num_seqs` rows."""
+
 _NEWEST_STEP = 0.02  # weight of one more step in `gap_share`, which so spans about 50: a second of steps of 20 ms
 
 
@@ -122,7 +126,9 @@ class Verification:
     def _longest_that_fits(self, batch: Batch, offered: Sequence[tuple[int, int]]) -> int:
         """Return to how many tokens drafts have to be cut. `offered`: tokens before each decode, and its drafts."""
         work, cost = batch.work, self.forecast.cost
-        tokens = self.table.config.max_num_batched_tokens - batch.num_tokens
+        config = self.table.config
+        rows = max(config.max_num_seqs - batch.num_decodes, _MOST_ROWS)
+        tokens = min(config.max_num_batched_tokens - batch.num_tokens, rows)
         seconds = self._seconds(work, has_chunks=len(batch.scheduled) > batch.num_decodes)
         for longest in range(max([num_drafts for _, num_drafts in offered], default=0), 0, -1):
             if sum([min(num_drafts, longest) for _, num_drafts in offered]) > tokens:

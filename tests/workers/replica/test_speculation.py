@@ -1,5 +1,6 @@
 """An engine that verifies drafts gives the tokens of one that does not, whatever is drafted."""
 
+import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.schedule.request import SamplingParams, TokenDelta
 from tests.workers.gangs import ganged
 from tests.workers.ranks import Ranks, saved
 
 from .driven import Driven, run_driven
+from .sides import Side, closing, local, prompts, ship, submission
 from .speculating import History, Oracle, engine_of, fixed, module, serve, speculating
 
 NUM_REQUESTS = 8
@@ -97,6 +99,35 @@ def test_request_that_goes_on_elsewhere_with_drafts_gets_the_rest_of_its_tokens(
     engine = speculating(engine_of(speculative_config=fixed(4)), Oracle(answers, 0.8, random.Random(seed)))
     found, _ = serve(engine, History(works, history.arrivals, {}))
     assert {name: tokens_of(deltas) for name, deltas in found.items()} == answers
+
+
+def test_engine_whose_drafts_come_from_a_model_gives_the_tokens_without(tmp_path: Path) -> None:
+    """The small model is the same one: under greedy sampling, its drafts are accepted."""
+    path = saved(module(), tmp_path)
+    config = {"model": str(path), "num_speculative_tokens": 3, "adaptive": False, "draft_kv_cache_memory": 4 << 20}
+    greedy = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    works = [replace(work, sampling=greedy) for work in History.random(4, NUM_REQUESTS).works]
+    history = History(works, [*range(NUM_REQUESTS)], {})
+    engine = engine_of(speculative_config=config)
+    found, reference = serve(engine, history)[0], serve(engine_of(), history)[0]
+    for name, deltas in reference.items():
+        check_request(found[name], deltas, was_aborted=False)
+    assert engine.scheduler.verification is not None
+    totals = engine.scheduler.verification.totals
+    assert sum(totals.num_accepted_at) > 0.9 * totals.num_tokens > 100
+
+
+def test_requests_shipped_to_a_replica_with_drafts_have_the_tokens_of_one_without() -> None:
+    async def main() -> None:
+        sides = Side("tcp"), Side("tcp", speculative_config=fixed(4))
+        async with closing(*sides) as (prefill, decode):
+            works = [submission(prompt, temperature=0.8 * (n % 2), seed=n) for n, prompt in enumerate(prompts(20))]
+            reference = await asyncio.gather(*(prefill.generate(local(work)) for work in works))
+            assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == reference
+            assert decode.engine.scheduler.verification is not None
+            assert sum(decode.engine.scheduler.verification.totals.num_accepted_at) > 10
+
+    asyncio.run(main())
 
 
 def test_timeline_and_metrics_count_drafts_and_all_tokens_of_a_step() -> None:

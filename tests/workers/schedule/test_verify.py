@@ -121,11 +121,32 @@ def test_drafts_fit_the_slack_of_streams_that_are_in_time(due: float, expected: 
     assert batch.num_drafts == expected
 
 
+def test_step_has_so_many_drafts_that_their_logits_fit() -> None:
+    names = [f"{number}" for number in range(60)]
+    streams = [new_request(name, [number + 1], max_tokens=20) for number, name in enumerate(names)]
+    scheduler = scheduler_of(*streams, num_pages=400, max_num_batched_tokens=2000, max_num_seqs=80)
+    batch = scheduler.schedule(0.0, dict.fromkeys(names, [5] * 6))
+    assert [len(part.drafts) for part in batch.scheduled] == [4] * 60, "240 of at most 256"
+
+
 def test_several_tokens_at_once_move_the_deadline_by_the_longest_gap_at_most() -> None:
     stream = new_request("a", [1], max_tokens=20)
     scheduler = scheduler_of(stream)
     land(scheduler, scheduler.schedule(1.0, {"a": [5] * 4}), {"a": 4}, now=1.0)
     assert stream.due == pytest.approx(1.0 + 1.25 * 0.02)
+
+
+def test_share_of_a_gap_follows_from_accepted_drafts_and_longer_steps() -> None:
+    """Steps of 2 ms make one token, steps of 4 ms with two drafts three: 2/3 of the time. Half of them have drafts."""
+    stream = new_request("a", [1], max_tokens=990)
+    scheduler = scheduler_of(stream, num_pages=400, max_model_len=1000)
+    scheduler.learn(COST, overrun=1.0)
+    assert scheduler.verification is not None
+    for number in range(400):
+        stream.due = 1e6
+        assert scheduler.wanted_drafts(0.0) == {"a": 6}
+        land(scheduler, scheduler.schedule(0.0, {"a": [5, 5]} if number % 2 else {}), {"a": 2})
+    assert scheduler.verification.gap_share == pytest.approx((1 + 2 / 3) / 2, abs=0.01)
 
 
 def test_scheduler_with_drafts_takes_one_step_at_a_time() -> None:
