@@ -24,6 +24,7 @@ class Attention:
     paged_attention: Callable[..., Tensor]
     page_multiple: int = 1  # tokens; page sizes must be a multiple
     takes_fp8: bool = True  # pages of e4m3, with `k_scale` and `v_scale`
+    is_beside_triton: bool = False  # its tensors are where kernels of Triton run, see triton_layers.py
 
 
 CPP = Attention("cpp", attention.store_kv, attention.paged_attention, takes_fp8=False)
@@ -72,7 +73,7 @@ def _triton(device: torch.device) -> Attention:
     _require("triton", device)
     from crossdock.kernels.triton_attention import paged_attention, store_kv
 
-    return Attention("triton", store_kv, paged_attention)
+    return Attention("triton", store_kv, paged_attention, is_beside_triton=True)
 
 
 def _flash_attn(device: torch.device) -> Attention:
@@ -80,7 +81,7 @@ def _flash_attn(device: torch.device) -> Attention:
     from crossdock.kernels.flash_attention import PAGE_MULTIPLE, paged_attention
 
     store_kv = _triton(device).store_kv if has_package("triton") else attention.reference_store_kv
-    return Attention("flash_attn", store_kv, paged_attention, PAGE_MULTIPLE, takes_fp8=False)
+    return Attention("flash_attn", store_kv, paged_attention, PAGE_MULTIPLE, takes_fp8=False, is_beside_triton=True)
 
 
 def _flash_attn_3(device: torch.device) -> Attention:
@@ -90,7 +91,7 @@ def _flash_attn_3(device: torch.device) -> Attention:
     from crossdock.kernels.flash_attention_3 import paged_attention
 
     store_kv = _triton(device).store_kv if has_package("triton") else attention.reference_store_kv
-    return Attention("flash_attn_3", store_kv, paged_attention, takes_fp8=False)
+    return Attention("flash_attn_3", store_kv, paged_attention, takes_fp8=False, is_beside_triton=True)
 
 
 _NAMED: dict[str, Callable[[torch.device], Attention]] = {

@@ -17,8 +17,6 @@ from crossdock.workers.model.fused_projections import joined_weight
 from crossdock.workers.model.fusion import NotFusableError, check_attention, check_mlp, decoder_layers, qkv_bias
 from crossdock.workers.model.model import PagedModel
 
-_BACKENDS = ("triton", "flash_attn")  # of attention, beside which the steps run in Triton
-
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
@@ -106,7 +104,7 @@ class TritonLayers(nn.Module):
 
 def may_use_triton_steps(model: PagedModel) -> bool:
     """Return whether the steps of this model's layers could run in Triton: beside attention that runs on its device."""
-    return model.attention.name in _BACKENDS and has_package("triton")
+    return model.attention.is_beside_triton and has_package("triton")
 
 
 def use_triton_layers(model: PagedModel, windows: Sequence[int | None]) -> Callable[[], None]:

@@ -11,7 +11,7 @@ from crossdock.cluster.api.body.bodies import ChatCompletionRequest
 from crossdock.cluster.api.body.messages import last_assistant_text
 from crossdock.cluster.api.errors import to_json
 from crossdock.cluster.api.generation import Generation, Generations
-from crossdock.cluster.api.http.answers import DONE, AnswerEvents
+from crossdock.cluster.api.http.answers import DONE, SILENCE_S, AnswerEvents
 from crossdock.cluster.api.http.http_json import event_stream, json_answer, long_json, long_json_answer
 from crossdock.cluster.api.text.choices import Output, Prompt
 from crossdock.cluster.api.text.logprobs import LogprobWriter, num_entries
@@ -21,9 +21,6 @@ from crossdock.cluster.api.text.prompts import PromptEncoder, truncate
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 
 _LONG_EVENT = 4096  # log-probabilities, or tokens of a prompt: a longer event is written in slices
-_SILENCE_S = (
-    5.0  # of a stream in a long call, which is shown when it is whole; then an event without text keeps it open
-)
 
 
 class Chats:
@@ -112,7 +109,7 @@ class Chats:
                 usage = generation.usage_of(output)
                 message = messages[output.index]
                 delta = message.delta(output.text, output.finish_reason)
-                is_silent = clock() - shown_at > _SILENCE_S
+                is_silent = clock() - shown_at > SILENCE_S
                 if event := await self._event(body, events, writer, output, delta, usage, is_silent=is_silent):
                     shown_at = clock()
                     yield event
