@@ -13,6 +13,7 @@ from crossdock.cluster.api.body.tool_calls import ForcedCall, forced_call
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.text.forced_call import ForcedCallText, plain_openings
 from crossdock.cluster.api.text.message_parser import ChatMessage
+from tests.cluster.api.parsed_messages import whole_message
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, refused
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
@@ -94,7 +95,7 @@ def test_arguments_of_call_in_pieces_of_any_size_are_whole(size: int, end: str) 
     calls = [
         call
         for piece, reason in zip(pieces, ends, strict=True)
-        for call in message.delta(piece, reason).get("tool_calls", ())
+        for call in message.delta([piece], reason).get("tool_calls", ())
     ]
     assert [call["function"].get("name") for call in calls] == ["move"] + [None] * (len(calls) - 1)
     assert "".join(call["function"]["arguments"] for call in calls) == '{"to": {"x": 3}}'
@@ -103,9 +104,9 @@ def test_arguments_of_call_in_pieces_of_any_size_are_whole(size: int, end: str) 
 
 def test_call_cut_by_its_limit_keeps_what_was_written() -> None:
     cut = ChatMessage(ForcedCallText(plain_openings(forced(NAMED))))
-    assert cut.delta('{"name": "mo', "length") == {"content": '{"name": "mo'}
+    assert cut.delta(['{"name": "mo'], "length") == {"content": '{"name": "mo'}
     cut = ChatMessage(ForcedCallText(plain_openings(forced(NAMED))))
-    [call] = cut.whole('{"name": "move", "arguments": {"to": {"x": 3}', "length")["tool_calls"]
+    [call] = whole_message(cut, '{"name": "move", "arguments": {"to": {"x": 3}', reason="length")["tool_calls"]
     assert call["function"]["arguments"] == '{"to": {"x": 3}'
 
 
