@@ -155,6 +155,45 @@ def test_streamed_forced_call_is_a_tool_call_for_openais_client(
         assert bool(answered.logprobs) == ("logprobs" in more)
 
 
+def allowed(mode: Any, *names: Any) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_like_a_request_with_these_tools_alone(
+    http: httpx.Client, calling: ScriptedDispatcher, mode: str
+) -> None:
+    shown = {"chat_template": "{% for tool in tools %}{{ tool.function.name }} {% endfor %}"}
+    for tools, choice in ((TOOLS, allowed(mode, "move")), (TOOLS[:1], mode)):
+        body = {"messages": HI, "tools": tools, "tool_choice": choice, **shown}
+        answer = http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+    first, second = calling.submissions
+    assert first.prompt_token_ids == second.prompt_token_ids == calling.tokenizer.encode("move ")
+    assert first.sampling.grammar == second.sampling.grammar
+    assert (first.sampling.grammar is None) == (mode == "auto")
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+        (allowed("none", "move"), "tool_choice.allowed_tools.mode"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, "tool_choice.allowed_tools.tools"),
+        (allowed("auto", "move", "jump"), "tool_choice.allowed_tools.tools[1]"),
+        (allowed("auto", 5), "tool_choice.allowed_tools.tools[0]"),
+        (allowed("required"), "tool_choice"),
+    ],
+)
+def test_allowed_tools_of_another_form_are_refused(http: httpx.Client, choice: Any, param: str) -> None:
+    body = {"messages": HI, "tools": TOOLS, "tool_choice": choice, **SHORT}
+    refused(http.post("/v1/chat/completions", json=body), 400, param=param)
+    tools = [*TOOLS, {"type": "function"}]
+    body |= {"tools": tools, "tool_choice": allowed("auto", "move")}
+    refused(http.post("/v1/chat/completions", json=body), 400, param="tools[2]")
+
+
 def test_forced_call_beside_another_constraint_is_refused(http: httpx.Client) -> None:
     fields = {"messages": HI, "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
     fields |= SHORT
