@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
@@ -86,6 +87,37 @@ def test_answer_has_reasoning_content_and_calls(model: tuple[ScriptedDispatcher,
         assert choice["finish_reason"] == "tool_calls"
         ids = [call["id"] for call in message["tool_calls"]]
         assert len(set(ids)) == 2
+
+
+@pytest.mark.parametrize(
+    ("template", "config", "tools", "reasoning"),
+    [
+        (THINKING, {}, "hermes", "hermes"),
+        ("{# </think> #}", {}, None, "think"),
+        ("{# <|python_tag|> #}", {}, "llama3_json", None),
+        ("{# <|channel|> #}", {}, "gpt_oss", "gpt_oss"),
+        ("", {}, None, None),
+        (THINKING, {"tool_call_parser": "glm45", "reasoning_parser": "none"}, "glm", None),
+    ],
+)
+def test_families_of_messages_are_shown_with_the_model_and_logged(
+    tokenizers: dict[str, PreTrainedTokenizerFast],
+    caplog: pytest.LogCaptureFixture,
+    template: str,
+    config: dict[str, str],
+    tools: str | None,
+    reasoning: str | None,
+) -> None:
+    tokenizer = with_tokens(tokenizers["byte_level"], template)
+    with (
+        caplog.at_level(logging.INFO, "ray.serve"),
+        serving(ScriptedDispatcher(tokenizer), tokenizer, HttpConfig.model_validate(config)) as http,
+    ):
+        shown = [http.get("/v1/models").json()["data"][0], http.get("/v1/models/tiny").json()]
+    for model in shown:
+        assert (model["tool_family"], model["reasoning_family"]) == (tools, reasoning)
+    text = f"tool_family {tools}, reasoning_family {reasoning}"
+    assert f"families of messages, found or configured: {text}" in caplog.messages
 
 
 @pytest.mark.parametrize("hidden", [{}, {"include_reasoning": False}])
