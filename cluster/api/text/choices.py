@@ -133,7 +133,7 @@ class Choice:
         if delta.stop_token_id in self.submission.sampling.stop_token_ids:
             output.stop_reason = delta.stop_token_id
         if rest := self.stream.finish():  # held back by the last tokens
-            output.texts[-1:] = [("".join(output.texts[-1:])) + rest]
+            output.texts[-1:] = ["".join(output.texts[-1:]) + rest]
 
 
 async def merge(streams: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerator[_Item, None]:
