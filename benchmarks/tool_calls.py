@@ -83,7 +83,7 @@ def read(fixture: Fixture, pieces: list[str]) -> ParseResult:
     calls: list[ParsedToolCall] = []
     for i, piece in enumerate(pieces):
         is_last = i == len(pieces) - 1
-        delta = message.delta(piece, ("length" if fixture.truncated else "stop") if is_last else None)
+        delta = message.delta([piece], ("length" if fixture.truncated else "stop") if is_last else None)
         for name in ("content", "reasoning"):
             texts[name] += delta.get(name, "")
         functions = [call["function"] for call in delta.get("tool_calls", ())]

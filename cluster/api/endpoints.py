@@ -1,5 +1,6 @@
 """The API's paths: the endpoint that answers each, and the guards around them."""
 
+import logging
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -42,6 +43,8 @@ from crossdock.cluster.api.tracing import Tracing, otlp_exporter
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 
 _GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+logger = logging.getLogger("ray.serve")
+
 _OPEN = ("/health", "/ready", "/metrics", "/version", "/openapi.json")  # need no key: they show no client's requests
 _ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
     "default": {"model": AnthropicErrorAnswer, "description": "Refused"}
@@ -125,7 +128,18 @@ def _add_endpoints(
     status: ServerStatus,
     ask_stores: AskStores | None,
 ) -> None:
-    models = Models(dispatcher, http.model_aliases)
+    message_format = MessageFormat(
+        tokenizer,
+        tool_parser=http.tool_call_parser,
+        reasoning_parser=http.reasoning_parser,
+        reads_unforced_calls=http.enable_auto_tool_choice,
+    )
+    families = message_format.families
+    logger.info(
+        "families of messages, found or configured: %s",
+        ", ".join(f"{name} {family}" for name, family in families.items()),
+    )
+    models = Models(dispatcher, http.model_aliases, families)
     encoder = PromptEncoder(
         tokenizer,
         trusts_templates=http.trust_request_chat_template,
@@ -133,12 +147,6 @@ def _add_endpoints(
     )
     generations = Generations(dispatcher, tokenizer, models, tiers, defaults, max_logprobs=http.max_logprobs)
     completions = Completions(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
-    message_format = MessageFormat(
-        tokenizer,
-        tool_parser=http.tool_call_parser,
-        reasoning_parser=http.reasoning_parser,
-        reads_unforced_calls=http.enable_auto_tool_choice,
-    )
     chats = Chats(generations, encoder, tokenizer, message_format, forces_usage=http.force_include_usage)
     conversations = Conversations(generations, encoder, message_format)
     messages = Messages(conversations, models)

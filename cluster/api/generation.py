@@ -23,6 +23,7 @@ from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.text.bad_words import encode_bad_words
 from crossdock.cluster.api.text.choices import Choice, Output, Prompt, merge
 from crossdock.cluster.api.text.message_format import MessageReading
+from crossdock.cluster.api.text.message_parser import ChatMessage
 from crossdock.cluster.api.text.prompts import output_limit
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer, TextStream
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ModelCard
@@ -177,12 +178,14 @@ class Generations:
         index = len(generation.choices)
         return Choice(index, prompt, submission, stream, shows_stop, is_prompt_only, state.account)
 
-    async def whole_outputs(self, generation: Generation) -> list[Output]:
-        """Return the complete output of each choice."""
+    async def whole_outputs(self, generation: Generation, messages: Sequence[ChatMessage] = ()) -> list[Output]:
+        """Return the complete output of each choice. `messages`: of the choices of a chat, read as they come."""
         wholes = [Output(choice.index) for choice in generation.choices]
         async with aclosing(self.outputs(generation)) as outputs:
             async for output in outputs:
                 wholes[output.index].extend(output)
+                if messages:
+                    messages[output.index].read(output.texts, output.finish_reason)
         return wholes
 
     async def outputs(self, generation: Generation) -> AsyncGenerator[Output, None]:

@@ -6,21 +6,29 @@ import sys
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import httpx
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.markdown import Markdown
 from rich.markup import escape
 from rich.segment import Segment, Segments
+from rich.text import Text
 
 HELP = "/reset forgets the conversation · /system TEXT sets the system prompt · /quit exits · Ctrl-C stops an answer"
 
 
 class ChatError(Exception):
     """The server cannot be reached, or refused the request; the message is for the user."""
+
+
+class Piece(NamedTuple):
+    """A part of the answer, or of the reasoning before it."""
+
+    text: str
+    is_reasoning: bool = False
 
 
 @dataclass(slots=True)
@@ -34,10 +42,10 @@ class Conversation:
     turns: list[dict[str, str]] = field(default_factory=list)
     usage: dict[str, Any] | None = None  # of the last answer, if that was complete
 
-    def say(self, text: str) -> Generator[str, None, None]:
+    def say(self, text: str) -> Generator[Piece, None, None]:
         """Yield the pieces of the answer. Closing the iterator stops the server; the answer so far stays in `turns`.
 
-        A message without any answer is removed from `turns`.
+        Reasoning does not stay. A message without any answer is removed from `turns`.
 
         Raises:
             ChatError: the server cannot be reached, refused the request, or broke off.
@@ -49,9 +57,12 @@ class Conversation:
             for event in self._events():
                 self.usage = event.get("usage") or self.usage
                 for choice in event.get("choices", ()):
-                    if piece := choice.get("delta", {}).get("content"):
-                        answer.append(piece)
-                        yield piece
+                    delta = choice.get("delta", {})
+                    if thought := delta.get("reasoning") or delta.get("reasoning_content"):
+                        yield Piece(thought, is_reasoning=True)
+                    if content := delta.get("content"):
+                        answer.append(content)
+                        yield Piece(content)
         finally:
             if answer:
                 self.turns.append({"role": "assistant", "content": "".join(answer)})
@@ -178,25 +189,28 @@ class _Terminal:
         self.console.print(f"[dim]{escape(reply)}[/dim]", highlight=False)
 
     def _answer(self, line: str) -> None:
-        text, asked, first = "", time.perf_counter(), None
+        thoughts, text, asked, first = "", "", time.perf_counter(), None
         # Only the end of a growing answer fits the screen; the whole answer is printed when it is complete.
         with contextlib.closing(self.talk.say(line)) as pieces, Live(console=self.console, transient=True) as live:
             try:
                 for piece in pieces:
                     first = first or time.perf_counter()
-                    text += piece
-                    live.update(self._end_of(text))
+                    if piece.is_reasoning:
+                        thoughts += piece.text
+                    else:
+                        text += piece.text
+                    live.update(self._end_of(_rendered(thoughts, text)))
                 note = self._pace(asked, first or asked)
             except KeyboardInterrupt:
                 note = "stopped"
             except ChatError as error:
                 note = f"error: {error}"
-        if text:
-            self.console.print(Markdown(text))
+        if thoughts or text:
+            self.console.print(_rendered(thoughts, text))
         self.console.print(f"[dim]{escape(note)}[/dim]", highlight=False)
 
-    def _end_of(self, text: str) -> Segments:
-        lines = self.console.render_lines(Markdown(text), pad=False)[-max(1, self.console.height - 2) :]
+    def _end_of(self, answer: Group) -> Segments:
+        lines = self.console.render_lines(answer, pad=False)[-max(1, self.console.height - 2) :]
         return Segments([segment for line in lines for segment in (*line, Segment.line())])
 
     def _pace(self, asked: float, first: float) -> str:
@@ -207,10 +221,26 @@ class _Terminal:
         return note
 
 
-def _print_plain(pieces: Generator[str, None, None]) -> None:
+def _rendered(thoughts: str, text: str) -> Group:
+    """Return the reasoning, dimmed, and the answer after it."""
+    parts = [Text(thoughts.strip() + "\n", style="dim")] if thoughts.strip() else []
+    return Group(*parts, Markdown(text))
+
+
+def _print_plain(pieces: Generator[Piece, None, None]) -> None:
+    """Print the answer as it comes. Reasoning is for people alone: a pipe gets the answer."""
+    console, is_after_reasoning = Console(), False
     with contextlib.closing(pieces):
-        for piece in pieces:
-            sys.stdout.write(piece)
+        for text, is_reasoning in pieces:
+            if is_reasoning and not console.is_terminal:
+                continue
+            if is_after_reasoning and not is_reasoning:
+                sys.stdout.write("\n\n")
+            is_after_reasoning = is_reasoning
+            if is_reasoning:
+                console.print(Text(text, style="dim"), end="", soft_wrap=True)
+            else:
+                sys.stdout.write(text)
             sys.stdout.flush()
     sys.stdout.write("\n")
 

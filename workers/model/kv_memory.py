@@ -59,7 +59,7 @@ def _measured(model: PagedModel, budget: MemoryBudget, page_size: int) -> int:
             return lambda: None
 
         kept = DecodeGraphs(*sizes, skip)  # runs the largest once, and keeps its inputs and logits
-        MixedGraphs(*sizes, budget.max_num_batched_tokens, skip)
+        MixedGraphs(*sizes, budget.max_num_batched_tokens, skip, most_drafts=budget.most_drafts)
         del kept
 
     transient = _peak(prefill) + _peak(recorded)  # a graph holds its memory, and a step may be both

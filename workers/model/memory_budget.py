@@ -17,6 +17,7 @@ class MemoryBudget:
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
+    most_drafts: int = 0  # of one stream in a step; 0: there is no speculation
 
     def known(self, device: str) -> int | None:
         """Return the bytes of KV pages on a device of this type; None if they must be measured."""

@@ -3,6 +3,8 @@ longer, where it is launched kernel by kernel.
 
 There is a graph for each of some numbers of decodes and of chunk tokens. A step takes the next larger of both. Padding
 decodes read one token, as in graphs.py. Padding tokens of chunks are one more chunk, on page 0. Neither writes.
+
+A stream that verifies drafts is a chunk whose tokens all have logits: with speculation, graphs have more rows of these.
 """
 
 import logging
@@ -25,28 +27,40 @@ logger = logging.getLogger(__name__)
 _DECODES = (8, 64, 256)  # far apart: steps wait for the weights, whatever the padding, and every graph holds memory
 _CHUNK_TOKENS = (64, 128, 256, 512)  # with more, computing takes longer than launching
 _CHUNKS = 8  # sequences for chunks in every graph, one of them for padding; few steps have more
+_VERIFIED = 64  # most rows of logits for chunks and drafts: each takes memory beside those of decodes, for all graphs
 
 
 class MixedGraphs:
     """Steps of one model with chunks, recorded. The model's pool must be allocated."""
 
     def __init__(
-        self, model: PagedModel, page_size: int, max_num_seqs: int, max_chunk_tokens: int, record: Record
+        self,
+        model: PagedModel,
+        page_size: int,
+        max_num_seqs: int,
+        max_chunk_tokens: int,
+        record: Record,
+        *,
+        most_drafts: int = 0,
     ) -> None:
-        """Record a graph for every pair of sizes. Raises whatever `record` raises."""
+        """Record a graph for every pair of sizes. Raises whatever `record` raises.
+
+        `most_drafts`: that a step verifies for one stream; 0: there is no speculation.
+        """
         self._model, self._page_size, width = model, page_size, -(-model.max_model_len // page_size)
         longest = min(max_chunk_tokens, model.max_model_len)
+        self._chunk_logits = min(_CHUNKS * (1 + most_drafts), _VERIFIED)  # rows beside those of decodes
         self._decodes = sorted({min(size, max_num_seqs) for size in _DECODES})
         self._chunk_tokens = sorted({min(size, longest) for size in _CHUNK_TOKENS})
         none, none32 = np.zeros(0, np.int64), np.zeros(0, np.int32)
         nothing = StepInputs(none, none, none, none, np.zeros(1, np.int32), none32, np.zeros((0, width), np.int32))
         largest = self._decodes[-1], self._chunk_tokens[-1]
-        self._inputs = padded_with_chunks(nothing, *largest, page_size).on(model.device)
+        self._inputs = padded_with_chunks(nothing, *largest, page_size, self._chunk_logits).on(model.device)
         with model.part.alone():  # only the shape is wanted
             self._logits = torch.empty_like(self._forward(*largest))  # one for all graphs
         self._graphs = {}
         for tokens, decodes in product(reversed(self._chunk_tokens), reversed(self._decodes)):
-            smaller = padded_with_chunks(nothing, decodes, tokens, page_size).on(model.device)
+            smaller = padded_with_chunks(nothing, decodes, tokens, page_size, self._chunk_logits).on(model.device)
             self._enter(smaller, decodes, tokens)  # else its sequences would have more rows than there are
             self._graphs[decodes, tokens] = record(partial(self._compute, decodes, tokens))
 
@@ -62,7 +76,7 @@ class MixedGraphs:
             num_decodes <= self._decodes[-1]
             and num_chunks < _CHUNKS
             and num_tokens <= self._chunk_tokens[-1]
-            and len(inputs.wanted) <= num_decodes + _CHUNKS
+            and len(inputs.wanted) <= num_decodes + self._chunk_logits
         )
 
     def misses(self, inputs: StepInputs) -> bool:
@@ -75,7 +89,7 @@ class MixedGraphs:
         num_decodes, _, num_tokens = _sizes(inputs)
         decodes = self._decodes[bisect_left(self._decodes, num_decodes)]
         tokens = self._chunk_tokens[bisect_left(self._chunk_tokens, num_tokens)]
-        padded = padded_with_chunks(inputs, decodes, tokens, self._page_size)
+        padded = padded_with_chunks(inputs, decodes, tokens, self._page_size, self._chunk_logits)
         self._enter(padded.for_rank(self._model, previous_tokens), decodes, tokens)
         self._graphs[decodes, tokens]()
         return self._logits[: len(inputs.wanted)]
@@ -89,7 +103,7 @@ class MixedGraphs:
 
     @torch.inference_mode()
     def _compute(self, decodes: int, tokens: int) -> None:
-        self._logits[: decodes + _CHUNKS].copy_(self._forward(decodes, tokens))
+        self._logits[: decodes + self._chunk_logits].copy_(self._forward(decodes, tokens))
 
     def _forward(self, decodes: int, tokens: int) -> Tensor:
         return self._prefixes(decodes, tokens).run(self._model, tokens, self._model.max_model_len, decodes)
@@ -97,16 +111,18 @@ class MixedGraphs:
     def _prefixes(self, decodes: int, tokens: int) -> StepTensors:
         """Return where the graph of these sizes reads its step."""
         rows, sequences = decodes + tokens, decodes + _CHUNKS
-        lengths = (rows, rows, rows, sequences, sequences + 1, sequences, sequences)
+        lengths = (rows, rows, rows, decodes + self._chunk_logits, sequences + 1, sequences, sequences)
         return StepTensors(*(tensor[:length] for tensor, length in zip(self._inputs, lengths, strict=True)))
 
 
-def padded_with_chunks(inputs: StepInputs, decodes: int, tokens: int, page_size: int) -> StepInputs:
+def padded_with_chunks(
+    inputs: StepInputs, decodes: int, tokens: int, page_size: int, chunk_logits: int = _CHUNKS
+) -> StepInputs:
     """Return the same step with `decodes` decodes and, in `_CHUNKS` sequences, `tokens` tokens of chunks.
 
     The page table is wide enough for the padding chunk too.
 
-    Logits are wanted for as many rows as there are sequences; those of the step come first.
+    Logits are wanted for `decodes + chunk_logits` rows; those of the step come first.
     """
     num_decodes, num_chunks, num_tokens = _sizes(inputs)
     rows, sequences, num_padding = decodes + tokens, decodes + _CHUNKS, tokens - num_tokens
@@ -122,7 +138,7 @@ def padded_with_chunks(inputs: StepInputs, decodes: int, tokens: int, page_size:
     width = inputs.page_table.shape[1]
     page_table = np.zeros((sequences, max(width, -(-num_padding // page_size))), np.int32)
     page_table[new_sequences, :width] = inputs.page_table
-    wanted = np.zeros(sequences, np.int64)
+    wanted = np.zeros(decodes + chunk_logits, np.int64)
     wanted[: len(inputs.wanted)] = new_rows[inputs.wanted]
     query_start = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
     return StepInputs(token_ids, positions, slots, wanted, query_start, kv_len, page_table)
@@ -136,18 +152,25 @@ def _sizes(inputs: StepInputs) -> tuple[int, int, int]:
 
 
 def mixed_graphs(
-    model: PagedModel, page_size: int, max_num_seqs: int, max_num_batched_tokens: int, decodes: DecodeGraphs | None
+    model: PagedModel,
+    page_size: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    decodes: DecodeGraphs | None,
+    *,
+    most_drafts: int = 0,
 ) -> MixedGraphs | None:
     """Record the steps with chunks of a model whose decodes are recorded, in the same memory.
 
     Collective: every rank of a gang must call it. Returns None on all of them where these steps run kernel by kernel:
     without recorded decodes, and for a model whose chunks cannot be recorded, for which the reason is logged.
+    `most_drafts`: see `MixedGraphs`.
     """
     if decodes is None:
         return None
     started = time.monotonic()
     sizes, record = (page_size, max_num_seqs, max_num_batched_tokens), decodes.record
-    graphs, reason = attempt(model, lambda: MixedGraphs(model, *sizes, record))
+    graphs, reason = attempt(model, lambda: MixedGraphs(model, *sizes, record, most_drafts=most_drafts))
     if graphs is None:
         logger.warning("steps with chunks run without CUDA graphs: %s", reason)
         model.graphs += f"; steps with chunks are not: {reason}"

@@ -38,10 +38,12 @@ class Runner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         notify_ranks: Callable[[bytes], None] | None = None,
+        *,
+        most_drafts: int = 0,
     ) -> "Runner":
         """Return a runner whose steps are CUDA graphs where they can be. Collective: every rank must call it."""
         graphs = decode_graphs(model, page_size, max_num_seqs)
-        mixed = mixed_graphs(model, page_size, max_num_seqs, max_num_batched_tokens, graphs)
+        mixed = mixed_graphs(model, page_size, max_num_seqs, max_num_batched_tokens, graphs, most_drafts=most_drafts)
         return cls(model, page_size, notify_ranks, graphs, mixed)
 
     def begin(self, batch: Batch) -> tuple[StepInputs, list[range]]:

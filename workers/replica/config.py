@@ -110,6 +110,11 @@ class EngineConfig(SchedulerConfig):
         return self.model_validate(self.model_dump() | {"max_num_batched_tokens": tokens, "max_num_seqs": requests})
 
     @property
+    def most_drafts(self) -> int:
+        """Return how many drafts a step may verify for one stream; 0: there is no speculation."""
+        return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
+
+    @property
     def budget(self) -> MemoryBudget:
         """Return the settings that decide how much memory a rank gives to KV pages."""
         return MemoryBudget(
@@ -117,6 +122,7 @@ class EngineConfig(SchedulerConfig):
             self.gpu_memory_utilization,
             self.max_num_batched_tokens,
             self.max_num_seqs,
+            self.most_drafts,
         )
 
     def model_spec(self, path: str | None, dtype: str = "auto", max_model_len: int | None = None) -> ModelSpec:

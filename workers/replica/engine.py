@@ -126,11 +126,11 @@ class Engine:
         if gang is not None:
             gang.allocate_pools(num_pages)
             if not config.enforce_eager:
-                gang.record_steps(*sizes)
+                gang.record_steps(*sizes, config.most_drafts)
         broadcast = gang.run_step if gang is not None else None
         if config.enforce_eager:
             return Runner(self.model, config.page_size, broadcast)
-        return Runner.recorded(self.model, config.page_size, *sizes, broadcast)
+        return Runner.recorded(self.model, config.page_size, *sizes, broadcast, most_drafts=config.most_drafts)
 
     def _runs_ahead(self) -> bool:
         """Return whether steps begin before the tokens of the step before are known.

@@ -95,8 +95,10 @@ def _work(
                 runner.compute(steps.unpack(inputs))
             case AllocatePool(num_pages):
                 model.allocate_pool(num_pages, page_size)
-            case RecordSteps(max_num_seqs, max_num_batched_tokens):
-                runner = Runner.recorded(model, page_size, max_num_seqs, max_num_batched_tokens)
+            case RecordSteps(max_num_seqs, max_num_batched_tokens, most_drafts):
+                runner = Runner.recorded(
+                    model, page_size, max_num_seqs, max_num_batched_tokens, most_drafts=most_drafts
+                )
             case OpenDock(by_rank, name, role, transfer):
                 layout = pool_spec(by_rank, rank, model, name, page_size, num_pages)
                 transfer = transfer.model_copy(update={"host": transfer_host})  # the driver's may be another node's

@@ -114,9 +114,9 @@ class Gang:
         """Have every follower allocate its pool."""
         self.broadcast(AllocatePool(num_pages))
 
-    def record_steps(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def record_steps(self, max_num_seqs: int, max_num_batched_tokens: int, most_drafts: int) -> None:
         """Have every follower record its part of steps, which ends only if the driver records its own."""
-        self.broadcast(RecordSteps(max_num_seqs, max_num_batched_tokens))
+        self.broadcast(RecordSteps(max_num_seqs, max_num_batched_tokens, most_drafts))
 
     def run_step(self, inputs: bytes) -> None:
         """Have every follower compute its part of a step."""

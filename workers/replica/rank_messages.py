@@ -37,6 +37,7 @@ class RecordSteps:
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    most_drafts: int
 
 
 @dataclass(frozen=True, slots=True)

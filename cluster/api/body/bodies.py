@@ -1,14 +1,14 @@
 """Bodies of requests: the fields that each endpoint accepts, and their meaning to the engine."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from crossdock.cluster.api import bounds
 from crossdock.cluster.api.body.generation_body import ALL_LOGPROBS, GenerationBody, TokenId
 from crossdock.cluster.api.body.json_body import Body
-from crossdock.cluster.api.body.tool_calls import ForcedCall, forced_call
+from crossdock.cluster.api.body.tool_calls import ForcedCall, allowed_tools, check_functions, forced_call
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.workers.schedule.request import Grammar
 
@@ -79,7 +79,10 @@ class ChatCompletionRequest(GenerationBody):
     tools: _Tools = Field(
         [], description="Shown to the model by the template. Its calls are read where the model's family is known."
     )
-    tool_choice: Any = Field(None, description="`required` or a named function forces calls, by a grammar.")
+    tool_choice: Any = Field(
+        None,
+        description="`required` or a named function forces calls, by a grammar; `allowed_tools` hides the others.",
+    )
     parallel_tool_calls: bool = Field(True, description="false: only the first call is in the answer.")
     reasoning_effort: _Effort | None = Field(
         None,
@@ -108,6 +111,16 @@ class ChatCompletionRequest(GenerationBody):
     logprobs_field: ClassVar[str] = "top_logprobs"
     default_max_tokens: ClassVar[int | None] = None
 
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Self:
+        """Validate the fields of a body, and leave out the tools that `tool_choice` does not allow."""
+        body, choice = super().of(data), data.get("tool_choice")
+        if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+            return body
+        check_functions(body.tools)
+        tools, mode = allowed_tools(body.tools, choice.get("allowed_tools"), "tool_choice.allowed_tools")
+        return body.model_copy(update={"tools": tools, "tool_choice": mode})
+
     def token_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
@@ -126,14 +139,7 @@ class ChatCompletionRequest(GenerationBody):
 
     def template_tools(self) -> list[dict[str, Any]] | None:
         """Return the tools that the template shows to the model. Raises ApiError for a malformed tool or choice."""
-        for i, tool in enumerate(self.tools):
-            function = tool.get("function")
-            if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
-                raise ApiError(
-                    'A tool must be {"type": "function", "function": {"name": …}}.',
-                    param=f"tools[{i}]",
-                    code="invalid_value",
-                )
+        check_functions(self.tools)
         return self.tools if self.tools and self.tool_choice != "none" else None
 
     def forced_call(self) -> ForcedCall | None:

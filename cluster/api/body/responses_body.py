@@ -9,12 +9,12 @@ from crossdock.cluster.api.body.conversation_body import (
     ConversationBody,
     ConversationChat,
     object_of,
-    objects_of,
     text_of,
     wrong,
 )
 from crossdock.cluster.api.body.other_fields import NO_EFFECT, RefusedField, check_other_fields
 from crossdock.cluster.api.body.response_items import Item, chat_messages, check_size
+from crossdock.cluster.api.body.tool_calls import allowed_tools
 from crossdock.cluster.api.errors import ApiError
 
 LOGPROBS = "message.output_text.logprobs"
@@ -143,7 +143,7 @@ class ResponsesRequest(ConversationBody):
         schema = object_of(given.get("schema"), "text.format.schema")
         return {"type": "json_schema", "json_schema": {"name": given.get("name"), "schema": schema}}
 
-    def _tools_and_choice(self) -> tuple[list[dict[str, Any]], Any]:
+    def _tools_and_choice(self) -> tuple[Sequence[Mapping[str, Any]], Any]:
         """Return the tools and the choice among them in the form of chats."""
         tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
         choice = self.tool_choice
@@ -152,10 +152,7 @@ class ResponsesRequest(ConversationBody):
         if choice.get("type") == "function":
             return tools, {"type": "function", "function": {"name": choice.get("name")}}
         if choice.get("type") == "allowed_tools":
-            allowed = [tool.get("name") for tool in objects_of(choice.get("tools"), "tool_choice.tools")]
-            if choice.get("mode") not in ("auto", "required"):
-                raise wrong("tool_choice.mode", "it must be 'auto' or 'required'")
-            return [tool for tool in tools if tool["function"]["name"] in allowed], choice["mode"]
+            return allowed_tools(tools, choice, "tool_choice")
         reason = "it must be 'auto', 'none', 'required', or an object of type 'function' or 'allowed_tools'"
         raise wrong("tool_choice", reason, "unsupported_value")
 

@@ -1,9 +1,9 @@
-"""Forced tool calls: which call `tool_choice` forces, and its grammar."""
+"""Tools and the choice among them: which are allowed, which call `tool_choice` forces, and its grammar."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from crossdock.cluster.api.body.constraints import from_text
 from crossdock.cluster.api.errors import ApiError
@@ -32,6 +32,47 @@ class ForcedCall:
         return grammar
 
 
+def check_functions(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ApiError for a tool that is no function in the form of chats."""
+    for i, tool in enumerate(tools):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
+            raise ApiError(
+                'A tool must be {"type": "function", "function": {"name": …}}.',
+                param=f"tools[{i}]",
+                code="invalid_value",
+            )
+
+
+def allowed_tools(
+    tools: Sequence[Mapping[str, Any]], given: Any, param: str
+) -> tuple[list[Mapping[str, Any]], Literal["auto", "required"]]:
+    """Return the tools that `allowed_tools` leaves, and the choice among these. The tools have been checked.
+
+    `given` is the object with `mode` and `tools`, at `param` of the body. Each of its tools has its name in it, as in
+    Responses, or in its `function`, as in chats.
+
+    Raises:
+        ApiError: `given` has another form, or names a tool that is not there.
+    """
+    if not isinstance(given, dict):
+        raise _wrong(param, "it must be an object with 'mode' and 'tools'")
+    mode, listed = given.get("mode"), given.get("tools")
+    if mode not in ("auto", "required"):
+        raise _wrong(f"{param}.mode", "it must be 'auto' or 'required'")
+    if not isinstance(listed, list):
+        raise _wrong(f"{param}.tools", "it must be a list")
+    names = {tool["function"]["name"] for tool in tools}
+    allowed = set()
+    for i, tool in enumerate(listed):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or name not in names:
+            raise _wrong(f"{param}.tools[{i}]", "it names no function of 'tools'")
+        allowed.add(name)
+    return [tool for tool in tools if tool["function"]["name"] in allowed], mode
+
+
 def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any) -> ForcedCall | None:
     """Return the call that `tool_choice` forces; None where it forces none. The tools have been checked.
 
@@ -48,7 +89,7 @@ def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any) -> ForcedCall |
     if not isinstance(choice, dict):
         raise _refused("it must be 'auto', 'none', 'required', or an object that names a function", "invalid_value")
     if choice.get("type") != "function":
-        raise _refused("only an object of type 'function' is supported", "unsupported_value")
+        raise _refused("an object must have the type 'function' or 'allowed_tools'", "unsupported_value")
     named = choice.get("function")
     name = named.get("name") if isinstance(named, dict) else None
     if not isinstance(name, str) or name not in functions:
@@ -57,7 +98,11 @@ def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any) -> ForcedCall |
 
 
 def _refused(reason: str, code: str) -> ApiError:
-    return ApiError(f"Invalid value for 'tool_choice': {reason}.", param="tool_choice", code=code)
+    return _wrong("tool_choice", reason, code)
+
+
+def _wrong(param: str, reason: str, code: str = "invalid_value") -> ApiError:
+    return ApiError(f"Invalid value for '{param}': {reason}.", param=param, code=code)
 
 
 def _schema(i: int, function: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -50,13 +50,14 @@ class Chats:
         reading = self._format.reading(body, prompt.token_ids)
         await self._generations.add_choices(generation, [prompt], reading)
         writer = LogprobWriter(self._tokenizer, as_ids=body.return_tokens_as_token_ids)
+        messages = [reading.message() for _ in generation.choices]
         if body.stream:
-            messages = [reading.message() for _ in generation.choices]
             return await event_stream(self._events(body, generation, writer, messages))
-        outputs = await self._generations.whole_outputs(generation)
+        outputs = await self._generations.whole_outputs(generation, messages)
         answer = generation.head("chatcmpl", "chat.completion")
-        answer["choices"] = [await self._choice(body, writer, output, reading.message()) for output in outputs]
-        answer["usage"] = generation.usage()
+        pairs = zip(outputs, messages, strict=True)
+        answer["choices"] = [await self._choice(body, writer, output, message) for output, message in pairs]
+        answer["usage"] = _with_reasoning(generation.usage(), messages)
         if body.is_answer_plain:
             return json_answer(answer)
         if body.prompt_logprobs is not None:
@@ -68,7 +69,7 @@ class Chats:
     async def _choice(
         self, body: ChatCompletionRequest, writer: LogprobWriter, output: Output, message: ChatMessage
     ) -> dict[str, Any]:
-        fields = message.whole(output.text, output.finish_reason)
+        fields = message.whole()
         if echoed := _echoed(body):
             fields["content"] = echoed + (fields["content"] or "")
         return {
@@ -106,9 +107,9 @@ class Chats:
                     has_begun = True
                     async for event in self._beginning(body, generation, events):
                         yield event
-                usage = generation.usage_of(output)
                 message = messages[output.index]
-                delta = message.delta(output.text, output.finish_reason)
+                delta = message.delta(output.texts, output.finish_reason)
+                usage = _usage_of(generation, output, [message])
                 is_silent = clock() - shown_at > SILENCE_S
                 if event := await self._event(body, events, writer, output, delta, usage, is_silent=is_silent):
                     shown_at = clock()
@@ -119,7 +120,7 @@ class Chats:
                     last: dict[str, Any] = {"index": output.index, "delta": {}, "logprobs": None, **reasons}
                     yield events.choice(last, usage)
         if body.includes_usage:
-            yield events.usage(generation.usage())
+            yield events.usage(_with_reasoning(generation.usage(), messages))
         yield DONE
 
     async def _event(
@@ -159,12 +160,24 @@ class Chats:
         for choice in generation.choices:
             role = {"role": "assistant", "content": ""}
             shape = {"index": choice.index, "delta": role, "logprobs": None, "finish_reason": None}
-            usage = generation.usage_of(Output(choice.index))
+            usage = _usage_of(generation, Output(choice.index))
             yield events.first_choice(fields, shape, usage) if fields else events.choice(shape, usage)
             fields = b""
         if text := _echoed(body):
             for choice in generation.choices:
-                yield events.text(choice.index, text, generation.usage_of(Output(choice.index)))
+                yield events.text(choice.index, text, _usage_of(generation, Output(choice.index)))
+
+
+def _usage_of(generation: Generation, output: Output, messages: Sequence[ChatMessage] = ()) -> dict[str, Any] | None:
+    """Return the usage for an output's event; None: the client did not ask. `messages`: its own, if that has begun."""
+    usage = generation.usage_of(output)
+    return None if usage is None else _with_reasoning(usage, messages)
+
+
+def _with_reasoning(usage: dict[str, Any], messages: Sequence[ChatMessage]) -> dict[str, Any]:
+    """Return the usage of these messages with the number of their tokens that are reasoning."""
+    reasoning_tokens = sum(message.reasoning_tokens for message in messages)
+    return {**usage, "completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
 
 
 def _echoed(body: ChatCompletionRequest) -> str:

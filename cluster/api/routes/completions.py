@@ -114,7 +114,7 @@ class Completions:
                     num_values = num_entries(output.positions) + is_first * len(choice.prompt.token_ids)
                     is_long = num_values > _LONG_EVENT
                     yield events.written_choice(await long_json(result) if is_long else to_json(result), usage)
-                elif output.texts:
+                elif output.text:
                     yield events.text(output.index, output.text, usage)
         if body.includes_usage:
             yield events.usage(generation.usage())

@@ -83,7 +83,7 @@ class Conversations:
         try:
             async with aclosing(self._generations.outputs(begun.generation)) as outputs:
                 async for output in outputs:
-                    yield Part(begun.message.pieces(output.text, output.finish_reason), output)
+                    yield Part(begun.message.pieces(output.texts, output.finish_reason), output)
         except ApiError as error:
             raise begun.chat.renamed(error) from None
 

@@ -1,6 +1,6 @@
-"""GET /v1/models: the served model and the further names that it answers to."""
+"""GET /v1/models: the served model, how its messages are read, and the further names that it answers to."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import Response
@@ -11,8 +11,10 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher, ModelCard
 
 
 class Models:
-    def __init__(self, dispatcher: Dispatcher, aliases: Sequence[str]) -> None:
+    def __init__(self, dispatcher: Dispatcher, aliases: Sequence[str], families: Mapping[str, str | None]) -> None:
+        """`families`: of tool calls and of reasoning, see `MessageFormat.families`."""
         self._dispatcher = dispatcher
+        self._families = families
         self._aliases = aliases
 
     def card(self, name: str | None) -> ModelCard:
@@ -26,19 +28,20 @@ class Models:
 
     async def all(self) -> Response:
         card = self._dispatcher.model
-        return json_answer({"object": "list", "data": [_model(card, name) for name in (card.name, *self._aliases)]})
+        models = [self._model(card, name) for name in (card.name, *self._aliases)]
+        return json_answer({"object": "list", "data": models})
 
     async def one(self, name: Name) -> Response:
-        return json_answer(_model(self.card(name), name))
+        return json_answer(self._model(self.card(name), name))
 
-
-def _model(card: ModelCard, name: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": card.created,
-        "owned_by": "crossdock",
-        "root": card.name,
-        "parent": None,
-        "max_model_len": card.max_model_len,
-    }
+    def _model(self, card: ModelCard, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": card.created,
+            "owned_by": "crossdock",
+            "root": card.name,
+            "parent": None,
+            "max_model_len": card.max_model_len,
+            **self._families,
+        }

@@ -19,7 +19,6 @@ class ResponseAnswer:
     def __init__(self, head: dict[str, Any]) -> None:
         """`head`: the fields of the response that the request decides."""
         self.output: list[Item] = []
-        self.reasoning_tokens = 0
         self._head = {**head, "status": "in_progress", "error": None, "incomplete_details": None, "usage": None}
         self._num_events = 0
         self._texts: list[str] = []  # of the open item
@@ -35,7 +34,7 @@ class ResponseAnswer:
     def begin(self) -> list[Event]:
         return [self._event(kind, response=self.response) for kind in ("response.created", "response.in_progress")]
 
-    def add(self, pieces: Sequence[Piece], logprobs: list[Any], num_tokens: int) -> list[Event]:
+    def add(self, pieces: Sequence[Piece], logprobs: list[Any]) -> list[Event]:
         """Return the events that one step of the model causes. `logprobs`: of its tokens, those of text are shown."""
         events: list[Event] = []
         for piece in pieces:
@@ -47,8 +46,6 @@ class ResponseAnswer:
                     logprobs = []
                 case ReasoningText(text):
                     events += self._opened("reasoning", {"summary": [], "content": []})
-                    self.reasoning_tokens += num_tokens
-                    num_tokens = 0
                     events.append(self._delta("response.reasoning_text.delta", text, content_index=0))
                 case CallText(index, text, name):
                     events += self._opened_call(index, name)

@@ -219,10 +219,9 @@ class Responses:
         if begun.chat.logprobs:
             positions = [position for _, position in output.positions if position is not None]
             logprobs = (await self._writer.chat(positions, begun.chat.num_top()))["content"]
-        events = answer.add(part.pieces, logprobs, len(output.token_ids))
+        events = answer.add(part.pieces, logprobs)
         if output.finish_reason is not None:
-            usage = _usage(begun, answer.reasoning_tokens)
-            events += answer.end(usage, is_cut=output.finish_reason == "length")
+            events += answer.end(_usage(begun), is_cut=output.finish_reason == "length")
         return events
 
     def _head(self, body: ResponsesRequest, begun: BegunChat) -> dict[str, Any]:
@@ -270,13 +269,13 @@ def _end(charge: Charge | None) -> None:
         charge.end()
 
 
-def _usage(begun: BegunChat, reasoning_tokens: int) -> dict[str, Any]:
+def _usage(begun: BegunChat) -> dict[str, Any]:
     choice = begun.choice
     num_prompt_tokens = len(choice.prompt.token_ids)
     return {
         "input_tokens": num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": choice.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": choice.num_tokens,
-        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "output_tokens_details": {"reasoning_tokens": begun.message.reasoning_tokens},
         "total_tokens": num_prompt_tokens + choice.num_tokens,
     }

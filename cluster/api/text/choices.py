@@ -23,7 +23,7 @@ class Output:
     """The part of one choice that one delta adds; or, extended by all later parts, the whole choice."""
 
     index: int
-    texts: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # what each token completes, which may be nothing
     token_ids: list[int] = field(default_factory=list)
     positions: list[tuple[int, TokenLogprobs | None]] = field(
         default_factory=list
@@ -99,8 +99,7 @@ class Choice:
             if delta.logprobs is not None:
                 output.positions.append((token_id, delta.logprobs[i]))
                 output.offsets.append(start + stream.num_chars)
-            if i < num_shown and (text := stream.add(token_id)):
-                output.texts.append(text)
+            output.texts.append(stream.add(token_id) if i < num_shown else "")
             if stream.stopped is not None:
                 output.finish_reason, output.stop_reason = FinishReason.STOP.value, stream.stopped
                 break
@@ -133,8 +132,8 @@ class Choice:
         output.finish_reason = delta.finish_reason.value
         if delta.stop_token_id in self.submission.sampling.stop_token_ids:
             output.stop_reason = delta.stop_token_id
-        if rest := self.stream.finish():
-            output.texts.append(rest)
+        if rest := self.stream.finish():  # held back by the last tokens
+            output.texts[-1:] = ["".join(output.texts[-1:]) + rest]
 
 
 async def merge(streams: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerator[_Item, None]:

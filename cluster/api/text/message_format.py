@@ -66,6 +66,7 @@ class MessageFormat:
         tools = found if tool_parser == AUTO else family_of(tool_parser, TOOL_PARSERS)
         reasoning = found if reasoning_parser == AUTO else family_of(reasoning_parser, REASONING_PARSERS)
         self._tools = tools
+        self._reasoning_family = reasoning
         self._special = {text: token_id for token_id, text in tokenizer.special_tokens().items()}
         self._is_gpt_oss = _GPT_OSS in (tools, reasoning)
         calls, thoughts = FAMILIES.get(tools or "", MarkedFamily()), FAMILIES.get(reasoning or "", MarkedFamily())
@@ -79,6 +80,14 @@ class MessageFormat:
         self._shown_always = self._shown_tokens(replace(self._family, calls=(), sections=(), inner=()))
         self._shown_for_calls = self._shown_tokens(self._family)
         self._signed = self._family.signed({text.removeprefix(SIGN) for text in self._shown_for_calls.values()})
+
+    @property
+    def families(self) -> dict[str, str | None]:
+        """Return the family as which tool calls are read, and that of the reasoning; None: they stay content."""
+        tools, reasoning = self._tools, self._reasoning_family
+        has_calls = tools == _GPT_OSS or bool(self._family.calls)
+        has_thoughts = reasoning == _GPT_OSS or bool(self._family.thinks)
+        return {"tool_family": tools if has_calls else None, "reasoning_family": reasoning if has_thoughts else None}
 
     @property
     def can_bound_reasoning(self) -> bool:

@@ -5,8 +5,8 @@ pieces add up to the same message.
 """
 
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from crossdock.workers.schedule.request import FinishReason
@@ -88,6 +88,9 @@ class ChatMessage:
 
     `shows_reasoning`: false where the client does not want it (`include_reasoning`). `most_calls`: later calls are left
     out (`parallel_tool_calls`). `is_named`: the client has named the function, so a call ends as a text does.
+
+    Texts come one per token, so that `reasoning_tokens` is the same however many tokens a step has. A token without a
+    piece, as a marker has none, counts with the next piece.
     """
 
     parser: MessageParser
@@ -96,35 +99,53 @@ class ChatMessage:
     is_named: bool = False
     new_call_id: Callable[[], str] = _new_call_id
     num_calls: int = 0
+    reasoning_tokens: int = 0  # also of reasoning that the client does not want
+    _undecided_tokens: int = field(default=0, init=False)
+    _read: list[Piece] = field(default_factory=list, init=False)
 
-    def delta(self, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """Return what more text adds to the message; the last text has a finish reason."""
-        delta: dict[str, Any] = {}
-        for piece in self.pieces(text, finish_reason):
-            match piece:
-                case ContentText(text):
-                    delta["content"] = delta.get("content", "") + text
-                case ReasoningText(text):
-                    delta["reasoning"] = delta["reasoning_content"] = delta.get("reasoning", "") + text
-                case CallText():
-                    delta.setdefault("tool_calls", []).append(self._call(piece))
-        return delta
+    def read(self, texts: Sequence[str], finish_reason: str | None) -> None:
+        """Keep what more tokens add to the message, for `whole`; the last ones have a finish reason."""
+        self._read += self.pieces(texts, finish_reason)
 
-    def pieces(self, text: str, finish_reason: str | None) -> list[Piece]:
-        """Return the pieces that more text completes, without those that the client does not want."""
-        pieces = self.parser.add(text) if text else []
+    def delta(self, texts: Sequence[str], finish_reason: str | None) -> dict[str, Any]:
+        """Return what more tokens add to the message; the last ones have a finish reason."""
+        return self._fields(self.pieces(texts, finish_reason))
+
+    def _fields(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        contents = [piece.text for piece in pieces if isinstance(piece, ContentText)]
+        thoughts = [piece.text for piece in pieces if isinstance(piece, ReasoningText)]
+        calls = [self._call(piece) for piece in pieces if isinstance(piece, CallText)]
+        delta: dict[str, Any] = {"content": "".join(contents)} if contents else {}
+        if thoughts:
+            delta["reasoning"] = delta["reasoning_content"] = "".join(thoughts)
+        return {**delta, "tool_calls": calls} if calls else delta
+
+    def pieces(self, texts: Sequence[str], finish_reason: str | None) -> list[Piece]:
+        """Return the pieces that more tokens complete, without those that the client does not want."""
+        pieces: list[Piece] = []
+        for text in texts:
+            self._undecided_tokens += 1
+            pieces += self._counted(self.parser.add(text) if text else [])
         if finish_reason is not None:
-            pieces = [*pieces, *self.parser.finish(is_cut=finish_reason == FinishReason.LENGTH.value)]
+            pieces += self._counted(self.parser.finish(is_cut=finish_reason == FinishReason.LENGTH.value))
         return [piece for piece in pieces if self._is_wanted(piece)]
+
+    def _counted(self, pieces: list[Piece]) -> list[Piece]:
+        """Count the tokens since the last piece, if there are pieces now, and return the pieces."""
+        if pieces:
+            if any(isinstance(piece, ReasoningText) for piece in pieces):
+                self.reasoning_tokens += self._undecided_tokens
+            self._undecided_tokens = 0
+        return pieces
 
     def _is_wanted(self, piece: Piece) -> bool:
         if isinstance(piece, CallText):
             return self.most_calls is None or piece.index < self.most_calls
         return self.shows_reasoning or not isinstance(piece, ReasoningText)
 
-    def whole(self, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """Return the fields of the message in which the model has written this text: the sum of all its deltas."""
-        delta = self.delta(text, finish_reason)
+    def whole(self) -> dict[str, Any]:
+        """Return the fields of the message that was read: the sum of all its deltas."""
+        delta = self._fields(self._read)
         calls: list[dict[str, Any]] = []
         for part in delta.pop("tool_calls", ()):
             index = part.pop("index")

@@ -12,6 +12,7 @@ from crossdock.cluster.api.text.families import FAMILIES
 from crossdock.cluster.api.text.harmony import MARKERS, HarmonyText
 from crossdock.cluster.api.text.marked_text import MarkedText
 from crossdock.cluster.api.text.message_parser import ChatMessage, MessageParser
+from tests.cluster.api.parsed_messages import whole_message
 
 MOVE = {
     "type": "object",
@@ -88,7 +89,7 @@ def parser(family: str, *, is_thinking: bool = False, schemas: Any = SCHEMAS) ->
 
 def whole(family: str, text: str, reason: str = "stop", **more: Any) -> dict[str, Any]:
     ids = iter(range(1000))
-    return ChatMessage(parser(family, **more), new_call_id=lambda: str(next(ids))).whole(text, reason)
+    return whole_message(ChatMessage(parser(family, **more), new_call_id=lambda: str(next(ids))), text, reason=reason)
 
 
 def streamed(family: str, pieces: list[str], reason: str = "stop", **more: Any) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def streamed(family: str, pieces: list[str], reason: str = "stop", **more: Any) 
     message = ChatMessage(parser(family, **more), new_call_id=lambda: str(next(ids)))
     total: dict[str, Any] = {"content": None}
     for i, piece in enumerate(pieces):
-        delta = message.delta(piece, reason if i == len(pieces) - 1 else None)
+        delta = message.delta([piece], reason if i == len(pieces) - 1 else None)
         for name in ("content", "reasoning", "reasoning_content"):
             if name in delta:
                 assert delta[name]
@@ -192,18 +193,31 @@ def test_marker_within_arguments_is_text() -> None:
     assert calls_of(whole("qwen3_xml", call)) == [("move", {"to": f"{text} </function>."})]
 
 
+@pytest.mark.parametrize("family", [family for family in CALLS if family not in BARE])
+def test_reasoning_tokens_are_the_same_however_many_a_step_has(family: str) -> None:
+    """Each character is a token. Only `Why` is shown as reasoning; what is before it marks the beginning."""
+    text = CALLS[family]
+    last = text.index("Why") + len("Why")
+    for num_tokens in (1, 2, 7, len(text)):
+        message = ChatMessage(parser(family), shows_reasoning=False)
+        for start in range(0, len(text), num_tokens):
+            message.pieces([*text[start : start + num_tokens]], None)
+        message.pieces([], "stop")
+        assert message.reasoning_tokens == last
+
+
 def test_marker_that_is_written_with_other_tokens_is_text() -> None:
     """The marker of a model that has it as a token of its own stands behind a sign."""
     family = FAMILIES["mistral"].signed({"[TOOL_CALLS]", "[/THINK]", "[THINK]"})
     message = ChatMessage(MarkedText(family, SCHEMAS, is_thinking=False))
     text = f"{SIGN}[THINK]I know [/THINK] and [TOOL_CALLS].{SIGN}[/THINK]See [TOOL_CALLS]wait."
     text += f"{SIGN}[TOOL_CALLS]wait[ARGS]{{}}"
-    answer = message.whole(text, "stop")
+    answer = whole_message(message, text)
     assert (answer["reasoning"], answer["content"]) == ("I know [/THINK] and [TOOL_CALLS].", "See [TOOL_CALLS]wait.")
     assert calls_of(answer) == [("wait", {})]
     harmony = ChatMessage(HarmonyText(SCHEMAS, sign=SIGN))
     text = f"{SIGN}<|channel|>analysis{SIGN}<|message|>No <|end|> yet.{SIGN}<|end|>"
-    assert harmony.whole(text, "stop")["reasoning"] == "No <|end|> yet."
+    assert whole_message(harmony, text)["reasoning"] == "No <|end|> yet."
 
 
 @pytest.mark.parametrize(

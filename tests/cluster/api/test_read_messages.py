@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
@@ -26,6 +27,7 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.model.grammar.matcher import new_matcher
 from crossdock.workers.schedule.request import Grammar, Submission, TokenDelta
 from tests.cluster.api.engine_api import EngineApi
+from tests.cluster.api.parsed_messages import whole_message
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, events, refused, serving
 
 MOVE = {"type": "object", "properties": {"to": {"type": "string"}}, "required": ["to"]}
@@ -87,6 +89,55 @@ def test_answer_has_reasoning_content_and_calls(model: tuple[ScriptedDispatcher,
         assert len(set(ids)) == 2
 
 
+@pytest.mark.parametrize(
+    ("template", "config", "tools", "reasoning"),
+    [
+        (THINKING, {}, "hermes", "hermes"),
+        ("{# </think> #}", {}, None, "think"),
+        ("{# <|python_tag|> #}", {}, "llama3_json", None),
+        ("{# <|channel|> #}", {}, "gpt_oss", "gpt_oss"),
+        ("", {}, None, None),
+        (THINKING, {"tool_call_parser": "glm45", "reasoning_parser": "none"}, "glm", None),
+    ],
+)
+def test_families_of_messages_are_shown_with_the_model_and_logged(
+    tokenizers: dict[str, PreTrainedTokenizerFast],
+    caplog: pytest.LogCaptureFixture,
+    template: str,
+    config: dict[str, str],
+    tools: str | None,
+    reasoning: str | None,
+) -> None:
+    tokenizer = with_tokens(tokenizers["byte_level"], template)
+    with (
+        caplog.at_level(logging.INFO, "ray.serve"),
+        serving(ScriptedDispatcher(tokenizer), tokenizer, HttpConfig.model_validate(config)) as http,
+    ):
+        shown = [http.get("/v1/models").json()["data"][0], http.get("/v1/models/tiny").json()]
+    for model in shown:
+        assert (model["tool_family"], model["reasoning_family"]) == (tools, reasoning)
+    text = f"tool_family {tools}, reasoning_family {reasoning}"
+    assert f"families of messages, found or configured: {text}" in caplog.messages
+
+
+@pytest.mark.parametrize("hidden", [{}, {"include_reasoning": False}])
+def test_usage_counts_tokens_of_reasoning_whole_and_streamed(
+    model: tuple[ScriptedDispatcher, httpx.Client], thinker: ModelTokenizer, hidden: dict[str, Any]
+) -> None:
+    """White space before the marker shows nothing, and counts with what follows."""
+    num_tokens = thinker.encode(TEXT).index(thinker.encode("</think>")[0]) - len(thinker.encode("\n"))
+    assert num_tokens > 0
+    for n in (1, 2):
+        usage = answer(model[1], n=n, **hidden)["usage"]
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": n * num_tokens}
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body = {"messages": HI, "stream": True, "stream_options": options, "n": n, **hidden}
+        chunks = events(model[1].post("/v1/chat/completions", json=body))
+        assert chunks[-1]["usage"] == usage
+        running = [chunk["usage"]["completion_tokens_details"]["reasoning_tokens"] for chunk in chunks[:-1]]
+        assert (running[0], max(running)) == (0, num_tokens)
+
+
 @pytest.mark.parametrize("more", [{}, {"logprobs": True}, {"n": 2}, {"return_token_ids": True}])
 def test_stream_has_the_same_message_for_openais_client(
     model: tuple[ScriptedDispatcher, httpx.Client], more: dict[str, Any]
@@ -126,7 +177,7 @@ def test_stream_in_a_long_call_has_events_without_text(
 ) -> None:
     body = {"messages": HI, "tools": TOOLS, "stream": True}
     calm = events(model[1].post("/v1/chat/completions", json=body))
-    monkeypatch.setattr(chats, "_SILENCE_S", -1.0)
+    monkeypatch.setattr(chats, "SILENCE_S", -1.0)
     kept_open = events(model[1].post("/v1/chat/completions", json=body))
     assert len(kept_open) > len(calm) + 20
     shown = [[event["choices"][0]["delta"] for event in stream] for stream in (calm, kept_open)]
@@ -192,7 +243,7 @@ def test_message_that_the_model_continues_is_reasoning_until_its_end(
 ) -> None:
     messages = [*HI, {"role": "assistant", "content": begun}]
     body = ChatCompletionRequest.model_validate({"messages": messages, "continue_final_message": True})
-    message = MessageFormat(thinker).reading(body, thinker.encode(begun)).message().whole("re.", "stop")
+    message = whole_message(MessageFormat(thinker).reading(body, thinker.encode(begun)).message(), "re.")
     assert message["content"] == (None if is_thinking else "re.")
     assert message.get("reasoning") == ("re." if is_thinking else None)
 
@@ -282,7 +333,7 @@ def test_arguments_of_strict_functions_obey_their_schema(thinker: ModelTokenizer
     assert reading.grammar is not None
     assert accepts(thinker, reading.grammar.source, text) == is_accepted
     if text.count("<tool_call>") == 2:
-        message = reading.message().whole(text, "stop")
+        message = whole_message(reading.message(), text)
         assert (message["reasoning"], message["content"]) == ("Why", "Sure. Done.")
         assert [name for name, _ in calls_of(message)] == ["move", "wait"]
 
@@ -351,11 +402,11 @@ def test_forced_calls_have_the_form_of_the_family(
             token_ids = tokenizer.encode(text, add_special_tokens=False)
             pieces = [*map(detokenizer.add, token_ids), detokenizer.flush()]
             message = reading.message()
-            deltas = [message.delta(piece, None) for piece in pieces] + [message.delta("", "stop")]
+            deltas = [message.delta([piece], None) for piece in pieces] + [message.delta([""], "stop")]
             calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
             assert len([call for call in calls if "id" in call]) == count
             assert len(calls) > 3 * count, "the arguments come while they are written"
-            assert reading.message().whole("".join(pieces), "stop")["content"] is None
+            assert whole_message(reading.message(), *pieces)["content"] is None
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -371,7 +422,7 @@ def test_forced_call_of_any_name_is_read_also_where_others_are_not(
     assert accepts(tokenizer, reading.grammar.source, text)
     detokenizer = tokenizer.detokenizer(shown=reading.shown)
     shown = "".join(map(detokenizer.add, tokenizer.encode(text, add_special_tokens=False)))
-    assert calls_of(reading.message().whole(shown, "stop")) == [('say#1 "stop"', {})]
+    assert calls_of(whole_message(reading.message(), shown)) == [('say#1 "stop"', {})]
 
 
 def accepts(tokenizer: ModelTokenizer, lark: str, text: str) -> bool:

@@ -472,6 +472,10 @@ def test_response_in_the_background_counts_for_its_key(engine: ScriptedDispatche
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": ["f"]}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.mode"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}},
+            "tool_choice.tools[0]",
+        ),
         ({"previous_response_id": 5}, "previous_response_id"),
         ({"background": True, "store": False}, "background"),
         ({"background": True, "stream": True}, "background"),

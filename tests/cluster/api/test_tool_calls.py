@@ -13,6 +13,7 @@ from crossdock.cluster.api.body.tool_calls import ForcedCall, forced_call
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.text.forced_call import ForcedCallText, plain_openings
 from crossdock.cluster.api.text.message_parser import ChatMessage
+from tests.cluster.api.parsed_messages import whole_message
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, refused
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
@@ -94,7 +95,7 @@ def test_arguments_of_call_in_pieces_of_any_size_are_whole(size: int, end: str) 
     calls = [
         call
         for piece, reason in zip(pieces, ends, strict=True)
-        for call in message.delta(piece, reason).get("tool_calls", ())
+        for call in message.delta([piece], reason).get("tool_calls", ())
     ]
     assert [call["function"].get("name") for call in calls] == ["move"] + [None] * (len(calls) - 1)
     assert "".join(call["function"]["arguments"] for call in calls) == '{"to": {"x": 3}}'
@@ -103,9 +104,9 @@ def test_arguments_of_call_in_pieces_of_any_size_are_whole(size: int, end: str) 
 
 def test_call_cut_by_its_limit_keeps_what_was_written() -> None:
     cut = ChatMessage(ForcedCallText(plain_openings(forced(NAMED))))
-    assert cut.delta('{"name": "mo', "length") == {"content": '{"name": "mo'}
+    assert cut.delta(['{"name": "mo'], "length") == {"content": '{"name": "mo'}
     cut = ChatMessage(ForcedCallText(plain_openings(forced(NAMED))))
-    [call] = cut.whole('{"name": "move", "arguments": {"to": {"x": 3}', "length")["tool_calls"]
+    [call] = whole_message(cut, '{"name": "move", "arguments": {"to": {"x": 3}', reason="length")["tool_calls"]
     assert call["function"]["arguments"] == '{"to": {"x": 3}'
 
 
@@ -152,6 +153,45 @@ def test_streamed_forced_call_is_a_tool_call_for_openais_client(
         [call] = answered.message.tool_calls or []
         assert (call.function.name, json.loads(call.function.arguments)) == ("move", {"to": {"x": 3}})
         assert bool(answered.logprobs) == ("logprobs" in more)
+
+
+def allowed(mode: Any, *names: Any) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_like_a_request_with_these_tools_alone(
+    http: httpx.Client, calling: ScriptedDispatcher, mode: str
+) -> None:
+    shown = {"chat_template": "{% for tool in tools %}{{ tool.function.name }} {% endfor %}"}
+    for tools, choice in ((TOOLS, allowed(mode, "move")), (TOOLS[:1], mode)):
+        body = {"messages": HI, "tools": tools, "tool_choice": choice, **shown}
+        answer = http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+    first, second = calling.submissions
+    assert first.prompt_token_ids == second.prompt_token_ids == calling.tokenizer.encode("move ")
+    assert first.sampling.grammar == second.sampling.grammar
+    assert (first.sampling.grammar is None) == (mode == "auto")
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        ({"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+        (allowed("none", "move"), "tool_choice.allowed_tools.mode"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, "tool_choice.allowed_tools.tools"),
+        (allowed("auto", "move", "jump"), "tool_choice.allowed_tools.tools[1]"),
+        (allowed("auto", 5), "tool_choice.allowed_tools.tools[0]"),
+        (allowed("required"), "tool_choice"),
+    ],
+)
+def test_allowed_tools_of_another_form_are_refused(http: httpx.Client, choice: Any, param: str) -> None:
+    body = {"messages": HI, "tools": TOOLS, "tool_choice": choice, **SHORT}
+    refused(http.post("/v1/chat/completions", json=body), 400, param=param)
+    tools = [*TOOLS, {"type": "function"}]
+    body |= {"tools": tools, "tool_choice": allowed("auto", "move")}
+    refused(http.post("/v1/chat/completions", json=body), 400, param="tools[2]")
 
 
 def test_forced_call_beside_another_constraint_is_refused(http: httpx.Client) -> None:

@@ -38,6 +38,7 @@ class Pty:
         )
         os.close(slave)
         self._seen = ""
+        self.output = ""  # all of it, with its styles
 
     def send(self, text: str) -> None:
         os.write(self._master, text.encode())
@@ -49,6 +50,7 @@ class Pty:
             ready, _, _ = select.select([self._master], [], [], max(0, deadline - time.monotonic()))
             assert ready, f"no {text!r} in {self._seen!r}"
             piece = os.read(self._master, 65536).decode(errors="replace")
+            self.output += piece
             self._seen += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", piece)
         self._seen = self._seen.split(text, 1)[1]
 

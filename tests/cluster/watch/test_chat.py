@@ -28,6 +28,7 @@ class Script:
     """The server's next answer, and the requests it received."""
 
     url: str = ""
+    thoughts: list[dict[str, str]] = field(default_factory=list)  # deltas before the pieces
     pieces: list[str] = field(default_factory=lambda: ["Hel", "lo\u2028", "**you**"])
     asked: list[dict[str, Any]] = field(default_factory=list)
     key: str | None = None
@@ -53,8 +54,8 @@ def script() -> Iterator[Script]:
                 self._answer(script.status, json.dumps({"error": {"message": "no room"}}))
                 return
             self._answer(200, ": a comment\n\n")
-            for piece in script.pieces:
-                event = {"choices": [{"delta": {"content": piece}}]}
+            for delta in [*script.thoughts, *({"content": piece} for piece in script.pieces)]:
+                event = {"choices": [{"delta": delta}]}
                 self.wfile.write(f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\n".encode())
                 if script.stalls:
                     while not select.select([self.connection], [], [], 0.05)[0]:
@@ -89,9 +90,9 @@ def talk(script: Script) -> Iterator[Conversation]:
 
 def test_conversation_streams_answers_and_remembers_turns(talk: Conversation, script: Script) -> None:
     talk.system, talk.options = "Be brief.", {"temperature": 0}
-    assert list(talk.say("hi")) == ["Hel", "lo\u2028", "**you**"]
+    assert [piece.text for piece in talk.say("hi")] == ["Hel", "lo\u2028", "**you**"]
     assert talk.usage == {"completion_tokens": 3}
-    assert "".join(talk.say("again")) == "Hello\u2028**you**"
+    assert "".join(piece.text for piece in talk.say("again")) == "Hello\u2028**you**"
     first, second = script.asked
     assert first["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     assert (first["model"], first["stream"], first["temperature"]) == ("smol", True, 0)
@@ -108,7 +109,7 @@ def test_conversation_streams_answers_and_remembers_turns(talk: Conversation, sc
 def test_closed_answer_stops_the_server_and_keeps_its_text(talk: Conversation, script: Script) -> None:
     script.stalls = threading.Event()
     answer = talk.say("hi")
-    assert next(answer) == "Hel"
+    assert next(answer).text == "Hel"
     answer.close()
     assert script.stalls.wait(5)
     assert talk.turns[-1] == {"role": "assistant", "content": "Hel"}
@@ -139,6 +140,37 @@ def test_chat_with_a_message_prints_the_answer_and_leaves(script: Script) -> Non
     assert script.asked[0]["max_tokens"] == 9
     assert script.asked[0]["model"] == "other"
     assert script.key == "Bearer k"
+
+
+THOUGHTS = [{"reasoning": "Let me", "reasoning_content": "Let me"}, {"reasoning_content": " see."}]
+
+
+def test_reasoning_of_any_server_comes_before_the_answer_and_is_no_turn(talk: Conversation, script: Script) -> None:
+    script.thoughts = THOUGHTS
+    pieces = list(talk.say("hi"))
+    assert "".join(piece.text for piece in pieces if piece.is_reasoning) == "Let me see."
+    assert [piece.text for piece in pieces[2:]] == script.pieces
+    assert talk.turns[-1] == {"role": "assistant", "content": "".join(script.pieces)}
+
+
+def test_reasoning_is_dimmed_at_a_terminal_and_left_out_of_a_pipe(script: Script) -> None:
+    script.thoughts = THOUGHTS
+    assert run("chat", "hi", "--url", script.url).stdout == "Hello\u2028**you**\n"
+    alone = Pty("chat", "hi", "--url", script.url)
+    alone.expect("Let me see.")
+    alone.expect("**you**")
+    assert alone.close() == 0
+    assert "\x1b[2mLet me" in alone.output
+    assert "\x1b[2m" not in alone.output.partition("see.")[2]
+    dialogue = Pty("chat", "--url", script.url)
+    dialogue.expect("> ")
+    dialogue.send("hi\r")
+    dialogue.expect("Let me see.")
+    dialogue.expect("first token after")
+    dialogue.expect("> ")
+    dialogue.send("\x04")
+    assert dialogue.close() == 0
+    assert "\x1b[2mLet me" in dialogue.output
 
 
 def test_chat_with_a_pipe_sends_one_message(script: Script) -> None:

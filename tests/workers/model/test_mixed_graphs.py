@@ -28,6 +28,7 @@ from crossdock.workers.schedule.cost_fit import StepCostFit
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import monolithic
+from tests.workers.replica.speculating import engine_of, fixed
 
 PAGE_SIZE = 8
 
@@ -56,7 +57,8 @@ class MixedStep:
             Scheduled(request, start, tokens, held, True)
             for request, held, (start, tokens) in zip(requests, pages, parts, strict=True)
         ]
-        self.inputs = StepInputs.of(Batch(scheduled, 0), PAGE_SIZE)[0]
+        self.batch = Batch(scheduled, 0)
+        self.inputs = StepInputs.of(self.batch, PAGE_SIZE)[0]
 
     def check(self, run: Callable[[], Tensor]) -> None:
         """Check that `run` gives transformers' logits, and writes exactly what the step without padding writes."""
@@ -176,6 +178,53 @@ def test_step_that_no_graph_has_room_for_is_not_covered() -> None:
     assert not covers(*[(9, 1)] * 7, (0, 2))
     assert not covers(*[(0, 2)] * 8)
     assert not covers((0, 30), request=scored), "all its rows' logits are wanted"
+
+
+def test_step_that_verifies_drafts_is_recorded_where_there_is_speculation() -> None:
+    """Two streams verify four drafts each beside a decode and a chunk: 12 rows of logits."""
+    step = MixedStep(build("llama", {}), TORCH, [(4, 1), (17, 1), (10, 1), (0, 9)])
+    decode, *streams, chunk = step.batch.scheduled
+    verifying = [part._replace(num_tokens=5, drafts=[7, 8, 9, 10]) for part in streams]
+    inputs, _ = StepInputs.of(Batch([decode, *verifying, chunk], 0), PAGE_SIZE)
+    assert len(inputs.wanted) == 12
+    expected = inputs.run(step.model).clone()
+
+    def recorded(most_drafts: int) -> MixedGraphs:
+        return MixedGraphs(step.model, PAGE_SIZE, 6, 40, lambda run: run, most_drafts=most_drafts)
+
+    assert not recorded(0).covers(inputs)
+    for most_drafts in (4, 64):
+        graphs = recorded(most_drafts)
+        assert graphs.covers(inputs)
+        torch.testing.assert_close(graphs.run(inputs), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_engine_with_recorded_drafts_gives_same_tokens_as_without_speculation() -> None:
+    most_rows = 0
+
+    class Counted(MixedGraphs):
+        def run(self, inputs: StepInputs, previous_tokens: Tensor | None = None) -> Tensor:
+            nonlocal most_rows
+            most_rows = max(most_rows, len(inputs.wanted))
+            return super().run(inputs, previous_tokens)
+
+    answers = []
+    for speculative in (None, fixed(4)):
+        engine = engine_of(max_num_batched_tokens=80, max_num_seqs=9, speculative_config=speculative)
+        if speculative is not None:
+            graphs = DecodeGraphs(engine.model, 16, 9, lambda run: run)
+            mixed_ones = Counted(engine.model, 16, 9, 80, lambda run: run, most_drafts=engine.config.most_drafts)
+            engine.pipeline.runner = Runner(engine.model, 16, None, graphs, mixed_ones)
+        for number in range(3):
+            params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+            engine.add(Submission(f"{number}", [5 + number, 9, 30] * 10, params))
+        tokens: dict[str, list[int]] = {}
+        while engine.has_work:
+            for delta in engine.step().deltas:
+                tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+        answers.append(tokens)
+    assert answers[0] == answers[1]
+    assert most_rows >= 10, "two streams with four drafts each"
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])

@@ -43,7 +43,7 @@ from crossdock.workers.replica.rank_messages import (
 HELD = ((0, 0, 2, 4, 12, 12), (1, 0, 2, 4, 12, 12, -3, 5))
 DRIVER_MESSAGES: list[DriverMessage] = [
     AllocatePool(100),
-    RecordSteps(64, 2048),
+    RecordSteps(64, 2048, 8),
     RunStep(b"\0inputs"),
     OpenDock((HELD, HELD), "m", "prefill", TransferConfig(transport="tcp", host="10.0.0.1", grace_s=0.5)),
     EndRank(),
