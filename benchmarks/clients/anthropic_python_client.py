@@ -79,9 +79,7 @@ def errors() -> None:
         lambda: client.messages.create(model=MODEL, max_tokens=0, messages=HI),
         "max_tokens",
     )
-    raised(
-        anthropic.NotFoundError, lambda: client.messages.create(model="other", max_tokens=5, messages=HI), "other"
-    )
+    raised(anthropic.NotFoundError, lambda: client.messages.create(model="other", max_tokens=5, messages=HI), "other")
 
 
 run(

@@ -1,10 +1,10 @@
 """Do other people's clients work against this server? Each runs a script of its own, offline, against a scripted model.
 
-    python benchmarks/clients/run.py --install DIR     # once, with the network: a venv and a folder of Node packages
+    python benchmarks/clients/run.py --install DIR     # once, with the network: venvs and a folder of Node packages
     python benchmarks/clients/run.py DIR               # then without
 
 Starts the HTTP application in front of a model that writes reasoning, text and calls (`scripted_model.py`), and prints a
-table: client, version, case, and what failed. Ends with an error if anything has failed that is not in `KNOWN`.
+table: client, version, case, and what failed. Clients in Python have a venv each: their requirements conflict. Ends with an error if anything has failed.
 """
 
 import argparse
@@ -45,9 +45,11 @@ class Outcome:
 def install(folder: Path) -> None:
     """Install the pinned versions of all clients into a folder. Needs the network."""
     folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, "-m", "venv", folder / "python"], check=True)
-    pip = [folder / "python/bin/pip", "install", "-q", "--disable-pip-version-check"]
-    subprocess.run([*pip, "-r", HERE / "requirements.txt"], check=True)
+    for listed in sorted((HERE / "requirements").glob("*.txt")):
+        environment = folder / listed.stem
+        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+        pip = [environment / "bin/pip", "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*pip, "-r", listed], check=True)
     (folder / "node").mkdir(exist_ok=True)
     (folder / "node/package.json").write_text((HERE / "package.json").read_text())
     subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--prefix", folder / "node"], check=True)
@@ -65,7 +67,7 @@ async def run(script: Path, folder: Path, url: str) -> list[Outcome]:
     home.mkdir(exist_ok=True)
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), "URL": url, "KEY": KEY, "NO_COLOR": "1"}
     if script.suffix == ".py":
-        command = [str(folder / "python/bin/python"), str(script)]
+        command = [str(folder / script.stem.removesuffix("_client") / "bin/python"), str(script)]
     else:  # Node finds packages beside a script alone
         for source in (script, HERE / "cases.mjs"):
             (folder / "node" / source.name).write_text(source.read_text())

@@ -82,22 +82,32 @@ class ScriptedModel(ScriptedDispatcher):
 def answer(prompt: str, grammar: Grammar | None) -> str:
     """Return what the model writes after this prompt."""
     tools = _tools(prompt)
-    last = prompt.removesuffix("<|im_start|>assistant\n").rpartition("<|im_start|>")[2].removesuffix("<|im_end|>\n")
-    role, _, text = last.partition("\n")
     if grammar is not None and grammar.kind in ("json_object", "json_schema"):
         return json.dumps(_instance(json.loads(grammar.source or "{}"), CITIES[0]))
     if grammar is not None and re.match(r"start:\s+call(?!\*)", grammar.source):
         names = re.findall(r'\\"name\\": \\"(.+?)\\"', grammar.source)
         return _call(names[0], tools[names[0]], CITIES[0])
-    if role == "tool":
-        results = re.findall(r"<\|im_start\|>tool\n(.*?)<\|im_end\|>", prompt.rpartition("<|im_start|>user")[2], re.S)
-        return _thought() + "The tools say: " + "; ".join(result.strip() for result in results)
-    cities = [city for city in CITIES if city in text]
-    if tools and cities:
-        name = "get_weather" if "get_weather" in tools else _shell(tools)
-        if name is not None:
-            return _thought() + "\n".join(_call(name, tools[name], city) for city in cities)
+    asked, results = _question(prompt)
+    if results:
+        return _thought() + "The tools say: " + "; ".join(results)
+    name = "get_weather" if "get_weather" in tools else _shell(tools)
+    if name is not None and asked:
+        return _thought() + "\n".join(_call(name, tools[name], city) for city in asked)
     return _thought() + STORY
+
+
+def _question(prompt: str) -> tuple[list[str], list[str]]:
+    """Return the cities of the last question about them, and the results of tools after it. Agents add other messages."""
+    cities: list[str] = []
+    results: list[str] = []
+    for turn in prompt.split("<|im_start|>"):
+        role, _, text = turn.partition("\n")
+        text = text.strip().removesuffix("<|im_end|>").strip()
+        if role == "tool":
+            results.append(text)
+        elif role == "user" and (named := [city for city in CITIES if city in text]):
+            cities, results = named, []
+    return cities, results if cities else []
 
 
 def _thought() -> str:
