@@ -17,6 +17,7 @@ const SETTINGS = [
   'model_providers.crossdock.wire_api="responses"',
   "model_providers.crossdock.request_max_retries=0",
   "model_providers.crossdock.stream_max_retries=0",
+  'web_search="disabled"', // a tool that OpenAI's servers would run
 ];
 
 /** Run Codex in an empty folder with a home of its own. Returns what it prints. */

@@ -3,8 +3,9 @@
     python benchmarks/clients/run.py --install DIR     # once, with the network: venvs and a folder of Node packages
     python benchmarks/clients/run.py DIR               # then without
 
-Starts the HTTP application in front of a model that writes reasoning, text and calls (`scripted_model.py`), and prints a
-table: client, version, case, and what failed. Clients in Python have a venv each: their requirements conflict. Ends with an error if anything has failed.
+Starts the HTTP application in front of a model that writes reasoning, text and calls (`scripted_model.py`), and prints
+a table: client, version, case, and what failed. Ends with an error if anything has failed. Clients in Python have a
+venv each, because their requirements conflict.
 """
 
 import argparse

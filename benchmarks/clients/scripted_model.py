@@ -1,7 +1,7 @@
 """A model without weights for other people's clients: reasoning, calls and answers that the conversation decides.
 
-It writes as Qwen3 does (`<think>`, `<tool_call>`). A user's message that asks for the weather gets one call for each city
-that it names, results of tools get an answer that repeats them, and all else gets a story.
+It writes as Qwen3 does (`<think>`, `<tool_call>`). A user's message that names cities gets one call for each, results
+of tools get an answer that repeats them, and all else gets a story. What a grammar would not allow is an error.
 """
 
 import json
@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import FinishReason, Grammar, Submission, TokenDelta
+from crossdock.workers.schedule.request import Grammar, Submission, TokenDelta
 from tests.cluster.api.scripted_api import ScriptedDispatcher
 from tests.cluster.conftest import byte_level
 
@@ -97,7 +97,10 @@ def answer(prompt: str, grammar: Grammar | None) -> str:
 
 
 def _question(prompt: str) -> tuple[list[str], list[str]]:
-    """Return the cities of the last question about them, and the results of tools after it. Agents add other messages."""
+    """Return the cities of the last question about them, and the results of tools after it.
+
+    Agents add messages of their own between these.
+    """
     cities: list[str] = []
     results: list[str] = []
     for turn in prompt.split("<|im_start|>"):

@@ -27,7 +27,8 @@ for (const [name, provider] of Object.entries(providers)) {
     [`${name}: chat`]: async () => {
       const { text, reasoningText } = await generateText({ ...base, prompt: "Hi" });
       equal(text, STORY);
-      if (name !== "chats") equal(reasoningText.trim(), "The user wants an answer.");
+      // For OpenAI's own, the SDK reads no reasoning in chats, and summaries alone in responses.
+      if (name === "compatible" || name === "messages") equal(reasoningText.trim(), "The user wants an answer.");
     },
     [`${name}: streamed`]: async () => {
       let found = "";
