@@ -67,9 +67,13 @@ def cases(name: str, new: Any, wrong_key: type[Exception], bad: type[Exception])
 
 
 OPENAI = (openai.AuthenticationError, openai.BadRequestError)
-run("LangChain", "langchain-openai", cases("chats", chats, *OPENAI) | cases("responses", responses, *OPENAI))
 run(
-    "LangChain",
+    "LangChain (langchain-openai)",
+    "langchain-openai",
+    cases("chats", chats, *OPENAI) | cases("responses", responses, *OPENAI),
+)
+run(
+    "LangChain (langchain-anthropic)",
     "langchain-anthropic",
     cases("messages", messages, anthropic.AuthenticationError, anthropic.BadRequestError),
 )

@@ -3,9 +3,9 @@
     python benchmarks/clients/run.py --install DIR     # once, with the network: venvs and a folder of Node packages
     python benchmarks/clients/run.py DIR               # then without
 
-Starts the HTTP application in front of a model that writes reasoning, text and calls (`scripted_model.py`), and prints
-a table: client, version, case, and what failed. Ends with an error if anything has failed. Clients in Python have a
-venv each, because their requirements conflict.
+Starts the HTTP application in front of a model that writes reasoning, text and calls (`scripted_model.py`). Prints a
+table of clients, and one of their cases with what failed. Ends with an error if anything has failed. Clients in Python
+have a venv each, because their requirements conflict.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,14 @@ async def measure(folder: Path, names: Sequence[str], dump: Path | None) -> list
     return outcomes
 
 
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """Return a table with the number of cases that each client does, and of those that failed."""
+    cases = Counter((each.client, each.version) for each in outcomes)
+    failed = Counter((each.client, each.version) for each in outcomes if each.failure)
+    rows = [[*client, str(count), str(failed[client])] for client, count in cases.items()]
+    return markdown([["client", "version", "cases", "failed"], *rows])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the clients are installed")
@@ -116,6 +125,7 @@ def main() -> int:
         return 0
     outcomes = asyncio.run(measure(folder, options.clients, options.prompts))
     print(f"{today()}; {hardware()}\n")
+    print(summary(outcomes))
     rows = [[each.client, each.version, each.case, _cell(each.failure)] for each in outcomes]
     print(markdown([["client", "version", "case", "outcome"], *rows]))
     return sum(bool(each.failure) for each in outcomes)

@@ -8,6 +8,7 @@ from pydantic import Field
 from crossdock.cluster.api.body.conversation_body import (
     ConversationBody,
     ConversationChat,
+    Tools,
     object_of,
     objects_of,
     text_of,
@@ -44,7 +45,11 @@ class ResponsesChat(ConversationChat):
 
 
 class ResponsesRequest(ConversationBody):
-    input: Any = Field(description="Text, or items: messages, reasoning, function calls and their outputs.")
+    input: Any = Field(
+        description="Text, or items: messages, reasoning, function calls and their outputs, and references to items "
+        "of stored responses."
+    )
+    tools: Tools = Field([], description="Functions, alone or in namespaces. No two may have the same name then.")
     instructions: str | None = None
     previous_response_id: str | None = Field(
         None, max_length=128, description="A stored response: the conversation goes on after it."
