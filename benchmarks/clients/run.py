@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
@@ -63,11 +64,9 @@ def scripts(names: Sequence[str]) -> list[Path]:
     return [path for path in found if not names or path.stem.removesuffix("_client") in names]
 
 
-async def run(script: Path, folder: Path, url: str) -> list[Outcome]:
-    """Run a client's script. It prints one outcome a line, as JSON."""
-    home = folder / "home"
-    home.mkdir(exist_ok=True)
-    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "URL": url, "KEY": KEY, "NO_COLOR": "1"}
+async def run(script: Path, folder: Path, url: str, home: str) -> list[Outcome]:
+    """Run a client's script. It prints one outcome a line, as JSON. Agents write into `home`."""
+    environment = {"PATH": os.environ["PATH"], "HOME": home, "TMPDIR": home, "URL": url, "KEY": KEY, "NO_COLOR": "1"}
     if script.suffix == ".py":
         command = [str(folder / script.stem.removesuffix("_client") / "bin/python"), str(script)]
     else:  # Node finds packages beside a script alone
@@ -97,7 +96,8 @@ async def measure(folder: Path, names: Sequence[str], dump: Path | None) -> list
     listener = await listen(api, "127.0.0.1", port)
     outcomes = []
     for script in scripts(names):
-        outcomes += await run(script, folder, f"http://127.0.0.1:{port}")
+        with TemporaryDirectory(ignore_cleanup_errors=True) as home:
+            outcomes += await run(script, folder, f"http://127.0.0.1:{port}", home)
     if dump is not None:
         dump.write_text("\n\n=====\n".join(model.prompts))
     await listener.close(5)
