@@ -15,6 +15,7 @@ function claude(prompt, key, ...options) {
   const env = {
     PATH: process.env.PATH,
     HOME: home,
+    CLAUDE_CODE_TMPDIR: home,
     ANTHROPIC_BASE_URL: URL,
     ANTHROPIC_API_KEY: key,
     ANTHROPIC_MODEL: MODEL,
