@@ -180,7 +180,7 @@ def _functions(tool: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     if tool.get("type") != "namespace":
         return [_tool(tool, where)]
     text_of(tool.get("name"), f"{where}.name")
-    about = text_of(tool.get("description", ""), f"{where}.description")
+    about = text_of(tool.get("description") or "", f"{where}.description")
     functions = [
         _tool(each, f"{where}.tools[{i}]") for i, each in enumerate(objects_of(tool.get("tools"), f"{where}.tools"))
     ]

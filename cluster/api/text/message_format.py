@@ -70,8 +70,10 @@ class MessageFormat:
         self._is_gpt_oss = _GPT_OSS in (tools, reasoning)
         calls, thoughts = FAMILIES.get(tools or "", MarkedFamily()), FAMILIES.get(reasoning or "", MarkedFamily())
         self._family = replace(calls, thinks=thoughts.thinks, answers=thoughts.answers)
-        # Grammars name these by their ids, special or not: as a text, llguidance allows no token in angle brackets.
-        self._tokens = tokens = tokenizer.added_tokens()
+        tokens = tokenizer.added_tokens()
+        # Grammars name these by their ids: llguidance allows no special token, and none in angle brackets, as a text.
+        bracketed = {text: i for text, i in tokens.items() if text.startswith("<") and text.endswith(">")}
+        self._tokens = self._special | bracketed
         self._opens, self._closes = (
             next((tokens[mark] for mark in marks if mark in tokens), None)
             for marks in (thoughts.thinks, thoughts.answers)
