@@ -36,6 +36,7 @@ class ErrorAnswer(BaseModel):
 class AnthropicErrorDetail(BaseModel):
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 class AnthropicErrorAnswer(BaseModel):
@@ -58,13 +59,16 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
+        """`details`: what Anthropic's clients read of an error beside its message; OpenAI's errors have none."""
         super().__init__(shown(message, MESSAGE_CHARS))
         self.status = status
         self.kind = kind
         self.param = None if param is None else shown(param)
         self.code = code
         self.headers = dict(headers or {})
+        self.details = details
 
     def body(self) -> bytes:
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
@@ -73,7 +77,9 @@ class ApiError(Exception):
     def anthropic_body(self, request_id: str) -> bytes:
         """Return the error in the shape of Anthropic's Messages API."""
         other = "api_error" if self.status >= 500 else "invalid_request_error"
-        error = {"type": _ANTHROPIC_KINDS.get(self.status, other), "message": str(self)}
+        error: dict[str, Any] = {"type": _ANTHROPIC_KINDS.get(self.status, other), "message": str(self)}
+        if self.details is not None:
+            error["details"] = self.details
         return to_json({"type": "error", "error": error, "request_id": request_id})
 
 

@@ -70,6 +70,11 @@ class CountTokensRequest(ConversationBody):
         "container": RefusedField("there is no code execution"),
         "mcp_servers": RefusedField("call the tools yourself, and send what they return", ([],)),
         "speed": RefusedField("use 'service_tier'", ("standard",)),
+        "thread": RefusedField(
+            "messages are not stored; send the whole conversation",
+            # Anthropic's tool runners begin with a thread, and go on without one after this error.
+            details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+        ),
     }
 
     def chat(self) -> MessagesChat:

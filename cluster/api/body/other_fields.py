@@ -23,6 +23,7 @@ class RefusedField:
 
     reason: str  # and, where there is one, the other way to the same end
     neutral: tuple[Any, ...] = ()
+    details: Mapping[str, Any] | None = None  # of the error, for clients that read them and go on in another way
 
 
 NO_EFFECT: Mapping[str, str] = {
@@ -107,7 +108,7 @@ def check_other_fields(
             raise _unknown(name, honoured, parent)
         if not any(type(value) is type(each) and value == each for each in _with_floats(refused.neutral)):
             reason = f"'{path}' is not supported here: {refused.reason}."
-            raise ApiError(reason, param=path, code="unsupported_parameter")
+            raise ApiError(reason, param=path, code="unsupported_parameter", details=refused.details)
 
 
 def _with_floats(neutral: tuple[Any, ...]) -> list[Any]:

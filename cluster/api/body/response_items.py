@@ -69,6 +69,16 @@ def _num_chars(item: Item) -> int:
     return sum(len(part["text"]) for part in parts) + len(item.get("arguments", "")) + len(item.get("output", ""))
 
 
+def item_id(prefix: str, response_id: str, index: int) -> str:
+    """Return the id of a response's output item, from which `referred_response` finds the response again."""
+    return f"{prefix}_{response_id.removeprefix('resp_')}_{index}"
+
+
+def referred_response(name: str) -> str:
+    """Return the id of the response that has an output item of this id, if one has."""
+    return "resp_" + name.partition("_")[2].rpartition("_")[0]
+
+
 def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
@@ -103,7 +113,8 @@ def _item(item: Mapping[str, Any], where: str) -> Item:
     if kind == "function_call":
         fields = {name: text_of(item.get(name), f"{where}.{name}") for name in ("call_id", "name", "arguments")}
         _check_json(fields["arguments"], f"{where}.arguments")
-        return {"id": _id(item, "fc"), "type": kind, **fields, "status": "completed"}
+        space = {} if item.get("namespace") is None else {"namespace": text_of(item["namespace"], f"{where}.namespace")}
+        return {"id": _id(item, "fc"), "type": kind, **fields, **space, "status": "completed"}
     if kind == "function_call_output":
         call_id = text_of(item.get("call_id"), f"{where}.call_id")
         output = "\n".join(_part_texts(item.get("output"), f"{where}.output"))

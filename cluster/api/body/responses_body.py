@@ -8,6 +8,7 @@ from pydantic import Field
 from crossdock.cluster.api.body.conversation_body import (
     ConversationBody,
     ConversationChat,
+    Tools,
     object_of,
     text_of,
     wrong,
@@ -44,7 +45,11 @@ class ResponsesChat(ConversationChat):
 
 
 class ResponsesRequest(ConversationBody):
-    input: Any = Field(description="Text, or items: messages, reasoning, function calls and their outputs.")
+    input: Any = Field(
+        description="Text, or items: messages, reasoning, function calls and their outputs, and references to items "
+        "of stored responses."
+    )
+    tools: Tools = Field([], description="Functions, alone or in namespaces. No two may have the same name then.")
     instructions: str | None = None
     previous_response_id: str | None = Field(
         None, max_length=128, description="A stored response: the conversation goes on after it."
@@ -69,6 +74,8 @@ class ResponsesRequest(ConversationBody):
     stop: str | list[str] | None = None
 
     no_effect: ClassVar[Mapping[str, str]] = {
+        "client_metadata": "nothing is kept about clients",
+    } | {
         name: NO_EFFECT[name]
         for name in (
             "prompt_cache_key",
@@ -113,6 +120,11 @@ class ResponsesRequest(ConversationBody):
         except ApiError as error:
             raise ResponsesChat.renamed(error) from None
 
+    def namespaces(self) -> dict[str, str]:
+        """Return the namespace of each function that is in one, by the function's name. The tools have been checked."""
+        groups = [tool for tool in self.tools if tool.get("type") == "namespace"]
+        return {function["name"]: group["name"] for group in groups for function in group["tools"]}
+
     def _check(self) -> None:
         """Raise ApiError for parts of fields that are unknown, or that contradict each other."""
         known = {"reasoning": ("effort", "summary", "generate_summary"), "text": ("format",), "stream_options": ()}
@@ -145,7 +157,10 @@ class ResponsesRequest(ConversationBody):
 
     def _tools_and_choice(self) -> tuple[Sequence[Mapping[str, Any]], Any]:
         """Return the tools and the choice among them in the form of chats."""
-        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)]
+        tools = [function for i, tool in enumerate(self.tools) for function in _functions(tool, f"tools[{i}]")]
+        names = [tool["function"]["name"] for tool in tools]
+        if self.namespaces() and len({*names}) < len(names):
+            raise wrong("tools", "two functions have the same name, which namespaces do not tell apart here")
         choice = self.tool_choice
         if not isinstance(choice, dict):
             return tools, choice
@@ -155,6 +170,21 @@ class ResponsesRequest(ConversationBody):
             return allowed_tools(tools, choice, "tool_choice")
         reason = "it must be 'auto', 'none', 'required', or an object of type 'function' or 'allowed_tools'"
         raise wrong("tool_choice", reason, "unsupported_value")
+
+
+def _functions(tool: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return a tool's functions in the form of chats: itself, or those of a namespace, with its description."""
+    if tool.get("type") != "namespace":
+        return [_tool(tool, where)]
+    text_of(tool.get("name"), f"{where}.name")
+    about = text_of(tool.get("description") or "", f"{where}.description")
+    functions = [
+        _tool(each, f"{where}.tools[{i}]") for i, each in enumerate(objects_of(tool.get("tools"), f"{where}.tools"))
+    ]
+    for each in functions:
+        own = each["function"].get("description", "")
+        each["function"]["description"] = f"{about}\n{own}".strip()
+    return functions
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:

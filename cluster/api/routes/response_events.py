@@ -1,10 +1,10 @@
 """One answer of the Responses API: its output items as a whole, and as the events that build the same."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from crossdock.cluster.api.body.response_items import Item, new_id
+from crossdock.cluster.api.body.response_items import Item, item_id, new_id
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.http.answers import named_event
 from crossdock.cluster.api.text.message_parser import CallText, ContentText, Piece, ReasoningText
@@ -16,8 +16,9 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 class ResponseAnswer:
     """A response while it is being made. Every event that it returns counts in the stream's `sequence_number`."""
 
-    def __init__(self, head: dict[str, Any]) -> None:
-        """`head`: the fields of the response that the request decides."""
+    def __init__(self, head: dict[str, Any], namespaces: Mapping[str, str] | None = None) -> None:
+        """`head`: the fields of the response that the request decides. `namespaces`: by the names of functions."""
+        self._namespaces = namespaces or {}
         self.output: list[Item] = []
         self._head = {**head, "status": "in_progress", "error": None, "incomplete_details": None, "usage": None}
         self._num_events = 0
@@ -93,11 +94,14 @@ class ResponseAnswer:
         if index == self._call:
             return []
         self._call = index
-        return self._begun({"type": "function_call", "call_id": new_id("call"), "name": name, "arguments": ""})
+        namespace = self._namespaces.get(name or "")
+        space = {} if namespace is None else {"namespace": namespace}
+        return self._begun({"type": "function_call", "call_id": new_id("call"), "name": name, "arguments": "", **space})
 
     def _begun(self, fields: Item) -> list[Event]:
         events = self._closed("completed")
-        item = {"id": new_id(_PREFIXES[fields["type"]]), **fields, "status": "in_progress"}
+        name = item_id(_PREFIXES[fields["type"]], self._head["id"], len(self.output))
+        item = {"id": name, **fields, "status": "in_progress"}
         self.output.append(item)
         self._texts, self._logprobs, self._is_open = [], [], True
         place = {"output_index": len(self.output) - 1}

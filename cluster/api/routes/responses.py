@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import Query, Request, Response
 
-from crossdock.cluster.api.body.response_items import Item, input_items, new_id
+from crossdock.cluster.api import bounds
+from crossdock.cluster.api.body.conversation_body import text_of, wrong
+from crossdock.cluster.api.body.response_items import Item, input_items, new_id, referred_response
 from crossdock.cluster.api.body.responses_body import ResponsesRequest
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.http.answers import SILENCE_S
@@ -51,13 +53,13 @@ class Responses:
         self._background: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def create(self, request: Request, body: ResponsesRequest) -> Response:
-        own = input_items(body.input)
+        own = input_items(await self._resolved(request, body.input))
         items = [*await self._items_before(request, body), *own]
         chat = body.chat(items)
         if body.background:
             return await self._create_in_background(request, body, items)
         begun = await self._conversations.begin(request, chat)
-        answer = ResponseAnswer(self._head(body, begun))
+        answer = ResponseAnswer(self._head(body, begun), body.namespaces())
         if body.stream:
             request.state.error_event = answer.error_event
             return await event_stream(self._events(request, body, begun, answer, items))
@@ -142,6 +144,26 @@ class Responses:
         items: list[Item] = [*record["items"], *record["response"]["output"]]
         return items
 
+    async def _resolved(self, request: Request, given: Any) -> Any:
+        """Return the input with the items themselves where it has references to those of stored responses.
+
+        Raises ApiError 404 for the first reference to an item that is not stored.
+        """
+        if not isinstance(given, list) or len(given) > bounds.MESSAGES:
+            return given
+        items, found = [], dict[str, Any]()
+        for i, item in enumerate(given):
+            if isinstance(item, dict) and item.get("type") == "item_reference":
+                name = text_of(item.get("id"), f"input[{i}].id")
+                if name not in found:
+                    record = await self._record("get", request, referred_response(name), f"input[{i}].id")
+                    found |= {each["id"]: each for each in record["response"]["output"]}
+                if name not in found:
+                    raise wrong(f"input[{i}].id", f"no stored response has an item {name[:100]!r}")
+                item = found[name]
+            items.append(item)
+        return items
+
     async def _create_in_background(self, request: Request, body: ResponsesRequest, items: list[Item]) -> Response:
         if self._store is None:
             reason = "'background' is not supported: this server stores no responses (http.response_store_bytes is 0)."
@@ -157,7 +179,7 @@ class Responses:
         except BaseException:
             _end(charge)
             raise
-        answer = ResponseAnswer(self._head(body, begun))
+        answer = ResponseAnswer(self._head(body, begun), body.namespaces())
         self._keep(request, body, answer, items)
         key = (_tenant(request), answer.response["id"])
 

@@ -72,6 +72,9 @@ class MessageFormat:
         calls, thoughts = FAMILIES.get(tools or "", MarkedFamily()), FAMILIES.get(reasoning or "", MarkedFamily())
         self._family = replace(calls, thinks=thoughts.thinks, answers=thoughts.answers)
         tokens = tokenizer.added_tokens()
+        # Grammars name these by their ids: llguidance allows no special token, and none in angle brackets, as a text.
+        bracketed = {text: i for text, i in tokens.items() if text.startswith("<") and text.endswith(">")}
+        self._tokens = self._special | bracketed
         self._opens, self._closes = (
             next((tokens[mark] for mark in marks if mark in tokens), None)
             for marks in (thoughts.thinks, thoughts.answers)
@@ -131,11 +134,11 @@ class MessageFormat:
     def _native(self, call: ForcedCall, body: ChatCompletionRequest) -> tuple[Grammar, dict[str, str]] | None:
         """Return the grammar of forced calls in the family's own form; None: they have the form for any model."""
         is_single = call.is_named or not body.parallel_tool_calls
-        return forced_calls(self._tools, call, self._special, is_single=is_single)
+        return forced_calls(self._tools, call, self._tokens, is_single=is_single)
 
     def _strict(self, body: ChatCompletionRequest) -> Grammar | None:
         """Return the grammar of calls whose functions are strict."""
-        return strict_calls(self._tools, body.tools, self._special) if self._reads_calls(body) else None
+        return strict_calls(self._tools, body.tools, self._tokens) if self._reads_calls(body) else None
 
     def _reasoning(self, body: ChatCompletionRequest, *, is_thinking: bool) -> ReasoningGrammar | None:
         """Return the grammar of the reasoning; None where the reasoning has no single token that ends it."""

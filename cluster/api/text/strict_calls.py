@@ -26,20 +26,21 @@ _AROUND = {
 
 
 def strict_calls(
-    family: str | None, tools: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, int]
+    family: str | None, tools: Sequence[Mapping[str, Any]], token_ids: Mapping[str, int]
 ) -> Grammar | None:
     """Return the grammar of texts with such calls; None where no function is strict or the family's form is not JSON.
 
-    The arguments of functions that are not strict may be any object. `special_tokens`: ids by their texts.
+    The arguments of functions that are not strict may be any object. `token_ids`: of tokens that a
+    grammar has to name, by their texts.
     Raises ApiError for schemas that are too long.
     """
     functions = [tool["function"] for tool in tools]
     if family not in _FORMS or not any(function.get("strict") is True for function in functions):
         return None
     opener, before, after = _FORMS[family]
-    if family == "mistral" and "[ARGS]" not in special_tokens:
+    if family == "mistral" and "[ARGS]" not in token_ids:
         return None  # an older format
-    if (token := special_tokens.get(opener)) is not None:
+    if (token := token_ids.get(opener)) is not None:
         text = f"<[^{token}]>*"
         rules = [f"start: ({text} call)* {text}", f"call: <[{token}]> called"]
     else:
@@ -50,30 +51,30 @@ def strict_calls(
         schema = function.get("parameters") if function.get("strict") is True else None
         name = str(function["name"])
         head = before.replace("{name}", name).replace("{json}", json.dumps(name))
-        rules.append(f"called{i}: {_parts(head, special_tokens)} arguments{i} {_parts(after, special_tokens)}")
+        rules.append(f"called{i}: {_parts(head, token_ids)} arguments{i} {_parts(after, token_ids)}")
         rules.append(f"arguments{i}: {json_rule(schema if isinstance(schema, dict) else {'type': 'object'})}")
     return from_text("lark", "\n".join(rules), "tools")
 
 
 def forced_calls(
-    family: str | None, call: ForcedCall, special_tokens: Mapping[str, int], *, is_single: bool
+    family: str | None, call: ForcedCall, token_ids: Mapping[str, int], *, is_single: bool
 ) -> tuple[Grammar, dict[str, str]] | None:
     """Return the grammar of one or more calls of the forced functions, and what stands before their arguments.
 
     The latter are patterns by the functions' names. None: the family's form is not known here.
     Raises ApiError for schemas that are too long.
     """
-    if family not in _FORMS or (family == "mistral" and "[ARGS]" not in special_tokens):
+    if family not in _FORMS or (family == "mistral" and "[ARGS]" not in token_ids):
         return None
     opener, before, after = _FORMS[family]
     begin, between, end = _AROUND.get(family, ("", "", ""))
-    more = "" if is_single else f"({_parts(between, special_tokens, exact=True)} call)*"
-    rules = [f"start: {_parts(begin, special_tokens)} call {more} {_parts(end, special_tokens)}"]
+    more = "" if is_single else f"({_parts(between, token_ids, exact=True)} call)*"
+    rules = [f"start: {_parts(begin, token_ids)} call {more} {_parts(end, token_ids)}"]
     rules.append("call: " + " | ".join(f"call{i}" for i in range(len(call.parameters))))
     openings: dict[str, str] = {}
     for i, (name, schema) in enumerate(call.parameters.items()):
         head = opener + before.replace("{name}", name).replace("{json}", json.dumps(name))
-        head_parts, tail_parts = (_parts(part, special_tokens, exact=True) for part in (head, after))
+        head_parts, tail_parts = (_parts(part, token_ids, exact=True) for part in (head, after))
         rules.append(f"call{i}: {head_parts} arguments{i} {tail_parts}")
         rules.append(f"arguments{i}: {json_rule(schema)}")
         openings[name] = re.escape(head).replace(re.escape("\0"), "[0-9]+")
@@ -82,14 +83,14 @@ def forced_calls(
     return grammar, openings
 
 
-def _parts(text: str, special_tokens: Mapping[str, int], *, exact: bool = False) -> str:
+def _parts(text: str, token_ids: Mapping[str, int], *, exact: bool = False) -> str:
     """Return a text in Lark, in which a NUL is a number. Unless it is exact, a line break may be left out."""
-    known = sorted((mark for mark in special_tokens if mark in text), key=len, reverse=True)
+    known = sorted((mark for mark in token_ids if mark in text), key=len, reverse=True)
     pattern = "|".join([*map(re.escape, known), "\n", "\0"])
     parts = re.split(f"({pattern})", text)
     named = {
         "\n": r'"\n"' if exact else r"/\n?/",
         "\0": "/[0-9]+/",
-        **{mark: f"<[{special_tokens[mark]}]>" for mark in known},
+        **{mark: f"<[{token_ids[mark]}]>" for mark in known},
     }
     return " ".join(named.get(part, json.dumps(part)) for part in parts if part)

@@ -354,6 +354,27 @@ def test_strict_calls_whose_markers_are_special_tokens_obey_their_schema(
         assert accepts(tokenizer, grammar.source, text) == is_accepted
 
 
+def test_strict_and_forced_calls_may_have_markers_that_are_tokens_but_not_special(
+    tokenizers: dict[str, PreTrainedTokenizerFast],
+) -> None:
+    """Qwen3's markers are such tokens."""
+    own = deepcopy(tokenizers["byte_level"])
+    own.add_tokens(["<tool_call>", "</tool_call>"])
+    tokenizer = with_tokens(own, "{{ messages[-1].content }}{# <tool_call> #}")
+    call = f"<tool_call>\n{MOVED}\n</tool_call>"
+    for fields, texts in (
+        ({}, ("Sure.", call, f"<think>Why</think>Sure.\n{call}")),
+        ({"tool_choice": "required"}, (call,)),
+    ):
+        body = ChatCompletionRequest.model_validate({"messages": HI, "tools": STRICT, **fields})
+        grammar = MessageFormat(tokenizer).reading(body, tokenizer.encode("Hi")).grammar
+        assert grammar is not None
+        for text in texts:
+            assert accepts(tokenizer, grammar.source, text)
+        for wrong in ('{"name": "move", "arguments": {}}', '{"name": "jump", "arguments": {}}'):
+            assert not accepts(tokenizer, grammar.source, f"<tool_call>\n{wrong}\n</tool_call>")
+
+
 KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>")
 KIMI_CALL = '<|tool_call_begin|>functions.move:%d<|tool_call_argument_begin|>{"to": "a"}<|tool_call_end|>'
 

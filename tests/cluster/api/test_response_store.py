@@ -127,7 +127,12 @@ def test_response_is_found_at_the_ingress_that_stored_it(
     for http in ingresses:
         body = {"input": "More", "previous_response_id": first["id"], "store": False}
         assert http.post("/v1/responses", json=body).status_code == 200
-    assert engine.submissions[-1].prompt_token_ids == engine.submissions[-2].prompt_token_ids
+        reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+        given = [{"role": role, "content": text} for role, text in (("user", "Hi"), ("user", "More"))]
+        referring = {"input": [given[0], reference, given[1]], "store": False}
+        assert http.post("/v1/responses", json=referring).status_code == 200
+        refused(http.post("/v1/responses", json=referring, headers={"authorization": "Bearer b"}), 404)
+    assert len({tuple(each.prompt_token_ids) for each in engine.submissions[1:]}) == 1
     refused(there.get(path, headers={"authorization": "Bearer b"}), 404)
     assert there.delete(path).json()["deleted"] is True
     for http in ingresses:

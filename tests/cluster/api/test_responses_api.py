@@ -429,7 +429,7 @@ def test_response_in_the_background_counts_for_its_key(engine: ScriptedDispatche
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"input": [{"type": "web_search_call", "id": "w"}]}, "input[0].type"),
         ({"input": [{"type": ["message"]}]}, "input[0].type"),
-        ({"input": [{"type": "item_reference", "id": "w"}]}, "input[0].type"),
+        ({"input": [{"type": "computer_call", "id": "a"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
         (

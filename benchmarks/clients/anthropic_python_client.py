@@ -1,0 +1,98 @@
+"""anthropic for Python: messages, thinking, tools, and their errors."""
+
+import anthropic
+from cases import FOUND_BOTH, KEY, MODEL, STORY, THOUGHT, TWO_CITIES, URL, equal, get_weather, raised, run
+from pydantic import BaseModel
+
+client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
+HI = [{"role": "user", "content": "Hi"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"name": "get_weather", "description": "The weather in a city", "input_schema": SCHEMA}
+
+
+class Weather(BaseModel):
+    city: str
+    degrees: int
+
+
+def chat() -> None:
+    answer = client.messages.create(model=MODEL, max_tokens=500, messages=HI)
+    equal([block.type for block in answer.content], ["thinking", "text"])
+    equal((answer.content[0].thinking.strip(), answer.content[1].text), (THOUGHT, STORY))
+
+
+def stream() -> None:
+    with client.messages.stream(model=MODEL, max_tokens=500, messages=HI) as events:
+        texts = list(events.text_stream)
+        final = events.get_final_message()
+    equal("".join(texts), STORY)
+    equal((final.content[-1].text, final.stop_reason), (STORY, "end_turn"))
+
+
+def tools() -> None:
+    messages = [{"role": "user", "content": TWO_CITIES}]
+    for _ in range(3):
+        answer = client.messages.create(model=MODEL, max_tokens=900, messages=messages, tools=[TOOL])
+        if answer.stop_reason != "tool_use":
+            break
+        calls = [block for block in answer.content if block.type == "tool_use"]
+        results = [
+            {"type": "tool_result", "tool_use_id": call.id, "content": get_weather(**call.input)} for call in calls
+        ]
+        messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": results}]
+    equal(answer.content[-1].text, FOUND_BOTH)
+
+
+def runner() -> None:
+    weather = anthropic.beta_tool(get_weather)
+    messages = [{"role": "user", "content": TWO_CITIES}]
+    running = client.beta.messages.tool_runner(model=MODEL, max_tokens=900, messages=messages, tools=[weather])
+    equal(running.until_done().content[-1].text, FOUND_BOTH)
+
+
+def streaming_runner() -> None:
+    weather = anthropic.beta_tool(get_weather)
+    messages = [{"role": "user", "content": TWO_CITIES}]
+    turns = [
+        turn.get_final_message()
+        for turn in client.beta.messages.tool_runner(
+            model=MODEL, max_tokens=900, messages=messages, tools=[weather], stream=True
+        )
+    ]
+    equal(turns[-1].content[-1].text, FOUND_BOTH)
+
+
+def parse() -> None:
+    answer = client.messages.parse(model=MODEL, max_tokens=500, messages=HI, output_format=Weather)
+    equal(answer.parsed_output, Weather(city="Paris", degrees=21))
+
+
+def count() -> None:
+    assert client.messages.count_tokens(model=MODEL, messages=HI, tools=[TOOL]).input_tokens > 20
+
+
+def errors() -> None:
+    wrong = anthropic.Anthropic(base_url=URL, api_key="wrong", max_retries=0)
+    raised(anthropic.AuthenticationError, lambda: wrong.messages.create(model=MODEL, max_tokens=5, messages=HI), "401")
+    raised(
+        anthropic.BadRequestError,
+        lambda: client.messages.create(model=MODEL, max_tokens=0, messages=HI),
+        "max_tokens",
+    )
+    raised(anthropic.NotFoundError, lambda: client.messages.create(model="other", max_tokens=5, messages=HI), "other")
+
+
+run(
+    "anthropic (Python)",
+    "anthropic",
+    {
+        "chat": chat,
+        "chat, streamed": stream,
+        "two parallel calls": tools,
+        "tool runner": runner,
+        "tool runner, streamed": streaming_runner,
+        "structured output": parse,
+        "tokens counted": count,
+        "errors 401, 400, 404": errors,
+    },
+)

@@ -1,0 +1,79 @@
+"""LangChain's clients of chats, responses and messages, and LangGraph's agent."""
+
+from typing import Any
+
+import anthropic
+import openai
+from cases import FOUND_BOTH, KEY, MODEL, STORY, TWO_CITIES, URL, equal, get_weather, raised, run
+from langchain.agents import create_agent
+from langchain_anthropic import ChatAnthropic
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+
+class Weather(BaseModel):
+    """The weather in a city."""
+
+    city: str
+    degrees: int
+
+
+def chats(key: str = KEY, **more: Any) -> ChatOpenAI:
+    return ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", api_key=key, max_retries=0, **more)
+
+
+def responses(key: str = KEY, **more: Any) -> ChatOpenAI:
+    return chats(key, use_responses_api=True, **more)
+
+
+def messages(key: str = KEY, **more: Any) -> ChatAnthropic:
+    return ChatAnthropic(model=MODEL, base_url=URL, api_key=key, max_retries=0, max_tokens=900, **more)
+
+
+def cases(name: str, new: Any, wrong_key: type[Exception], bad: type[Exception]) -> dict[str, Any]:
+    def chat() -> None:
+        equal(new().invoke("Hi").text, STORY)
+
+    def stream() -> None:
+        equal("".join(chunk.text for chunk in new().stream("Hi")), STORY)
+
+    def tools() -> None:
+        agent = create_agent(new(), tools=[get_weather])
+        found = agent.invoke({"messages": [{"role": "user", "content": TWO_CITIES}]})
+        equal(found["messages"][-1].text, FOUND_BOTH)
+
+    def streamed_tools() -> None:
+        agent = create_agent(new(streaming=True), tools=[get_weather])
+        found = agent.invoke({"messages": [{"role": "user", "content": TWO_CITIES}]})
+        equal(found["messages"][-1].text, FOUND_BOTH)
+
+    def structured() -> None:
+        for method in ("function_calling", "json_schema"):
+            answer = new().with_structured_output(Weather, method=method).invoke("Hi")
+            equal(answer, Weather(city="Paris", degrees=21))
+
+    def errors() -> None:
+        raised(wrong_key, lambda: new("wrong").invoke("Hi"), "401")
+        raised(bad, lambda: new(top_p=7).invoke("Hi"), "top_p")
+
+    return {
+        f"{name}: chat": chat,
+        f"{name}: streamed": stream,
+        f"{name}: agent, two parallel calls": tools,
+        f"{name}: the same, streamed": streamed_tools,
+        f"{name}: structured output, both ways": structured,
+        f"{name}: errors 401, 400": errors,
+    }
+
+
+OPENAI = (openai.AuthenticationError, openai.BadRequestError)
+run(
+    "LangChain (langchain-openai)",
+    "langchain-openai",
+    cases("chats", chats, *OPENAI) | cases("responses", responses, *OPENAI),
+)
+run(
+    "LangChain (langchain-anthropic)",
+    "langchain-anthropic",
+    cases("messages", messages, anthropic.AuthenticationError, anthropic.BadRequestError),
+)

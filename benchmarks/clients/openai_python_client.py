@@ -1,0 +1,125 @@
+"""openai for Python: chats, responses, and their errors."""
+
+import json
+
+import openai
+from cases import FOUND_BOTH, KEY, MODEL, ONE_CITY, STORY, THOUGHT, TWO_CITIES, URL, equal, get_weather, raised, run
+from pydantic import BaseModel
+
+client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
+HI = [{"role": "user", "content": "Hi"}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+CHAT_TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
+TOOL = {"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": True}
+
+
+class Weather(BaseModel):
+    city: str
+    degrees: int
+
+
+def chat() -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=HI)
+    equal(answer.choices[0].message.content, STORY)
+    equal(answer.choices[0].message.reasoning_content.strip(), THOUGHT)
+
+
+def chat_stream() -> None:
+    with client.chat.completions.stream(model=MODEL, messages=HI, stream_options={"include_usage": True}) as stream:
+        texts = [event.delta for event in stream if event.type == "content.delta"]
+        final = stream.get_final_completion()
+    equal("".join(texts), STORY)
+    equal(final.choices[0].message.content, STORY)
+    assert final.usage.completion_tokens > 0
+
+
+def chat_tools() -> None:
+    messages = [{"role": "user", "content": TWO_CITIES}]
+    for _ in range(3):
+        answer = client.chat.completions.create(model=MODEL, messages=messages, tools=[CHAT_TOOL])
+        message = answer.choices[0].message
+        if answer.choices[0].finish_reason != "tool_calls":
+            break
+        messages.append(message)
+        for call in message.tool_calls:
+            result = get_weather(**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    equal(len(messages), 4)
+    equal(message.content, FOUND_BOTH)
+
+
+def chat_required() -> None:
+    messages = [{"role": "user", "content": ONE_CITY}]
+    answer = client.chat.completions.create(model=MODEL, messages=messages, tools=[CHAT_TOOL], tool_choice="required")
+    equal(json.loads(answer.choices[0].message.tool_calls[0].function.arguments), {"city": "Paris"})
+
+
+def chat_parse() -> None:
+    answer = client.chat.completions.parse(model=MODEL, messages=HI, response_format=Weather)
+    equal(answer.choices[0].message.parsed, Weather(city="Paris", degrees=21))
+
+
+def response_stream() -> None:
+    with client.responses.stream(model=MODEL, input="Hi") as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    equal("".join(texts), STORY)
+    equal(final.output_text, STORY)
+    equal([item.type for item in final.output], ["reasoning", "message"])
+
+
+def response_tools() -> None:
+    items = [{"role": "user", "content": TWO_CITIES}]
+    for _ in range(3):
+        answer = client.responses.create(model=MODEL, input=items, tools=[TOOL], store=False)
+        items += answer.output
+        calls = [item for item in answer.output if item.type == "function_call"]
+        if not calls:
+            break
+        for call in calls:
+            output = get_weather(**json.loads(call.arguments))
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": output})
+    equal(answer.output_text, FOUND_BOTH)
+
+
+def response_parse() -> None:
+    answer = client.responses.parse(model=MODEL, input="Hi", text_format=Weather)
+    equal(answer.output_parsed, Weather(city="Paris", degrees=21))
+
+
+def models() -> None:
+    equal([model.id for model in client.models.list()], [MODEL])
+
+
+def errors() -> None:
+    wrong = openai.OpenAI(base_url=f"{URL}/v1", api_key="wrong", max_retries=0)
+    raised(openai.AuthenticationError, lambda: wrong.responses.create(model=MODEL, input="Hi"), "401")
+    raised(
+        openai.BadRequestError,
+        lambda: client.chat.completions.create(model=MODEL, messages=HI, top_p=7),
+        "top_p",
+    )
+    raised(openai.NotFoundError, lambda: client.chat.completions.create(model="other", messages=HI), "other")
+
+
+run(
+    "openai (Python)",
+    "openai",
+    {
+        "chat": chat,
+        "chat, streamed": chat_stream,
+        "chat, two parallel calls": chat_tools,
+        "chat, forced call": chat_required,
+        "chat, structured output": chat_parse,
+        "response, streamed": response_stream,
+        "response, two parallel calls": response_tools,
+        "response, structured output": response_parse,
+        "models": models,
+        "errors 401, 400, 404": errors,
+    },
+)
