@@ -10,6 +10,7 @@ from crossdock.cluster.api.body.conversation_body import (
     ConversationChat,
     Tools,
     object_of,
+    objects_of,
     text_of,
     wrong,
 )
