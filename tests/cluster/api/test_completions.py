@@ -1,6 +1,7 @@
 """POST /v1/completions over sockets: prompts, echoes, log-probabilities and streams, as OpenAI's client reads them."""
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -8,6 +9,7 @@ import openai
 import pytest
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from crossdock.workers.schedule.request import Submission, TokenDelta
 from tests.cluster.api.scripted_api import HI, STORY, ScriptedDispatcher, complete, events, refused
 
 
@@ -62,10 +64,19 @@ def test_prompt_as_token_ids_or_batch_is_completed_in_order(
 
 
 def test_batched_prompts_run_concurrently(http: httpx.Client, engine: ScriptedDispatcher) -> None:
-    engine.script = lambda s: [0.2, *engine.story(s)]
-    start = time.monotonic()
+    begun_before_the_first_token = []
+
+    def script(submission: Submission) -> Iterator[TokenDelta | Exception | float]:
+        for _ in range(1000):  # 10 s
+            if len(engine.submissions) == 20:
+                break
+            yield 0.01
+        begun_before_the_first_token.append(len(engine.submissions))
+        yield from engine.story(submission)
+
+    engine.script = script
     complete(http, ["a"] * 20)
-    assert time.monotonic() - start < 2.0  # 4 if one by one
+    assert begun_before_the_first_token == [20] * 20
 
 
 def test_seed_is_distinct_for_each_choice_and_drawn_if_missing(http: httpx.Client, engine: ScriptedDispatcher) -> None:
