@@ -3,6 +3,8 @@
 import ctypes
 import mmap
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -51,7 +53,8 @@ class MemoryTaker:
     def __init__(self, tensor: Tensor) -> None:
         """Begin to take the memory of `tensor` on a CPU, which is all zeros and which nothing has written to."""
         self._tensor = tensor  # the memory lives as long as the thread
-        self._is_ended = threading.Event()
+        self._is_ended, self._may_go = threading.Event(), threading.Event()
+        self._may_go.set()
         self._thread: threading.Thread | None = None
         if not self._take(0, _TAKEN_AT_ONCE):
             tensor.zero_()
@@ -61,8 +64,18 @@ class MemoryTaker:
 
     def wait(self) -> None:
         """Wait until all of the memory is taken."""
+        self._may_go.set()
         if self._thread is not None:
             self._thread.join()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take no memory meanwhile, unless something waits for it: it would slow what is measured."""
+        self._may_go.clear()
+        try:
+            yield
+        finally:
+            self._may_go.set()
 
     def end(self) -> None:
         """Take no more, and let go of the tensor."""
@@ -72,6 +85,7 @@ class MemoryTaker:
 
     def _take_rest(self) -> None:
         for start in range(_TAKEN_AT_ONCE, self._tensor.nbytes, _HUGE_PAGE):
+            self._may_go.wait()
             if self._is_ended.is_set() or not self._take(start, _HUGE_PAGE):
                 return
 

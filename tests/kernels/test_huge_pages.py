@@ -1,6 +1,7 @@
 """Memory on pages of 2 MiB: tensors of any type that share a mapping, and memory that is taken ahead of its use."""
 
 import mmap
+import time
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,15 @@ def test_memory_is_taken_by_writing_where_linux_cannot_take_it_otherwise(monkeyp
     tensor, before = HugePages().take(80 * _MIB, torch.int8), resident()
     MemoryTaker(tensor).wait()
     assert resident() - before > 75 * _MIB
+
+
+def test_paused_taker_takes_nothing_until_something_waits() -> None:
+    tensor = HugePages().take(400 * _MIB, torch.int8)
+    taker = MemoryTaker(tensor)
+    with taker.paused():
+        time.sleep(0.05)  # for a piece that was begun before
+        before = resident()
+        time.sleep(0.1)
+        assert resident() - before < 8 * _MIB
+        taker.wait()
+        assert resident() - before > 300 * _MIB

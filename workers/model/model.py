@@ -1,6 +1,7 @@
 """A Hugging Face causal LM over paged KV: flat token ids in, logits out. The model's own code runs unchanged."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -118,6 +119,10 @@ class PagedModel:
         """Wait until this process has the memory of its pool. Until then a step that reaches new pages takes longer."""
         if self._taker is not None:
             self._taker.wait()
+
+    def memory_paused(self) -> AbstractContextManager[None]:
+        """Return a context for measurements, in which no memory of the pool is taken unless `wait_for_memory` asks."""
+        return nullcontext() if self._taker is None else self._taker.paused()
 
     def wait(self) -> None:
         """Wait until the device has finished all work queued so far: on a GPU, calls return before that."""

@@ -33,9 +33,10 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         engine.step()
     pages.clear_cache()
 
-    sweep = remembered_sweep(engine, lambda: _sweep(engine), lambda: _check(engine))
-    fit = engine.calibrate(sweep, _intervals(engine))
-    engine.scheduler.learn_scored(_scored_factor(engine))
+    with model.memory_paused():
+        sweep = remembered_sweep(engine, lambda: _sweep(engine), lambda: _check(engine))
+        fit = engine.calibrate(sweep, _intervals(engine))
+        engine.scheduler.learn_scored(_scored_factor(engine))
     return SchedulingProfile(
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,

@@ -1,7 +1,7 @@
 """How many drafts the next step verifies for each stream: as many as its predicted seconds pay for. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import NamedTuple, Protocol
@@ -57,6 +57,14 @@ class _Chain:
         return StepWork(work.prefill_tokens, attended, work.decodes, work.context, work.drafts + 1)
 
 
+class _Choice(NamedTuple):
+    """Drafts for one step."""
+
+    rate: float  # expected tokens per second
+    lengths: dict[str, int]  # of drafts, by stream
+    row_seconds: float  # that one draft adds to the step, as a mean
+
+
 @dataclass(slots=True)
 class DraftPolicy:
     """Decides the number of drafts of each stream, and learns from what was accepted.
@@ -97,7 +105,15 @@ class DraftPolicy:
             return {}
         row_seconds = cost.per_decode + min(cost.per_early_row if work.rows < cost.bend_rows else 0.0, 0.0)
         chains = self._chains(streams, work.decodes / seconds * max(row_seconds, 0.0), cost)
-        return self._best(chains, work, cost, within) if chains else {}
+        if not chains:
+            return {}
+        most = self.config.num_speculative_tokens
+        # Where each position of a draft costs the drafter seconds for all streams, a second stream's first draft may be
+        # worth more than a third draft of the first one: the best of each longest length is compared.
+        caps = range(1, most + 1) if self.source.seconds(1, 1) > 0 else (most,)
+        best = max([self._best(chains, work, cost, within, cap) for cap in caps], key=lambda choice: choice.rate)
+        self._row_seconds = best.row_seconds
+        return best.lengths
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
         """Learn from the drafts of one request in a step that has ended."""
@@ -125,9 +141,13 @@ class DraftPolicy:
                 chains.append(_Chain(stream, match, row_seconds, acceptance.probability(stream.id, match)))
         return chains
 
-    def _best(self, chains: list[_Chain], work: StepWork, cost: StepCost, within: float) -> dict[str, int]:
-        """Add drafts in the order of their worth for their seconds; return the best beginning of that order."""
-        num_decodes, seconds = work.decodes, cost.seconds(work)
+    def _best(self, begun: Sequence[_Chain], work: StepWork, cost: StepCost, within: float, cap: int) -> _Choice:
+        """Add drafts in the order of their worth for their seconds; return the best beginning of that order.
+
+        No draft has more than `cap` tokens.
+        """
+        chains = [replace(chain) for chain in begun]
+        num_decodes, seconds, row_seconds = work.decodes, cost.seconds(work), self._row_seconds
         alone, tokens, order = seconds, float(num_decodes), list[str]()
         best_rate, best_size = tokens / seconds, 0
         num_streams = longest = 0
@@ -149,12 +169,12 @@ class DraftPolicy:
             order.append(chain.stream.id)
             if tokens / seconds > best_rate:
                 best_rate, best_size = tokens / seconds, len(order)
-                self._row_seconds = (seconds - alone) / best_size
+                row_seconds = (seconds - alone) / best_size
             chain.length += 1
             chain.worth *= self._acceptance.probability(chain.stream.id, chain.match + chain.length)
-            if chain.length < min(chain.stream.most, self.config.num_speculative_tokens):
+            if chain.length < min(chain.stream.most, cap):
                 heappush(heap, (-chain.worth / (chain.row_seconds or 1e-12), number))
         lengths: dict[str, int] = {}
         for request_id in order[:best_size]:
             lengths[request_id] = lengths.get(request_id, 0) + 1
-        return lengths
+        return _Choice(best_rate, lengths, row_seconds)
