@@ -14,6 +14,7 @@ _MAPPED_BYTES = 32 << 20  # at least so much address space at a time; memory is 
 _ALIGNMENT = 4096  # bytes
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python 3.11 has no name for
 _TAKEN_AT_ONCE = 64 << 20  # bytes that are taken before anything reads them
+_LIBC = ctypes.CDLL(None)  # whose madvise does not keep the GIL, as mmap's own does
 
 
 class HugePages:
@@ -94,6 +95,5 @@ class MemoryTaker:
         address = self._tensor.data_ptr() + start
         size = min(size, self._tensor.nbytes - start)
         page = address - address % mmap.PAGESIZE
-        madvise = ctypes.CDLL(None).madvise  # mmap's own would keep the GIL
-        result: int = madvise(ctypes.c_void_p(page), ctypes.c_size_t(address + size - page), _POPULATE_WRITE)
+        result: int = _LIBC.madvise(ctypes.c_void_p(page), ctypes.c_size_t(address + size - page), _POPULATE_WRITE)
         return result == 0

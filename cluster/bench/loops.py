@@ -34,7 +34,7 @@ async def open_loop(
     duration: float | None = None,
     most: int | None = None,
 ) -> None:
-    """Send every job when it is due, whether or not the jobs before it have ended. Its follow-ups wait for its end.
+    """Send each job when it is due, whether or not earlier jobs have ended. A job's follow-ups wait for the job's end.
 
     None begins after `duration` seconds, nor after `most` jobs.
     """

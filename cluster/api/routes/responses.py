@@ -1,4 +1,4 @@
-"""/v1/responses: conversations in the form of OpenAI's Responses API, whose answers are kept for a while."""
+"""Answer /v1/responses: conversations in the form of OpenAI's Responses API. Answers are stored for a while."""
 
 import asyncio
 import json

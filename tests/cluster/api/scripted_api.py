@@ -178,3 +178,17 @@ def events(answer: httpx.Response) -> list[Any]:
     assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
     assert blocks[-1] == "data: [DONE]"
     return [json.loads(block[6:]) for block in blocks[:-1]]
+
+
+def named_events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """Return the events of a stream of Responses or Messages, each of which is named by its type."""
+    assert answer.status_code == 200, answer.text
+    *blocks, rest = answer.text.split("\n\n")
+    assert rest == ""
+    found = []
+    for block in blocks:
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        found.append(event)
+    return found

@@ -24,6 +24,7 @@ from tests.cluster.api.scripted_api import (
     STORY,
     ScriptedDispatcher,
     eventually,
+    named_events,
     raw,
     serving,
 )
@@ -57,16 +58,9 @@ def refused(answer: httpx.Response, status: int, kind: str = "invalid_request_er
 
 def events(answer: httpx.Response) -> list[dict[str, Any]]:
     """Return the events of a stream, of which each must have a type of Anthropic's package."""
-    assert answer.status_code == 200, answer.text
-    *blocks, rest = answer.text.split("\n\n")
-    assert rest == ""
-    found = []
-    for block in blocks:
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
+    found = named_events(answer)
+    for event in found:
         EVENT.validate_python(event)
-        found.append(event)
     return found
 
 

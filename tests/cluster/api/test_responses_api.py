@@ -22,6 +22,7 @@ from tests.cluster.api.scripted_api import (
     STORY,
     ScriptedDispatcher,
     eventually,
+    named_events,
     raw,
     refused,
     serving,
@@ -54,20 +55,13 @@ def check(response: dict[str, Any]) -> None:
 
 def events(answer: httpx.Response) -> list[dict[str, Any]]:
     """Return the events of a stream, of which each must have a type of OpenAI's package."""
-    assert answer.status_code == 200, answer.text
-    *blocks, rest = answer.text.split("\n\n")
-    assert rest == ""
-    found = []
-    for block in blocks:
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
+    found = named_events(answer)
+    for event in found:
         plain = (
             {**event, "response": {**event["response"], "service_tier": "default"}} if "response" in event else event
         )
         parsed = EVENT.validate_python(plain, strict=True)
         assert isinstance(parsed, BaseModel)
-        found.append(event)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
 
