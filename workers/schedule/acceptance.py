@@ -1,5 +1,6 @@
 """How probable it is that a draft is accepted: learnt from every draft of every request. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _LENGTHS = 17  # matches of this many tokens and longer ones are alike
@@ -9,8 +10,7 @@ _KEPT_PER_DRAFT = 0.9  # of what a request's own drafts have taught, besides
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 64  # steps for which a stream is left alone after drafts that did not pay
 _MOST, _LEAST = 0.995, 0.001  # a probability is never certain
 
-_PRIORS = (0.0, 0.3, 0.5, 0.7, 0.75, 0.8, 0.8, 0.85)  # by match length, in tokens; beyond, `_LONG_PRIOR`
-_LONG_PRIOR = 0.93
+PRIORS = (0.0, 0.3, 0.5, 0.7, 0.75, 0.8, 0.8, 0.85, 0.93)  # by match length, in tokens; the last one of longer ones
 """The share of drafts that was accepted after matches of each length (`python benchmarks/speculation.py --offline`)."""
 
 
@@ -59,6 +59,7 @@ class Acceptance:
     third draft after a match of 4 tokens is like the first after a match of 6.
     """
 
+    priors: Sequence[float] = PRIORS  # what is assumed before there are drafts
     step: int = 0
     _by_length: list[_Tally] = field(default_factory=lambda: [_Tally() for _ in range(_LENGTHS + 1)])
     _records: dict[str, _Record] = field(default_factory=dict)  # by request
@@ -138,7 +139,7 @@ class Acceptance:
 
     def _after(self, match: int) -> float:
         """Return the share of all requests' drafts that is accepted after a match of `match` tokens."""
-        return self._tally(match).share(_PRIORS[match] if match < len(_PRIORS) else _LONG_PRIOR)
+        return self._tally(match).share(self.priors[min(match, len(self.priors) - 1)])
 
     def _tally(self, match: int) -> _Tally:
         return self._by_length[min(match, _LENGTHS)].at(self.step)

@@ -1,6 +1,6 @@
 """How many drafts the next step verifies for each stream: as many as its predicted seconds pay for. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -17,16 +17,23 @@ class Stream(NamedTuple):
     id: str
     context: int  # tokens before its newest token
     most: int  # drafts that it can use at most: max_tokens, max_model_len, num_speculative_tokens
+    forced: int = 0  # the first drafts, which its grammar dictates: they are certain to be accepted
 
 
 class DraftSource(Protocol):
     """Answers what the policy asks of a drafter before it drafts."""
 
     def seconds(self, num_streams: int, num_tokens: int) -> float:
-        """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`."""
+        """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`.
+
+        Forced drafts do not count.
+        """
+
+    def forced(self, request_ids: Sequence[str]) -> Mapping[str, int]:
+        """Return how many tokens the grammar of each request dictates next; requests without any are left out."""
 
     def match_length(self, request_id: str) -> int:
-        """Return how many of the request's last tokens support its drafts; 0: there will be none."""
+        """Return how many of the request's last tokens support its drafts after forced ones; 0: there will be none."""
 
 
 class FreeDrafts:
@@ -35,6 +42,10 @@ class FreeDrafts:
     def seconds(self, num_streams: int, num_tokens: int) -> float:
         """Return 0."""
         return 0.0
+
+    def forced(self, request_ids: Sequence[str]) -> Mapping[str, int]:
+        """Return none: there are no grammars."""
+        return {}
 
     def match_length(self, request_id: str) -> int:
         """Return 1."""
@@ -46,9 +57,11 @@ class _Chain:
     """The drafts of one stream, each worth the probability that it and all before it are accepted."""
 
     stream: Stream
-    match: int  # tokens that support the first draft
+    match: int  # tokens that support the first draft that is not forced
     row_seconds: float  # of each of its rows, beyond the bend
     worth: float  # of the next draft, in tokens
+    forced: int  # drafts
+    most: int  # drafts
     length: int = 0
 
     def added_to(self, work: StepWork) -> StepWork:
@@ -78,13 +91,15 @@ class DraftPolicy:
     source: DraftSource = field(default_factory=FreeDrafts)  # the engine sets its drafter here
     drafted: int = 0  # tokens, in all
     accepted: int = 0
+    forced: int = 0  # of the drafted tokens
     wasted_s: float = 0.0  # predicted seconds of the rows of rejected drafts
     _acceptance: Acceptance = field(default_factory=Acceptance)
     _row_seconds: float = 0.0  # that one draft added to the last step, as a mean
+    _forced: dict[str, int] = field(default_factory=dict)  # drafts of the newest step, by request
 
     @property
     def acceptance(self) -> float:
-        """Return the share of recent drafts that were accepted; 0 before the first."""
+        """Return the share of recent drafts that were accepted, without forced ones; 0 before the first."""
         return self._acceptance.share
 
     def lengths(
@@ -96,6 +111,7 @@ class DraftPolicy:
         `adaptive` off, every stream drafts as many tokens as it may.
         """
         self._acceptance.begin_step()
+        self._note_forced(streams)
         if cost is None or not self.config.adaptive:
             most = self.config.num_speculative_tokens
             self._row_seconds = cost.per_decode if cost is not None else 0.0
@@ -116,35 +132,50 @@ class DraftPolicy:
         return best.lengths
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        """Learn from the drafts of one request in a step that has ended."""
+        """Learn from the drafts of one request in a step that has ended. Forced ones teach nothing."""
+        forced = min(self._forced.get(request_id, 0), num_drafted)
         self.drafted += num_drafted
         self.accepted += num_accepted
+        self.forced += forced
         self.wasted_s += (num_drafted - num_accepted) * self._row_seconds
-        self._acceptance.observe(request_id, num_drafted, num_accepted)
+        if forced <= num_accepted and forced < num_drafted:
+            self._acceptance.observe(request_id, num_drafted - forced, num_accepted - forced)
 
     def forget(self, request_id: str) -> None:
         """Drop what is known of one request."""
         self._acceptance.forget(request_id)
+        self._forced.pop(request_id, None)
+
+    def _note_forced(self, streams: Sequence[Stream]) -> None:
+        """Remember for `observe` how many drafts of each stream are forced."""
+        if self._forced:
+            for stream in streams:
+                self._forced.pop(stream.id, None)
+        self._forced |= {stream.id: stream.forced for stream in streams if stream.forced}
 
     def _chains(self, streams: Sequence[Stream], needed: float, cost: StepCost) -> list[_Chain]:
-        """Return the streams whose first draft may be accepted with probability `needed`, at which a draft pays."""
+        """Return the streams with drafts to choose from: forced ones, and those of a drafter if the first of them is
+        accepted with probability `needed`, at which a draft pays."""
         if needed >= 1:
             return []
         acceptance, match_length, chains = self._acceptance, self.source.match_length, list[_Chain]()
         shortest, paused = acceptance.shortest_match(needed), acceptance.paused()
         for stream in streams:
-            if stream.id in paused or stream.most <= 0:
-                continue
-            match = match_length(stream.id)
-            if acceptance.is_worth(stream.id, match, needed, shortest):
+            most, match = min(stream.forced, stream.most), 0
+            if stream.most > most and stream.id not in paused:
+                match = match_length(stream.id)
+                if acceptance.is_worth(stream.id, match, needed, shortest):
+                    most = stream.most
+            if most > 0:
+                worth = 1.0 if stream.forced else acceptance.probability(stream.id, match)
                 row_seconds = cost.per_decode + cost.per_attended * stream.context
-                chains.append(_Chain(stream, match, row_seconds, acceptance.probability(stream.id, match)))
+                chains.append(_Chain(stream, match, row_seconds, worth, stream.forced, most))
         return chains
 
     def _best(self, begun: Sequence[_Chain], work: StepWork, cost: StepCost, within: float, cap: int) -> _Choice:
         """Add drafts in the order of their worth for their seconds; return the best beginning of that order.
 
-        No draft has more than `cap` tokens.
+        No draft has more than `cap` tokens beside forced ones.
         """
         chains = [replace(chain) for chain in begun]
         num_decodes, seconds, row_seconds = work.decodes, cost.seconds(work), self._row_seconds
@@ -160,7 +191,8 @@ class DraftPolicy:
                 break  # from here on, every draft costs more than it is worth
             chain = chains[number]
             longer = chain.added_to(work)
-            num_with, longest_with = num_streams + (chain.length == 0), max(longest, chain.length + 1)
+            num_with = num_streams + (chain.length == chain.forced)
+            longest_with = max(longest, chain.length + 1 - chain.forced)
             longer_seconds = cost.seconds(longer) + self.source.seconds(num_with, longest_with)
             if longer_seconds > within:
                 continue
@@ -171,8 +203,9 @@ class DraftPolicy:
                 best_rate, best_size = tokens / seconds, len(order)
                 row_seconds = (seconds - alone) / best_size
             chain.length += 1
-            chain.worth *= self._acceptance.probability(chain.stream.id, chain.match + chain.length)
-            if chain.length < min(chain.stream.most, cap):
+            if chain.length >= chain.forced:
+                chain.worth *= self._acceptance.probability(chain.stream.id, chain.match + chain.length - chain.forced)
+            if chain.length < min(chain.most, chain.forced + cap):
                 heappush(heap, (-chain.worth / (chain.row_seconds or 1e-12), number))
         lengths: dict[str, int] = {}
         for request_id in order[:best_size]:

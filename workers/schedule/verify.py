@@ -60,7 +60,13 @@ class Verification:
             return {}
         self._note_last_step()
         work = StepWork(decodes=len(streams), context=sum([stream.num_computed_tokens for stream in streams]))
-        seen = [Stream(stream.id, stream.num_computed_tokens, self._most(stream)) for stream in streams]
+        forced = self.policy.source.forced([stream.id for stream in streams])
+        seen = [
+            Stream(stream.id, stream.num_computed_tokens, self._most(stream), forced.get(stream.id, 0))
+            for stream in streams
+        ]
+        if self.policy.config.method == "grammar":
+            seen = [stream._replace(most=min(stream.most, stream.forced)) for stream in seen if stream.forced]
         return self.policy.lengths(seen, work, self.forecast.cost, self._seconds(work))
 
     def with_drafts(self, batch: Batch, drafts: Mapping[str, Sequence[int]]) -> Batch:
