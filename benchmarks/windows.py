@@ -30,7 +30,6 @@ from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.request import SamplingParams, Submission
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_AT_A_TIME = 64  # requests
 
 
 def hugging_face(path: Path) -> Path:
@@ -64,7 +63,7 @@ def serve(args: argparse.Namespace, memory: ByteSize, has_groups: bool) -> tuple
         "kv_cache_memory": memory,
         "page_size": args.page_size,
         "max_num_batched_tokens": args.chunk,
-        "max_num_seqs": MOST_AT_A_TIME,
+        "max_num_seqs": 2 * args.requests,
         "enable_prefix_caching": False,
         "admission": "queue",
         "disable_hybrid_kv_cache_manager": not has_groups,
