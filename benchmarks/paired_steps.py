@@ -150,9 +150,9 @@ def report(found: dict[str, list[list[float]]], names: list[str]) -> str:
 
 
 def commit_of(checkout: Path) -> str:
-    """Return the commit of a checkout, and whether files differ from it."""
+    """Return the commit of a checkout, and whether files differ from it; the folder's name where git knows none."""
     asked = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=7", "--exclude", "*"]
-    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or checkout.name
 
 
 def parse_args() -> argparse.Namespace:
