@@ -77,7 +77,7 @@ class Engine:
         self.config = config
         speculative = config.speculative_config
         drafter = new_drafter(speculative, model) if speculative is not None else None  # before pages take all memory
-        drafting = DraftPolicy(speculative, drafter) if speculative is not None and drafter is not None else None
+        drafting = DraftPolicy(speculative) if speculative is not None else None
         self._group_layers()
         windows = [group.window for group in model.groups] or [None]
         num_pages = self._num_pages(windows)

@@ -83,6 +83,14 @@ class StepSampler:
         drawn = iter(sample(logits, sample_rows))
         return {part.request.id: self._accept(part, list(islice(drawn, num_rows))) for part, num_rows in parts}
 
+    def forced(self, request_ids: Sequence[str]) -> dict[str, Sequence[int]]:
+        """Return the next tokens of each request whose grammar allows no others; requests without any are left out."""
+        if not self._grammars:
+            return {}
+        grammars = [(request_id, self._grammars.get(request_id)) for request_id in request_ids]
+        forced = {request_id: grammar.forced() for request_id, grammar in grammars if grammar is not None}
+        return {request_id: tokens for request_id, tokens in forced.items() if tokens}
+
     def vetted(self, request_id: str, drafts: Sequence[int]) -> Sequence[int]:
         """Return the drafts up to the first that the request's grammar refuses."""
         grammar = self._grammars.get(request_id)

@@ -73,7 +73,8 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.depth = depth
-        self._table = RequestTable(config, pages, max_model_len)
+        num_drafts = drafting.config.num_speculative_tokens if drafting is not None else 0
+        self._table = RequestTable(config, pages, max_model_len, num_drafts)
         self._forecast = Forecast(self._table, cost, overrun, depth, interval_share)
         self._prefills = PrefillScheduler(self._table, self._forecast)
         self.verification: Verification | None = None
@@ -83,6 +84,7 @@ class Scheduler:
         if cost is not None:
             pages.cached.learn(cost)
         self._computed_chunks = False  # in the last step; used without mixed_chunks
+        self._chosen: tuple[list[Request], set[str]] | None = None  # by `wanted_drafts`, for the next step
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -143,12 +145,13 @@ class Scheduler:
     def wanted_drafts(self, now: float) -> dict[str, int]:
         """Return how many drafts each running stream may profit from in the step that begins at `now`; 0 is left out.
 
-        Ask a drafter for these, and give what it finds to `schedule`.
+        Ask a drafter for these, and give what it finds to `schedule`, before anything else changes.
         """
         if self.verification is None:
             return {}
         self._table.begin_step(now)
-        return self.verification.wanted(self._choose_streams()[0])
+        self._chosen = self._choose_streams()
+        return self.verification.wanted(self._chosen[0])
 
     def schedule(self, now: float, drafts: Mapping[str, Sequence[int]] | None = None) -> Batch:
         """Return the next step, empty if there is nothing to do. `now`: seconds on the clock of arrival times.
@@ -157,7 +160,8 @@ class Scheduler:
         """
         self._table.begin_step(now)
         self._table.needs_preemption = False
-        streams, skipped = self._choose_streams()
+        streams, skipped = self._chosen or self._choose_streams()
+        self._chosen = None
         decodes = self._grow(streams)
         prefills = self._prefills.candidates()
         if self.config.mixed_chunks or not decodes or not prefills:

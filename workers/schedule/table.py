@@ -36,6 +36,7 @@ class RequestTable:
     config: SchedulerConfig
     pages: PagePool
     max_model_len: int  # tokens, prompt and output together
+    num_drafts: int = 0  # of a stream in a step at most
     waiting: list[Request] = field(default_factory=list)  # in order of arrival, preempted ones first
     running: list[Request] = field(default_factory=list)  # in order of admission
     held: list[Request] = field(default_factory=list)  # their pages are being transferred, in or out
@@ -56,7 +57,8 @@ class RequestTable:
     _read: list[str] = field(default_factory=list)  # owners that ended while their pages may have been read elsewhere
 
     def __post_init__(self) -> None:
-        self.needs = PageNeeds(self.pages.page_size, self.pages.windows, self.config.max_num_batched_tokens)
+        pages, chunk = self.pages, self.config.max_num_batched_tokens
+        self.needs = PageNeeds(pages.page_size, pages.windows, chunk, self.num_drafts)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
