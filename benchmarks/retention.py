@@ -17,7 +17,7 @@ a return could gain, and the first what any policy could.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from math import inf
@@ -33,7 +33,7 @@ from crossdock.cluster.bench.mix import MIXES, mix_jobs
 from crossdock.cluster.bench.workloads import Job
 from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
 from crossdock.cluster.simulate.presets import preset
-from crossdock.cluster.simulate.simulation import SimulatedRequest, Simulation, token_ids
+from crossdock.cluster.simulate.simulation import Outcome, SimulatedRequest, Simulation, token_ids
 from crossdock.cluster.simulate.study import Estimate
 from crossdock.workers.schedule.pages import PageHash, PagePool, hash_pages
 from crossdock.workers.schedule.request import Submission
@@ -126,22 +126,31 @@ class ClairvoyantSimulation(Simulation):
             pages = replica.scheduler.pages
             pages.cached = Clairvoyant(pages, self._next_use)
 
+    def run(self, jobs: Iterable[Job], until: float = inf) -> Outcome:
+        known = list(jobs)
+        for job in known:
+            self._expect(job, job.due or 0.0)
+        return super().run(known, until)
+
     def _next_use(self, page_hash: PageHash) -> float:
         return min(self._uses.get(page_hash, ()), default=inf)
 
+    def _expect(self, job: Job, due: float) -> None:
+        for page_hash in self._hashes(job):
+            self._uses.setdefault(page_hash, []).append(due)
+
     def _over(self, request: SimulatedRequest, now: float, error: str | None = None, is_refused: bool = False) -> None:
         for follow_up in request.follow_ups:
-            for page_hash in self._hashes(follow_up.job):
-                self._uses.setdefault(page_hash, []).append(now + follow_up.pause_s)
+            self._expect(follow_up.job, now + follow_up.pause_s)
         super()._over(request, now, error, is_refused)
 
-    def _follow(self, job: Job, now: float) -> None:
+    def _send(self, job: Job, now: float) -> None:
         for page_hash in self._hashes(job):
             uses = self._uses[page_hash]
             uses.remove(min(uses, key=lambda time: abs(time - now)))
             if not uses:
                 del self._uses[page_hash]
-        super()._follow(job, now)
+        super()._send(job, now)
 
     def _hashes(self, job: Job) -> list[PageHash]:
         return hash_pages(token_ids(job), self.fleet.pools[0].engine.page_size)
@@ -193,12 +202,12 @@ def eviction(seeds: int) -> None:
         for pages in (1500, 3000, 5000):
             for policy in ("lru", "value"):
                 out.add_row(name, str(pages), policy, *play(fleet(1, pages, policy), agents, chats, seeds))
-    Console().print(out)
+    Console(width=110).print(out)
     out = Table("replicas", "pages of each", "policy", *CELLS, title="16 agents, one cache divided among replicas")
     for replicas, policy in ((1, "seconds"), *((n, p) for n in (2, 4) for p in ("seconds", "prefix-affinity"))):
         simulated = fleet(replicas, 6000 // replicas, "lru", policy=policy)
         out.add_row(str(replicas), str(6000 // replicas), policy, *play(simulated, 16, 0.0, seeds))
-    Console().print(out)
+    Console(width=110).print(out)
 
 
 def oracle(seeds: int) -> None:
@@ -209,7 +218,7 @@ def oracle(seeds: int) -> None:
             for policy, (engine, kind) in KNOWLEDGE.items():
                 simulated = fleet(1, pages, engine)
                 out.add_row(name, str(pages), policy, *play(simulated, agents, chats, seeds, kind))
-    Console().print(out)
+    Console(width=110).print(out)
 
 
 def router(seeds: int) -> None:
@@ -220,7 +229,7 @@ def router(seeds: int) -> None:
             simulated = fleet(replicas, pages, "lru", price_evictions=is_priced)
             cells = play(simulated, agents, 0.0, seeds)
             out.add_row(str(replicas), str(agents), str(pages), "priced" if is_priced else "not priced", *cells)
-    Console().print(out)
+    Console(width=110).print(out)
 
 
 KNOWLEDGE: dict[str, tuple[str, type[Simulation]]] = {
