@@ -387,6 +387,23 @@ def test_cache_controls_are_a_hint_of_the_longest_ttl(http: httpx.Client, engine
     assert [submission.returns_within_s for submission in engine.submissions] == [0.0, 300.0, 300.0, 3600.0]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_counts_what_a_cache_control_has_written(
+    http: httpx.Client, engine: ScriptedDispatcher, stream: bool
+) -> None:
+    """The scripted replica finds 4 tokens in its cache, a page. A page that is not full is not cached."""
+    engine.cache_page_size = 4
+    system = "Answer with a story of several words"
+    for control in (None, {"type": "ephemeral"}):
+        answer = ask(http, system=system, stream=stream, cache_control=control)
+        usage = events(answer)[0]["message"]["usage"] if stream else answer.json()["usage"]
+        num_tokens = len(engine.submissions[-1].prompt_token_ids)
+        counts = [usage[f"{name}input_tokens"] for name in ("cache_read_", "cache_creation_", "")]
+        written = num_tokens // 4 * 4 - 4 if control else 0
+        assert written > 0 or not control
+        assert counts == [4, written, num_tokens - 4 - written]
+
+
 def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
     fields = {
         "metadata": {"user_id": "u"},
