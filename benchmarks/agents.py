@@ -2,11 +2,12 @@
 or vLLM?
 
     python benchmarks/agents.py                                             # lru and value, one replica: 6 minutes
-    python benchmarks/agents.py --settings lru lru-2 value-2                # a core for each of two replicas
+    python benchmarks/agents.py --settings lru-2 lru-2-unpriced             # a core for each of two replicas
     python benchmarks/agents.py --settings value vllm --repeats 2 --venvs VENVS   # after peers/vllm.sh install
 
 The load is `crossdock bench -w agents`: sessions of many turns, each of which repeats all before it. All settings get
-the same sessions and the same KV memory, `--kv-tokens` in all; two replicas have half each. Agents wait for answers, so
+the same sessions and the same KV memory, `--kv-tokens` in all; two replicas have half each. `unpriced`: the router does
+not count what a request evicts. Agents wait for answers, so
 a slow server gets fewer turns: look at the turns as well as at the times.
 
 Settings run one at a time, each on a server of its own, and alternate in every repeat. Run nothing else beside them.
@@ -29,7 +30,14 @@ from crossdock.cluster.bench.run import BenchOptions, run_bench
 from crossdock.workers.model.checkpoint import default_model_dir
 
 HERE = Path(__file__).resolve().parent
-SETTINGS = ("lru", "value", "lru-2", "value-2", "vllm")
+SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {  # replicas, and flags
+    "lru": (1, ("--prefix-eviction", "lru")),
+    "value": (1, ("--prefix-eviction", "value")),
+    "lru-2": (2, ("--prefix-eviction", "lru")),
+    "value-2": (2, ("--prefix-eviction", "value")),
+    "lru-2-unpriced": (2, ("--prefix-eviction", "lru", "--set", "router.price_evictions=false")),
+    "vllm": (1, ()),
+}
 VLLM_PAGE = 32  # tokens: its attention on CPUs takes multiples of 32 alone; ours has 16
 
 
@@ -45,14 +53,13 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
     if name == "vllm":
         script = [str(HERE / "peers" / "vllm.sh"), "serve", str(args.model), "--port", str(args.port)]
         venv = ["--venv", str(args.venvs / "vllm")] if args.venvs else []
-        memory = ["--kv-cache-memory-bytes", str(args.kv_tokens * token_bytes(args.model))]
-        flags = ["--block-size", str(VLLM_PAGE), *memory, "--enable-prefix-caching", "--enable-prompt-tokens-details"]
-        return [*script, *venv, "--budget", "512", *flags]
-    policy, _, replicas = name.partition("-")
-    count = int(replicas or 1)
-    memory = args.kv_tokens * token_bytes(args.model) // count
-    flags = ["--kv-cache-memory", str(memory), "--prefix-eviction", policy]
-    return crossdock_command(args, *flags, *(["--pools", f"mixed={count}"] if count > 1 else []))
+        size = str(args.kv_tokens * token_bytes(args.model))
+        memory = ["--block-size", str(VLLM_PAGE), "--kv-cache-memory-bytes", size]
+        return [*script, *venv, "--budget", "512", *memory, "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    count, flags = SETTINGS[name]
+    size = str(args.kv_tokens * token_bytes(args.model) // count)
+    pools = ["--pools", f"mixed={count}"] if count > 1 else []
+    return crossdock_command(args, "--kv-cache-memory", size, *flags, *pools)
 
 
 def measure(server: RunningServer, args: argparse.Namespace) -> Row:
@@ -86,11 +93,11 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="Hugging Face directory (default: the embedded model)")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=["lru", "value"])
-    parser.add_argument("--agents", type=int, default=6, help="sessions at a time (default: %(default)s)")
-    parser.add_argument("--kv-tokens", type=int, default=16_384, help="tokens of KV memory (default: %(default)s)")
+    parser.add_argument("--agents", type=int, default=16, help="sessions at a time (default: %(default)s)")
+    parser.add_argument("--kv-tokens", type=int, default=20_480, help="tokens of KV memory (default: %(default)s)")
     parser.add_argument("--turns", type=float, default=43.0, help="median turns of a session (default: %(default)s)")
     parser.add_argument("--speed", type=float, default=3.0, help="divides all pauses (default: %(default)s)")
-    parser.add_argument("--duration", type=float, default=150.0, help="seconds of a run (default: %(default)s)")
+    parser.add_argument("--duration", type=float, default=90.0, help="seconds of a run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--venvs", type=Path, help="directory of the peers' environments (default: .cache/peers)")

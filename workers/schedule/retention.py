@@ -12,7 +12,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from math import expm1
+from math import expm1, log2
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from crossdock.workers.schedule.cost import StepCost
@@ -407,7 +407,7 @@ class LeastValuable:
             else:
                 kind, depth = key
                 by_age = self._chances.get(kind) or self._chances_of_label(kind // _NUM_KINDS)
-                value = self._page_seconds[depth] * by_age[bin_of(self._now - head[0])]
+                value = self._page_seconds[depth] * chance_at(by_age, self._now - head[0])
                 if best is None or value < least:
                     best, least = (key, head[0]), value
         return best
@@ -447,6 +447,14 @@ class LeastValuable:
 def bin_of(age: float) -> int:
     """Return the number of the bin of an age in seconds."""
     return min(int(age / _FIRST_BIN_S).bit_length(), _NUM_BINS - 1) if age > 0 else 0
+
+
+def chance_at(by_bin: Sequence[float], age: float) -> float:
+    """Return the chance at an age, between those of two bins: without steps, or all ages of a bin would be alike."""
+    place = log2(age / _FIRST_BIN_S) + 0.5 if age > _FIRST_BIN_S / 2 else 0.0  # the middle of bin n is at n
+    number = min(int(place), _NUM_BINS - 2)
+    share = min(place - number, 1.0)
+    return by_bin[number] * (1 - share) + by_bin[number + 1] * share
 
 
 def retention(policy: PrefixEviction, num_pages: int, page_size: int, windows: Sequence[int | None]) -> Retention:
