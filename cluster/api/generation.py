@@ -166,6 +166,7 @@ class Generations:
             generation.tier.is_promised,
             request_id=state.request_id,
             tenant="" if key is None else key.tenant,
+            returns_within_s=body.returns_within_s,
         )
         skips = body.skip_special_tokens
         stream = TextStream(

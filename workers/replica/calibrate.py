@@ -52,6 +52,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         page_bytes=engine.page_bytes,
         tensor_parallel_size=model.part.position.tensor_size,
         pipeline_parallel_size=model.part.position.num_stages,
+        caches_prefixes=config.enable_prefix_caching,
         kernels=model.kernels,
         cost=fit.cost,
         overrun=fit.overrun,

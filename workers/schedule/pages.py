@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from crossdock.workers.schedule.retention import LeastRecentlyUsed, Retention
+from crossdock.workers.schedule.retention import NO_HINT, LeastRecentlyUsed, Retention, ReturnHint
 
 PageHash: TypeAlias = bytes
 """Names the content of a full page and of all pages before it: equal hashes mean equal prefixes and equal salts."""
@@ -129,7 +129,12 @@ class PagePool:
     @property
     def num_available(self) -> int:
         """Return how many pages `allocate` could hand out now: free ones, and cached ones that can be evicted."""
-        return len(self._new) + len(self._free) + len(self.cached)
+        return self.num_empty + len(self.cached)
+
+    @property
+    def num_empty(self) -> int:
+        """Return how many pages `allocate` could hand out before it evicts a cached one."""
+        return len(self._new) + len(self._free)
 
     @property
     def num_groups(self) -> int:
@@ -169,7 +174,7 @@ class PagePool:
 
     def counts(self) -> PageCounts:
         """Count the pages in each state."""
-        free, cached = len(self._new) + len(self._free), len(self.cached)
+        free, cached = self.num_empty, len(self.cached)
         owned = sum(1 for owners in self._num_owners if owners)
         return PageCounts(free, owned, cached, self.num_quarantined, self.num_pages)
 
@@ -299,12 +304,13 @@ class PagePool:
                     self._note(group, page_hash, True)
                 parent = index.get(page_hash)
 
-    def release(self, owner: str) -> int:
+    def release(self, owner: str, hint: ReturnHint = NO_HINT) -> int:
         """Take all pages from `owner`, and return how many of them have no owner now. Unknown owners have none.
 
-        Indexed pages stay in the index until they are evicted, the ends of prefixes first.
+        Indexed pages stay in the index until they are evicted, the ends of prefixes first. `hint`: of the client, that
+        it will ask for them again.
         """
-        return sum(self._give_back(held.live()) for held in self._owned.pop(owner, ()))
+        return sum(self._give_back(held.live(), hint) for held in self._owned.pop(owner, ()))
 
     def trim(self, owner: str, num_pages: int) -> None:
         """Take from `owner` each group's pages after the first `num_pages`: no token is in them."""
@@ -345,7 +351,7 @@ class PagePool:
             self._forget(page)
         return num_cached
 
-    def _give_back(self, pages: Sequence[int]) -> int:
+    def _give_back(self, pages: Sequence[int], hint: ReturnHint = NO_HINT) -> int:
         num_unowned = 0
         cached = []
         for page in reversed(pages):  # the end of a prefix is evicted first: without its beginning it is useless
@@ -356,7 +362,7 @@ class PagePool:
                     self._free.append(page)
                 else:
                     cached.append(page)
-        self.cached.add(cached)
+        self.cached.add(cached, hint)
         return num_unowned
 
     def _evict(self) -> int:

@@ -201,7 +201,7 @@ class RequestTable:
         """
         self._room = None
         self.running.remove(request)
-        self.pages.release(request.owner)
+        self.pages.release(request.owner, request.return_hint)
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._requeue(request, 0, self.now)
@@ -244,7 +244,7 @@ class RequestTable:
         elif request.leg is Leg.SEND:
             self._read = [*self._still_read(), request.owner]
         elif not request.num_in_flight_tokens:
-            self.pages.release(request.owner)
+            self.pages.release(request.owner, request.return_hint)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.num_outputs += 1
             weight = max(_OUTPUT_WEIGHT, 1 / self.num_outputs)
@@ -258,7 +258,7 @@ class RequestTable:
         """Release the pages of a request that ended in flight, once no step writes to them and no transfer reads."""
         is_used = request.num_in_flight_tokens or request.leg is Leg.SEND
         if request.status is Status.FINISHED and not is_used:
-            self.pages.release(request.owner)
+            self.pages.release(request.owner, request.return_hint)
 
     def _requeue(self, request: Request, expected_cached_tokens: int, now: float) -> None:
         request.status, request.queued_at = Status.WAITING, now

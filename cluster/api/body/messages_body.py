@@ -1,6 +1,6 @@
 """The body of Anthropic's Messages API, and the chat that it becomes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -14,6 +14,7 @@ from crossdock.cluster.api.body.conversation_body import (
     text_of,
     wrong,
 )
+from crossdock.cluster.api.body.generation_body import SHORT_RETENTION_S
 from crossdock.cluster.api.body.other_fields import RefusedField, check_other_fields
 from crossdock.cluster.api.errors import ApiError
 
@@ -25,6 +26,7 @@ _PARTS = {  # of fields
     "thinking": ("budget_tokens", "display", "type"),
     "tool_choice": ("disable_parallel_tool_use", "name", "type"),
 }
+_TTLS_S = {"5m": SHORT_RETENTION_S, "1h": 3600.0}  # of a cache_control
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools, in Anthropic's words and OpenAI's
 
 
@@ -37,6 +39,11 @@ class MessagesChat(ConversationChat):
         "stop": "stop_sequences",
         "thinking_token_budget": "thinking.budget_tokens",
     }
+    cache_ttl_s: float = 0.0  # the longest of its cache_controls
+
+    @property
+    def returns_within_s(self) -> float:
+        return self.cache_ttl_s
 
 
 class CountTokensRequest(ConversationBody):
@@ -56,9 +63,13 @@ class CountTokensRequest(ConversationBody):
     output_config: dict[str, Any] | None = Field(
         None, description="`format`: a JSON schema. `effort`: the template's variable `reasoning_effort`."
     )
+    cache_control: dict[str, Any] | None = Field(
+        None,
+        description="Here and in blocks and tools, `ephemeral` with a `ttl` of 5m or 1h: a hint that the conversation "
+        "is continued within that time, for `--prefix-eviction value`.",
+    )
 
     no_effect: ClassVar[Mapping[str, str]] = {
-        "cache_control": "the router finds the replica that has the prefix in its cache",
         "context_management": "the conversation is answered as it was sent",
         "diagnostics": "timelines are at /v1/requests",
         "inference_geo": "requests are computed in this cluster",
@@ -87,6 +98,7 @@ class CountTokensRequest(ConversationBody):
             "messages": [*system, *_chat_messages(self.messages)],
             "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)],
             "chat_template_kwargs": self._template_variables(),
+            "cache_ttl_s": max(map(_ttl_s, self._cache_controls()), default=0.0),
             **self._choice(),
             **self._reasoning(),
             **self._format(),
@@ -104,6 +116,16 @@ class CountTokensRequest(ConversationBody):
     def _answer(self) -> dict[str, Any]:
         """Return the fields of the chat that bound its answer."""
         return {}
+
+    def _cache_controls(self) -> Iterator[tuple[str, Any]]:
+        """Yield every cache_control of the body, with the name of its place."""
+        yield "cache_control", self.cache_control
+        blocks = [("tools", tool) for tool in self.tools]
+        contents = [("system", self.system), *(("messages", message.get("content")) for message in self.messages)]
+        blocks += [(name, block) for name, content in contents if isinstance(content, list) for block in content]
+        for name, block in blocks:
+            if isinstance(block, dict):
+                yield f"{name}.cache_control", block.get("cache_control")
 
     def _template_variables(self) -> dict[str, Any]:
         variables: dict[str, Any] = {}
@@ -223,6 +245,18 @@ def _text_part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
         kind = str(block.get("type"))[:100]
         raise wrong(where, f"a block of type {kind!r} is not accepted here; this model takes text only")
     return {"type": "text", "text": text_of(block.get("text"), f"{where}.text")}
+
+
+def _ttl_s(control: tuple[str, Any]) -> float:
+    """Return the seconds of a named cache_control; 0 if there is none. Raises ApiError."""
+    name, value = control
+    if value is None:
+        return 0.0
+    fields = object_of(value, name)
+    ttl = fields.get("ttl", "5m")
+    if fields.get("type") != "ephemeral" or not isinstance(ttl, str) or ttl not in _TTLS_S:
+        raise wrong(name, "its type must be 'ephemeral', and its ttl '5m' or '1h'")
+    return _TTLS_S[ttl]
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from crossdock.cluster.api.body.conversation_body import (
     text_of,
     wrong,
 )
+from crossdock.cluster.api.body.generation_body import CacheKey, CacheRetention
 from crossdock.cluster.api.body.other_fields import NO_EFFECT, RefusedField, check_other_fields
 from crossdock.cluster.api.body.response_items import Item, chat_messages, check_size
 from crossdock.cluster.api.body.tool_calls import allowed_tools
@@ -73,15 +74,15 @@ class ResponsesRequest(ConversationBody):
     truncation: Literal["disabled"] | None = None
     stream_options: dict[str, Any] | None = None
     stop: str | list[str] | None = None
+    prompt_cache_key: CacheKey | None = Field(None, description="As in chats.")
+    prompt_cache_retention: CacheRetention | None = Field(None, description="As in chats.")
 
     no_effect: ClassVar[Mapping[str, str]] = {
         "client_metadata": "nothing is kept about clients",
     } | {
         name: NO_EFFECT[name]
         for name in (
-            "prompt_cache_key",
             "prompt_cache_options",
-            "prompt_cache_retention",
             "safety_identifier",
             "stream_options.include_obfuscation",
             "user",
@@ -107,6 +108,8 @@ class ResponsesRequest(ConversationBody):
             **self.passed(),
             "messages": chat_messages(self.instructions, items),
             "max_completion_tokens": self.max_output_tokens,
+            "prompt_cache_key": self.prompt_cache_key,
+            "prompt_cache_retention": self.prompt_cache_retention,
             "tools": tools,
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
