@@ -98,7 +98,10 @@ class Fleet:
             LookupError: there is no replica left to choose.
         """
         may_ship = self.config.shipping != "never" and query.may_ship and query.num_tokens >= self.page_size
-        candidates = self.table.candidates(may_ship, self.config.shipping == "always", exclude)
+        may_ship = may_ship and not query.is_prompt_alone
+        candidates = self.table.candidates(
+            may_ship, self.config.shipping == "always", exclude, is_prompt_alone=query.is_prompt_alone
+        )
         self.table.refresh(now)
         priority, cached = self._priority(query.slo_class), self._cached(query)
         slo, loads = self.classes[priority], self.table.loads

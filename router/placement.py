@@ -72,6 +72,7 @@ class Query:
     max_tokens: int = EXPECTED_OUTPUT_TOKENS  # of its output
     may_ship: bool = True  # whether one replica may compute the prompt for another
     may_refuse: bool = True  # False: its client named no class, or a replica has accepted the request
+    is_prompt_alone: bool = False  # it has no output, so that prefill replicas compute all of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,12 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             metavar="JSON",
             help="Sampling that wins over generation_config: '{\"temperature\": 0.5}'.",
         ),
+        Flag(
+            "model.pooler_config",
+            kind=str,
+            metavar="JSON",
+            help='How /v1/embeddings makes a vector of a text: \'{"pooling_type": "MEAN"}\'.',
+        ),
     ),
     "Engine (names as in vLLM)": (
         Flag("engine.max_num_batched_tokens"),

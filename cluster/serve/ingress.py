@@ -14,6 +14,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
+from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.api.http.limits import Loan
@@ -71,6 +72,7 @@ class Ingress:
             config.http,
             tiers,
             defaults=defaults,
+            embeddings=EmbeddingDefaults.read(path, model.pooler_config),
             decisions=decisions,
             ask_peers=self._ask_peers,
             ask_stores=self._ask_stores,

@@ -189,6 +189,9 @@ class Engine:
                 raise InvalidField(
                     f"prompt has token id {token}; this model's are 0 to {self.model.vocab_size - 1}", "prompt"
                 )
+        if submission.sampling.pooling is not None and not self.model.tap.is_possible:
+            reason = f"{self.model.config.model_type}: no hidden states can be taken out of this model"
+            raise InvalidField(f"pooling: {reason}", "pooling")
         if grammar is None and submission.sampling.grammar is not None:
             grammar = self.grammars.compile(submission.sampling.grammar, submission.output_token_ids)
         request = Request.from_submission(submission, self.clock() if arrived is None else arrived)
@@ -285,6 +288,7 @@ class Engine:
         deltas = self.scheduler.update(batch, step.sampled, step.ended)
         for delta in deltas:
             delta.prompt_logprobs = self._sampler.take_prompt_logprobs(delta.request_id)
+            delta.embedding = self._sampler.pooler.take(delta.request_id)
             if delta.finish_reason is not None:
                 self._forget(delta.request_id)
         return Step(batch, deltas, step.started, seconds, self._learn(step), step.interval)

@@ -13,7 +13,7 @@ def match_prefix(table: RequestTable, request: Request) -> PrefixHit:
     At least one token is left to compute, because its logits are needed.
     """
     pages = table.pages
-    if not pages.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
+    if not pages.enable_prefix_caching or request.sampling.needs_whole_prompt:
         return pages.match_prefix(())
     return pages.match_prefix(_page_hashes(request, pages.page_size)[: (request.num_tokens - 1) // pages.page_size])
 

@@ -93,6 +93,12 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0  # always set: the ingress draws one if the client gave none
     grammar: Grammar | None = None
+    pooling: str | None = None  # the prompt's vector is wanted: of its `last` token, or the `mean` of all
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Return whether every token of the prompt has to be computed, so that cached pages are of no use."""
+        return self.prompt_logprobs is not None or self.pooling == "mean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +137,9 @@ class TokenLogprobs:
 class TokenDelta:
     """The tokens that one engine step adds to one request's output.
 
-    The first delta has `num_cached_tokens` and, if asked for, `prompt_logprobs` (None for the first prompt token). The
-    last one has `finish_reason`. `stop_token_id` is the token that ended the request, if one did; it is also the last
-    of `token_ids`.
+    The first delta has `num_cached_tokens` and, if asked for, `prompt_logprobs` (None for the first prompt token) and
+    `embedding`. The last one has `finish_reason`. `stop_token_id` is the token that ended the request, if one did; it
+    is also the last of `token_ids`.
     """
 
     request_id: str
@@ -146,6 +152,7 @@ class TokenDelta:
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     error: str | None = None  # with FinishReason.ERROR
+    embedding: bytes | None = None  # the pooled hidden states, [E] float32 in little-endian order
 
 
 @dataclass(slots=True, eq=False)

@@ -29,6 +29,7 @@ VALUES = {  # an example of a value, as vLLM or SGLang take it; others take none
     "--attention-backend": "torch",
     "--block-size": "32",
     "--override-generation-config": '{"temperature": 0.5}',
+    "--pooler-config": '{"pooling_type": "MEAN"}',
     "--page-size": "32",
     "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}',
     "--chat-template": "{{ messages }}",
