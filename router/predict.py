@@ -157,10 +157,10 @@ def _evicted_seconds(loads: Loads, tokens: Floats) -> Floats:
 
 
 def _pages(loads: Loads, tokens: Floats) -> Floats:
-    """Return how many pages of all groups of layers hold `tokens` tokens at every replica."""
+    """Return how many pages a request of `tokens` tokens takes at every replica, of all groups and of its state."""
     pages = np.ceil(tokens / loads.page_size)
     found: Floats = np.minimum(loads.num_layer_groups * pages, loads.num_full_groups * pages + loads.window_pages)
-    return found
+    return found + loads.state_pages
 
 
 def _prompt_lateness(

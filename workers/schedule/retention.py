@@ -457,13 +457,16 @@ def chance_at(by_bin: Sequence[float], age: float) -> float:
     return by_bin[number] * (1 - share) + by_bin[number + 1] * share
 
 
-def retention(policy: PrefixEviction, num_pages: int, page_size: int, windows: Sequence[int | None]) -> Retention:
+def retention(
+    policy: PrefixEviction, num_pages: int, page_size: int, windows: Sequence[int | None], state_pages: int = 0
+) -> Retention:
     """Return an empty set of cached pages that evicts by `policy`.
 
     Where a group of layers has a window, the least recently used page goes: a hit needs that group's last pages alone,
-    so that a page without the pages before it is worth as much as others.
+    so that a page without the pages before it is worth as much as others. So too where layers are recurrent: pages
+    behind the last checkpoint are worth nothing, and those in front of one are worth something together alone.
     """
-    if policy == "value" and not any(windows):
+    if policy == "value" and not any(windows) and not state_pages:
         return LeastValuable(num_pages, page_size)
     return LeastRecentlyUsed(EvictionPrice(num_pages, page_size / max(len(windows), 1)))
 
