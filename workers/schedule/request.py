@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from crossdock.workers.schedule.items import NO_ITEMS, Item
 from crossdock.workers.schedule.pages import PageHash
 from crossdock.workers.schedule.slo import DEFAULT_CLASS
 
@@ -113,6 +114,7 @@ class Submission:
     peer: bytes = b""  # address of the replica that does the other leg, as it advertises it
     may_refuse: bool = True  # False once a replica has accepted the request: no later attempt is refused as too late
     waited_s: float = 0.0  # seconds since the first attempt: the request starves no later for being placed again
+    items: Sequence[Item] = NO_ITEMS  # pictures and videos in the prompt, by `start`
 
 
 @dataclass(frozen=True, slots=True)
