@@ -16,20 +16,22 @@ from crossdock.workers.schedule.items import Item
 
 IMAGE, VIDEO, BREAK, BEGIN, END = 120, 121, 122, 123, 124  # tokens
 VOCAB_SIZE = 128
+NO_PLACEHOLDERS = ((IMAGE, -100.0), (VIDEO, -100.0))  # as `logit_bias`: transformers takes no placeholder in an output
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 48,
+    "hidden_size": 128,
     "intermediate_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 12,
+    "head_dim": 32,  # of fused layers
     "max_position_embeddings": 512,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
+PLAIN: dict[str, Any] = {"head_dim": 16, "num_attention_heads": 8}  # layers that are not fused
 _VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -67,7 +69,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen2_vl": {
         "text_config": {**TEXT, **_MROPE},
-        "vision_config": {**_QWEN, "embed_dim": 32, "hidden_size": 48},
+        "vision_config": {**_QWEN, "embed_dim": 32, "hidden_size": 128},
         **_TOKENS,
     },
     "qwen2_5_vl": {
@@ -75,7 +77,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {
             **_QWEN,
             "hidden_size": 32,
-            "out_hidden_size": 48,
+            "out_hidden_size": 128,
             "intermediate_size": 64,
             "window_size": 16,
             "fullatt_block_indexes": [1],
@@ -88,7 +90,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {
             **_QWEN,
             "hidden_size": 32,
-            "out_hidden_size": 48,
+            "out_hidden_size": 128,
             "intermediate_size": 64,
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0, 1],
@@ -125,6 +127,8 @@ def build_multimodal(family: str, **text: Any) -> PreTrainedModel:
     """Return a random fp32 model of a family, the same at every call. `text`: changes to its decoder."""
     settings = {"model_type": family, **CONFIGS[family]}
     settings["text_config"] = {**settings["text_config"], **text}
+    if text and "rope_parameters" in settings["text_config"]:
+        settings["text_config"] |= {"rope_parameters": {**_MROPE["rope_parameters"], "mrope_section": [2, 3, 3]}}
     torch.manual_seed(0)
     config = AutoConfig.for_model(**settings)
     module: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
@@ -243,10 +247,12 @@ def one_pass(module: Any, prompt: PicturePrompt, output: Sequence[int] = ()) -> 
 
 
 def continuation(module: Any, prompt: PicturePrompt, num_tokens: int) -> list[int]:
-    """Return transformers' greedy tokens, by one whole pass for each."""
+    """Return transformers' greedy tokens, by one whole pass for each; none is a placeholder, see `NO_PLACEHOLDERS`."""
     output = list[int]()
     for _ in range(num_tokens):
-        output.append(int(one_pass(module, prompt, output)[-1].argmax()))
+        logits = one_pass(module, prompt, output)[-1].clone()
+        logits[IMAGE : VIDEO + 1] = -torch.inf
+        output.append(int(logits.argmax()))
     return output
 
 

@@ -29,7 +29,7 @@ from crossdock.workers.model.latent import NoLatentsError, cache_latents, has_la
 from crossdock.workers.model.memory_fit import free_memory
 from crossdock.workers.model.model import PagedModel, text_config
 from crossdock.workers.model.triton_layers import may_use_triton_steps, use_triton_layers
-from crossdock.workers.model.vision import attention_names
+from crossdock.workers.model.vision import attention_names, num_deep_layers
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +238,7 @@ def _may_fuse(model: PagedModel, cpu_kernels: CpuKernels) -> bool:
     Raises:
         ValueError: `cpu_kernels` names a kernel that cannot run here.
     """
-    if model.device.type != "cpu" or model.attention.name != "cpp":
+    if model.device.type != "cpu" or model.attention.name != "cpp" or num_deep_layers(model.config):
         return False
     usable_kernels(model.dtype, cpu_kernels)
     return model.dtype in (torch.bfloat16, torch.float32)

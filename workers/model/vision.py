@@ -44,6 +44,11 @@ def attention_names(config: PretrainedConfig, name: str = ATTENTION_NAME) -> "st
     return {"text_config": name, "vision_config": "sdpa"} if is_multimodal(config) else name
 
 
+def num_deep_layers(config: PretrainedConfig) -> int:
+    """Return after how many layers embeddings of pictures are added to the hidden states (Qwen3-VL's DeepStack)."""
+    return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+
+
 def why_text_alone(config: PretrainedConfig, num_ranks: int, device: str) -> str:
     """Return why a model takes no pictures here; empty: it takes them."""
     if not is_multimodal(config):
@@ -108,13 +113,23 @@ class PictureEncoder:
     @property
     def num_deep(self) -> int:
         """Return after how many layers embeddings of items are added to the hidden states (DeepStack)."""
-        return len(getattr(self.config.vision_config, "deepstack_visual_indexes", None) or ())
+        return num_deep_layers(self.config)
+
+    @property
+    def _parameter(self) -> Tensor:
+        """Return a parameter, which has the model's dtype and device."""
+        parameter: Tensor = next(self.module.parameters())
+        return parameter
+
+    def _zeros(self, num_rows: int) -> Tensor:
+        """Return embeddings [1 + L, R, E] of zeros."""
+        width: int = self.config.get_text_config(decoder=True).hidden_size
+        return self._parameter.new_zeros(1 + self.num_deep, num_rows, width)
 
     @property
     def row_bytes(self) -> int:
         """Return the bytes of one row of embeddings."""
-        weight = self.module.get_input_embeddings().weight
-        return int(weight.shape[1] * weight.element_size()) * (1 + self.num_deep)
+        return self._zeros(1).nbytes
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -241,9 +256,7 @@ class PictureEncoder:
             return None
         rows = torch.from_numpy(pictures.rows).to(device)
         parts = [self._embeddings[content_hash][:, first:end] for content_hash, first, end in pictures.parts]
-        weight = self.module.get_input_embeddings().weight
-        empty = weight.new_empty(1 + self.num_deep, 0, weight.shape[1])
-        return PictureRows(rows, torch.cat(parts, 1) if parts else empty, positions)
+        return PictureRows(rows, torch.cat(parts, 1) if parts else self._zeros(0), positions)
 
     # -- encoding --------------------------------------------------------------------------------------------------
 
@@ -265,10 +278,7 @@ class PictureEncoder:
                         raise failure
                     self._keep([item])
                 except Exception as error:
-                    weight = self.module.get_input_embeddings().weight
-                    self._embeddings[item.content_hash] = weight.new_zeros(
-                        1 + self.num_deep, item.num_rows, weight.shape[1]
-                    )
+                    self._embeddings[item.content_hash] = self._zeros(item.num_rows)
                     self._failed[item.content_hash] = f"a picture cannot be encoded: {type(error).__name__}: {error}"
 
     def _keep(self, batch: Sequence[Item]) -> None:
@@ -276,18 +286,17 @@ class PictureEncoder:
         wanted = [item.num_rows for item in batch]
         if embeddings.shape[1] != sum(wanted):
             raise ValueError(f"the encoder made {embeddings.shape[1]} rows for {sum(wanted)} placeholders")
-        for item, own in zip(batch, embeddings.split(wanted, 1), strict=True):
+        for item, own in zip(batch, torch.split(embeddings, wanted, 1), strict=True):
             self._embeddings[item.content_hash] = own if len(batch) == 1 else own.clone()  # else no part is freed alone
 
     @torch.inference_mode()
     def features(self, items: Sequence[Item]) -> Tensor:
         """Return the embeddings [1 + L, R, E] of items of one kind and shape, computed at once."""
-        weight = self.module.get_input_embeddings().weight
         encode = getattr(self.module, _KINDS[items[0].kind][1])
         found = encode(**self._arguments(items))
         layers = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
         flat = [each if isinstance(each, Tensor) else torch.cat(list(each)) for each in layers]
-        return torch.stack([each.reshape(-1, each.shape[-1]) for each in flat]).to(weight.dtype)
+        return torch.stack([each.reshape(-1, each.shape[-1]) for each in flat]).to(self._parameter.dtype)
 
     def measure(self, items: Sequence[Item]) -> float:
         """Encode items that may be in memory already, keep nothing, and return the seconds that this took."""
@@ -298,7 +307,7 @@ class PictureEncoder:
 
     def _arguments(self, items: Sequence[Item]) -> dict[str, Tensor]:
         """Return the arguments of one call for several items, on the encoder's device and in its dtype."""
-        like, is_nested = self.module.get_input_embeddings().weight, self.config.model_type in ("idefics3", "smolvlm")
+        like, is_nested = self._parameter, self.config.model_type in ("idefics3", "smolvlm")
         parts, joined = [_by_picture(item.tensors) for item in items], dict[str, Tensor]()
         for name in parts[0]:
             tensor = torch.from_numpy(np.concatenate([part[name] for part in parts])).to(like.device)

@@ -53,6 +53,7 @@ class Step:
     seconds: float = 0.0
     predicted: float = 0.0  # seconds; 0 before the engine is calibrated
     interval: float = 0.0  # seconds since it began or the step before it ended, whichever was later
+    encoder_seconds: float = 0.0  # of `seconds`, for pictures
 
 
 @dataclass(slots=True, eq=False)
@@ -309,7 +310,8 @@ class Engine:
             delta.prompt_logprobs = self._sampler.take_prompt_logprobs(delta.request_id)
             if delta.finish_reason is not None:
                 self._forget(delta.request_id)
-        return Step(batch, deltas, step.started, seconds, self._learn(step), step.interval)
+        predicted = self._learn(step)
+        return Step(batch, deltas, step.started, seconds, predicted, step.interval, step.encoder_seconds)
 
     def _fail_pictures(self, batch: Batch) -> list[TokenDelta]:
         """End the requests of a step whose pictures cannot be encoded, before its update indexes pages."""

@@ -85,4 +85,5 @@ class EncoderCostFit:
 
 
 def _columns(rows: Sequence[int]) -> _Floats:
-    return np.array([1.0, sum(rows), sum(each * each for each in rows)]) / _SCALE
+    columns: _Floats = np.array([1.0, sum(rows), sum(each * each for each in rows)]) / _SCALE
+    return columns

@@ -20,6 +20,7 @@ from tests.workers.model.paged import random_steps, through_pages
 from tests.workers.multimodal import (
     FAMILIES,
     IMAGE,
+    PLAIN,
     TEXT,
     PicturePrompt,
     build_multimodal,
@@ -78,9 +79,11 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module")
-def models(family: str) -> tuple[PagedModel, Any]:
-    return paged_multimodal(family), build_multimodal(family)
+@pytest.fixture(scope="module", params=[{}, PLAIN], ids=["fused", "plain"])
+def models(request: pytest.FixtureRequest, family: str) -> tuple[PagedModel, Any]:
+    model = paged_multimodal(family, **request.param)
+    assert bool(model.kernels) == (not request.param and family != "qwen3_vl")  # between whose layers DeepStack adds
+    return model, build_multimodal(family, **request.param)
 
 
 def test_two_pictures_cut_at_every_boundary_equal_one_pass(family: str, models: tuple[PagedModel, Any]) -> None:

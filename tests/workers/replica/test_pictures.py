@@ -1,5 +1,7 @@
 """Requests with pictures on an engine: their tokens are those of transformers, whatever happens to them."""
 
+import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,12 +10,14 @@ from pydantic import ByteSize
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.calibrate import warm_up
+from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.items import Item
-from crossdock.workers.schedule.request import FinishReason, InvalidField, Submission, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, InvalidField, Leg, SamplingParams, Submission, TokenDelta
 from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 from tests.workers.multimodal import (
     FAMILIES,
+    NO_PLACEHOLDERS,
     PicturePrompt,
     build_multimodal,
     continuation,
@@ -21,7 +25,8 @@ from tests.workers.multimodal import (
     picture,
 )
 
-from .engines import engine_on, greedy, run, tiny_model, tokens_of
+from .engines import engine_on, run, tiny_model, tokens_of
+from .sides import TRANSPORTS, Side, closing, ship
 
 NUM_TOKENS = 6
 
@@ -58,7 +63,8 @@ def expected(family: str, prompts: dict[str, PicturePrompt]) -> dict[str, list[i
 
 
 def submission(name: str, prompt: PicturePrompt, num_tokens: int = NUM_TOKENS, **fields: Any) -> Submission:
-    return Submission(name, prompt.token_ids, greedy(num_tokens, ignore_eos=True), items=prompt.items, **fields)
+    sampling = SamplingParams(num_tokens, temperature=0.0, ignore_eos=True, logit_bias=NO_PLACEHOLDERS)
+    return Submission(name, prompt.token_ids, sampling, items=prompt.items, **fields)
 
 
 def served(engine: Engine, prompts: dict[str, PicturePrompt]) -> dict[str, list[int]]:
@@ -209,3 +215,51 @@ def test_model_of_text_alone_refuses_pictures_with_the_reason() -> None:
     engine = engine_on(tiny_model())
     with pytest.raises(InvalidField, match="the model takes text alone"):
         engine.add(submission("a", PicturePrompt.of(5, picture("llava", 1), 9)))
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "smolvlm", "qwen3_vl"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_prefill_replica_encodes_and_the_decode_replica_goes_on(family: str, transport: str) -> None:
+    """The prefill replica encodes; the decode replica has the positions, and encodes only what it must compute itself."""
+    module = build_multimodal(family)
+    one = picture(family, 1, (2, 3))
+    prompt, longer = PicturePrompt.of(5, one, 9, seed=1), PicturePrompt.of(5, one, 9, picture(family, 3), 4, seed=1)
+
+    def side() -> Side:
+        engine = Engine(
+            paged_multimodal(family),
+            EngineConfig(max_num_batched_tokens=24, max_num_seqs=8, kv_cache_memory=ByteSize(4 << 20)),
+        )
+        return Side(transport, engine=engine)
+
+    async def main() -> None:
+        async with closing(side(), side()) as (prefill, decode):
+            for name, work in (("one", prompt), ("longer", longer), ("again", prompt)):
+                found = await ship(prefill, decode, submission(name, work))
+                assert found == continuation(module, work, NUM_TOKENS)
+            encodings = [each.engine.scheduler.encoding for each in (prefill, decode)]
+            assert [encoding.totals.num_encoded for encoding in encodings if encoding is not None] == [2, 0]
+
+    asyncio.run(main())
+
+
+def test_lost_prefill_replica_leaves_the_pictures_to_the_decode_replica() -> None:
+    module, prompt = build_multimodal("qwen2_vl"), PicturePrompt.of(30, picture("qwen2_vl", 1, (3, 3)), 20, seed=1)
+
+    async def main() -> None:
+        engines = [
+            Engine(
+                paged_multimodal("qwen2_vl"),
+                EngineConfig(max_num_batched_tokens=24, max_num_seqs=8, kv_cache_memory=ByteSize(4 << 20)),
+            )
+            for _ in range(2)
+        ]
+        async with closing(*(Side("tcp", engine=engine) for engine in engines)) as (prefill, decode):
+            work = submission("a", prompt)
+            await decode.thread.submit("test", replace(work, leg=Leg.RECEIVE, peer=prefill.blob))
+            await decode.thread.peer_dead(prefill.blob)
+            assert await decode.rest("a") == continuation(module, prompt, NUM_TOKENS)
+            assert decode.engine.scheduler.encoding is not None
+            assert decode.engine.scheduler.encoding.totals.num_encoded == 1
+
+    asyncio.run(main())
