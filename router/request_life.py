@@ -266,7 +266,7 @@ class RequestLife:
         token_ids = [*submission.prompt_token_ids, *output] if output else submission.prompt_token_ids
         hashes: Sequence[PageHash] = ()
         if not submission.sampling.needs_whole_prompt:
-            hashes = hash_pages(token_ids, self._fleet.page_size, submission.cache_salt)
+            hashes = hash_pages(token_ids, self._fleet.page_size, submission.cache_salt, items=submission.items)
         return Query(
             submission.id,
             len(token_ids),

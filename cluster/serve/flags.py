@@ -131,6 +131,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("engine.max_num_seqs"),
         Flag("engine.kv_cache_memory", ("--kv-cache-memory", "--kv-cache-memory-bytes")),
         Flag("engine.kv_cache_dtype"),
+        Flag("engine.mm_encoder_cache"),
         Flag("engine.disable_hybrid_kv_cache_manager"),
         Flag("engine.gpu_memory_utilization"),
         Flag("engine.enforce_eager"),

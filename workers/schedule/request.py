@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from crossdock.workers.schedule.items import NO_ITEMS, Item
 from crossdock.workers.schedule.pages import PageHash
 from crossdock.workers.schedule.retention import NO_HINT, ReturnHint
 from crossdock.workers.schedule.slo import DEFAULT_CLASS
@@ -121,6 +122,7 @@ class Submission:
     may_refuse: bool = True  # False once a replica has accepted the request: no later attempt is refused as too late
     waited_s: float = 0.0  # seconds since the first attempt: the request starves no later for being placed again
     returns_within_s: float = 0.0  # the client's hint that it will continue this prompt; 0: none
+    items: Sequence[Item] = NO_ITEMS  # pictures and videos in the prompt, by `start`
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,7 @@ class Request:
     may_refuse: bool = True
     waited_s: float = 0.0  # seconds that the client had waited at `arrival_time`
     return_hint: ReturnHint = NO_HINT  # of the client
+    items: Sequence[Item] = NO_ITEMS  # as in `Submission`
     arrival_time: float = 0.0  # seconds, on the scheduler's clock
     priority: int = 0  # of its class; 0 is the most urgent
     arrival_work: int = 0  # prompt tokens the scheduler had scheduled when the request arrived
@@ -219,6 +222,7 @@ class Request:
             may_refuse=submission.may_refuse,
             waited_s=submission.waited_s,
             return_hint=ReturnHint(submission.tenant, submission.returns_within_s),
+            items=submission.items,
             arrival_time=now,
         )
 
