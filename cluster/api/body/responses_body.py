@@ -97,15 +97,18 @@ class ResponsesRequest(ConversationBody):
         "text.verbosity": RefusedField("ask for it in 'instructions'", ("medium",)),
     }
 
-    def chat(self, items: Sequence[Item]) -> ResponsesChat:
-        """Return the chat of a whole conversation, from its first item on. Raises ApiError, which names the field."""
+    def chat(self, items: Sequence[Item], num_own: int) -> ResponsesChat:
+        """Return the chat of a whole conversation, from its first item on. Raises ApiError, which names the field.
+
+        `num_own`: how many of the last items are this request's own.
+        """
         self._check()
         check_size(items)
         tools, choice = self._tools_and_choice()
         has_logprobs = LOGPROBS in self.include
         fields = {
             **self.passed(),
-            "messages": chat_messages(self.instructions, items),
+            "messages": chat_messages(self.instructions, items, num_own),
             "max_completion_tokens": self.max_output_tokens,
             "tools": tools,
             "tool_choice": choice,

@@ -1,0 +1,45 @@
+"""The pictures of the served model, within the limits that the configuration names."""
+
+import logging
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.media.addresses import AllowedHosts
+from crossdock.cluster.api.media.families import NoPictures
+from crossdock.cluster.api.media.media import Media, MediaLimits
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+
+logger = logging.getLogger("ray.serve")
+
+
+def open_media(
+    model: Path, tokenizer: ModelTokenizer, http: HttpConfig, registry: CollectorRegistry | None = None
+) -> Media | None:
+    """Start the processes of pictures. Returns None where the model reads text only, or pictures are switched off.
+
+    Args:
+        model: directory of the model.
+        tokenizer: the model's.
+        http: the limits of pictures.
+        registry: of the metrics; None: a new one.
+    """
+    if not http.limit_mm_per_prompt.get("image", 1):
+        return None
+    limits = MediaLimits(
+        hosts=AllowedHosts(http.allowed_media_domains),
+        folder=None if http.allowed_local_media_path is None else Path(http.allowed_local_media_path),
+        most_pictures=http.limit_mm_per_prompt.get("image", 32),
+        most_bytes=http.media_max_bytes,
+        most_pixels=http.media_max_pixels,
+        timeout_s=http.media_timeout_s,
+        cache_bytes=http.media_cache_bytes,
+        arguments=http.mm_processor_kwargs,
+    )
+    names = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
+    try:
+        return Media(model, names, limits, registry=registry)
+    except NoPictures as reason:
+        logger.info("requests can have no pictures: %s", reason)
+        return None
