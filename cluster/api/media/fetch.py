@@ -12,7 +12,6 @@ import re
 import socket
 import stat
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import unquote, unquote_to_bytes
@@ -177,17 +176,19 @@ class PictureFetcher:
             descriptor = os.open("/" + unquote(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         except (OSError, ValueError):
             raise refusal from None
-        with open(descriptor, "rb") as file:
+        try:
             status = os.fstat(descriptor)
-            is_below = False
-            with suppress(OSError):
-                opened = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-                is_below = opened.is_relative_to(self._folder.resolve())
-            if not is_below or not stat.S_ISREG(status.st_mode):
+            opened = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+            if not opened.is_relative_to(self._folder.resolve()) or not stat.S_ISREG(status.st_mode):
                 raise refusal
             if status.st_size > self._most_bytes:
                 raise self._too_large(picture)
-            return self._checked(file.read(self._most_bytes + 1), picture)
+            with open(descriptor, "rb", closefd=False) as file:
+                return self._checked(file.read(self._most_bytes + 1), picture)
+        except OSError:
+            raise refusal from None
+        finally:
+            os.close(descriptor)
 
     def _checked(self, data: bytes, picture: Picture) -> bytes:
         if not data:
