@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.media.addresses import AllowedHosts
 from crossdock.cluster.api.media.families import NoPictures
-from crossdock.cluster.api.media.media import Media, MediaLimits
+from crossdock.cluster.api.media.media import Media, MediaLimits, PictureMetrics
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger("ray.serve")
@@ -25,6 +25,7 @@ def open_media(
         http: the limits of pictures.
         registry: of the metrics; None: a new one.
     """
+    metrics = PictureMetrics(registry or CollectorRegistry())
     if not http.limit_mm_per_prompt.get("image", 1):
         return None
     limits = MediaLimits(
@@ -39,7 +40,7 @@ def open_media(
     )
     names = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
     try:
-        return Media(model, names, limits, registry=registry)
+        return Media(model, names, limits, metrics=metrics)
     except NoPictures as reason:
         logger.info("requests can have no pictures: %s", reason)
         return None

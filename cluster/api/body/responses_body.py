@@ -91,7 +91,7 @@ class ResponsesRequest(ConversationBody):
         "access_programs": RefusedField("there are no access programs"),
         "context_management": RefusedField("send what the model should still know as 'input'", ([],)),
         "conversation": RefusedField("use 'previous_response_id'"),
-        "image": RefusedField("this server takes and makes text alone"),
+        "image": RefusedField("send pictures as parts of the type 'input_image'"),
         "moderation": RefusedField("there is no moderation model; call one yourself"),
         "prompt": RefusedField("templates are not stored; send 'instructions' and 'input'"),
         "text.verbosity": RefusedField("ask for it in 'instructions'", ("medium",)),

@@ -48,7 +48,7 @@ class Media:
         names: Mapping[int, str],
         limits: MediaLimits,
         *,
-        registry: CollectorRegistry | None = None,
+        metrics: "PictureMetrics | None" = None,
         fetcher: PictureFetcher | None = None,
     ) -> None:
         """Start the processes of pictures.
@@ -57,7 +57,7 @@ class Media:
             model: directory of the model.
             names: the text of each token that was added to the vocabulary, by its id.
             limits: what pictures may cost.
-            registry: of the metrics; None: a new one.
+            metrics: None: new ones, which no one reads.
             fetcher: None: one within the limits.
 
         Raises:
@@ -81,7 +81,7 @@ class Media:
         self._cache: OrderedDict[bytes, ReadyPicture] = OrderedDict()
         self._cached_bytes = 0
         self._running: dict[bytes, asyncio.Task[ReadyPicture]] = {}
-        self._metrics = _Metrics(registry or CollectorRegistry())
+        self._metrics = metrics or PictureMetrics(CollectorRegistry())
 
     async def prepare(self, pictures: Sequence[Picture]) -> list[ReadyPicture]:
         """Return the pictures as the model's encoder reads them. Raises ApiError, which names the part at fault."""
@@ -146,7 +146,9 @@ class Media:
             self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
 
 
-class _Metrics:
+class PictureMetrics:
+    """Metrics of the pictures of one ingress. An ingress whose model reads text has them too, all zero."""
+
     def __init__(self, registry: CollectorRegistry) -> None:
         self.counts = Histogram(
             "crossdock_ingress_pictures", "Pictures of a request that has some.", buckets=_COUNTS, registry=registry
