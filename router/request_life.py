@@ -266,7 +266,7 @@ class RequestLife:
         token_ids = [*submission.prompt_token_ids, *output] if output else submission.prompt_token_ids
         hashes: Sequence[PageHash] = ()
         if submission.sampling.prompt_logprobs is None:  # else cached pages are of no use: all logits are wanted
-            hashes = hash_pages(token_ids, self._fleet.page_size, submission.cache_salt)
+            hashes = hash_pages(token_ids, self._fleet.page_size, submission.cache_salt, items=submission.items)
         return Query(
             submission.id,
             len(token_ids),

@@ -49,6 +49,8 @@ class Runner:
     def begin(self, batch: Batch) -> tuple[StepInputs, list[range]]:
         """Send a batch to the other ranks, which may compute it from now on."""
         step = StepInputs.of(batch, self.page_size)
+        if self.model.encoder is not None:
+            step = step[0].with_pictures(batch, self.model.encoder), step[1]
         if self.notify_ranks is not None:
             self.notify_ranks(self._sender.pack(step[0], [part.request.id for part in batch.scheduled]))
         return step
@@ -78,6 +80,8 @@ class Runner:
 
         Whether it is a graph, and which one, depends on the step alone: every rank of a gang does the same.
         """
+        if inputs.pictures is not None:
+            return inputs.run(self.model, previous_tokens)
         if self.graphs is not None and self.graphs.covers(inputs):
             return self.graphs.run(inputs, previous_tokens)
         if self.mixed_graphs is not None and self.mixed_graphs.covers(inputs):

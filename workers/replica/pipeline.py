@@ -18,6 +18,7 @@ from torch import Tensor
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.sampling.sampler import PendingTokens
+from crossdock.workers.model.vision import StepPictures
 from crossdock.workers.replica.step_deadline import StepDeadline
 from crossdock.workers.replica.step_sampler import StepSampler
 from crossdock.workers.schedule.batch import Batch, SampledToken
@@ -33,6 +34,7 @@ class StepInFlight:
     is_alone: bool = True  # no other step was in flight meanwhile: its duration is its cost
     is_usual: bool = True  # computed as others of its size are, see `Runner.is_usual`
     device_tokens: Tensor | None = None  # [N] sampled ids on the device; None: the next step must wait for the host
+    pictures: StepPictures | None = None
     recomputed: set[str] = field(default_factory=set)  # requests whose part began with a wrong token and is void
 
 
@@ -47,6 +49,7 @@ class FinishedStep(NamedTuple):
     is_alone: bool
     is_usual: bool
     is_full: bool  # every stage had a step to compute since the step before it ended
+    encoder_seconds: float = 0.0  # of these, for pictures
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +101,7 @@ class Pipeline:
             for other in self._steps:
                 other.is_alone = False
             step = StepInFlight(batch, now, partial(self._compute, batch, inputs), is_alone=not self._steps)
-        step.is_usual = self.runner.is_usual(inputs[0])
+        step.is_usual, step.pictures = self.runner.is_usual(inputs[0]), inputs[0].pictures
         self._steps.append(step)
 
     def finish(self) -> FinishedStep:
@@ -114,7 +117,11 @@ class Pipeline:
             for later in self._steps:
                 later.started = ended  # the device computes one step after the other
         interval, self._ended = ended - max(step.started, self._ended), ended
-        return FinishedStep(step.batch, sampled, step.started, ended, interval, step.is_alone, step.is_usual, is_full)
+        encoder_seconds = step.pictures.seconds if step.pictures is not None else 0.0
+        return FinishedStep(
+            *(step.batch, sampled, step.started, ended, interval, step.is_alone, step.is_usual, is_full),
+            encoder_seconds=encoder_seconds,
+        )
 
     def compute(self, batch: Batch) -> dict[str, SampledToken]:
         """Execute `batch` from its begin to its end, with no step in flight."""

@@ -1,6 +1,7 @@
 """Pictures and videos in prompts: which tokens stand for them, and what the encoder computes them from."""
 
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,3 +36,18 @@ NO_ITEMS: Sequence[Item] = ()
 def num_bytes(item: Item) -> int:
     """Return the bytes of what the encoder reads."""
     return sum(np.asarray(tensor).nbytes for tensor in item.tensors.values())
+
+
+def items_in(items: Sequence[Item], start: int, end: int) -> Iterator[Item]:
+    """Yield the items of which a token lies in `[start, end)`, in order."""
+    return (item for item in items if item.start < end and item.end > start)
+
+
+def page_key(items: Sequence[Item], start: int, end: int) -> bytes:
+    """Return what the tokens `[start, end)` of a prompt do not say about the items that they stand for.
+
+    Empty where there is no item. Two pages with equal tokens and equal keys have equal content: each item counts by its
+    content, its length, and the place where it begins.
+    """
+    found = items_in(items, start, end)
+    return b"".join(struct.pack("<qq", item.start - start, item.length) + item.content_hash for item in found)

@@ -203,5 +203,7 @@ def _next_victim(requests: Sequence[Request]) -> Request:
 def _page_hashes(request: Request, page_size: int) -> Sequence[PageHash]:
     """Return the hashes of the request's full pages; each page is hashed once."""
     if len(request.page_hashes) < request.num_tokens // page_size:
-        request.page_hashes = hash_pages(request.token_ids, page_size, request.cache_salt, request.page_hashes)
+        request.page_hashes = hash_pages(
+            request.token_ids, page_size, request.cache_salt, request.page_hashes, request.items
+        )
     return request.page_hashes

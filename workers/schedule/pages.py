@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from crossdock.workers.schedule.items import NO_ITEMS, Item, page_key
 from crossdock.workers.schedule.retention import LeastRecentlyUsed, Retention
 
 PageHash: TypeAlias = bytes
@@ -23,11 +24,16 @@ PageHash: TypeAlias = bytes
 
 
 def hash_pages(
-    token_ids: Sequence[int], page_size: int, salt: str = "", known: Sequence[PageHash] = ()
+    token_ids: Sequence[int],
+    page_size: int,
+    salt: str = "",
+    known: Sequence[PageHash] = (),
+    items: Sequence[Item] = NO_ITEMS,
 ) -> list[PageHash]:
     """Return the chained hashes of the full pages of `token_ids`.
 
-    `known`: hashes of the first pages, computed before. blake2b, because tenants share an index: with a hash whose
+    `known`: hashes of the first pages, computed before. `items`: the pictures among the tokens, whose content counts in
+    every page that holds a token of theirs. blake2b, because tenants share an index: with a hash whose
     collisions can be constructed, one tenant could read another's prompt.
     """
     hashes = list(known)
@@ -35,7 +41,9 @@ def hash_pages(
     content = array("I", token_ids[len(hashes) * page_size : len(token_ids) - len(token_ids) % page_size]).tobytes()
     page_bytes = page_size * array("I").itemsize
     for start in range(0, len(content), page_bytes):
-        parent = hashlib.blake2b(parent + content[start : start + page_bytes], digest_size=16).digest()
+        first = len(hashes) * page_size
+        extra = page_key(items, first, first + page_size) if items else b""
+        parent = hashlib.blake2b(parent + content[start : start + page_bytes] + extra, digest_size=16).digest()
         hashes.append(parent)
     return hashes
 

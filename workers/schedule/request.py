@@ -168,6 +168,7 @@ class Request:
     epoch: int = 0
     may_refuse: bool = True
     waited_s: float = 0.0  # seconds that the client had waited at `arrival_time`
+    items: Sequence[Item] = NO_ITEMS  # as in `Submission`
     arrival_time: float = 0.0  # seconds, on the scheduler's clock
     priority: int = 0  # of its class; 0 is the most urgent
     arrival_work: int = 0  # prompt tokens the scheduler had scheduled when the request arrived
@@ -210,6 +211,7 @@ class Request:
             epoch=submission.epoch,
             may_refuse=submission.may_refuse,
             waited_s=submission.waited_s,
+            items=submission.items,
             arrival_time=now,
         )
 

@@ -5,12 +5,15 @@ There is no prefill phase: every request has tokens that are not computed yet, a
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from crossdock.workers.schedule import admission, ahead, handoff, kv, stretch
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.drafting import DraftPolicy
+from crossdock.workers.schedule.encoder_cost import EncoderCost
+from crossdock.workers.schedule.encoding import Encoding
 from crossdock.workers.schedule.forecast import Forecast
 from crossdock.workers.schedule.outputs import append_sampled, new_delta
 from crossdock.workers.schedule.pace import next_due, skip_decodes
@@ -50,6 +53,7 @@ class Scheduler:
         depth: int = 1,
         interval_share: float = 1.0,
         drafting: DraftPolicy | None = None,
+        encoding: Encoding | None = None,
     ) -> None:
         """Create a scheduler without requests.
 
@@ -63,6 +67,7 @@ class Scheduler:
             depth: most steps in flight, the number of pipeline stages.
             interval_share: interval of the steps of a full pipeline / seconds that one takes, see `IntervalShare`.
             drafting: how many drafts streams get. Without it none do.
+            encoding: the cache of pictures' embeddings. Without it no request may have items.
 
         Raises:
             ValueError: a request of `max_model_len` could not be served.
@@ -74,7 +79,8 @@ class Scheduler:
         self.eos_token_ids = eos_token_ids
         self.depth = depth
         self._table = RequestTable(config, pages, max_model_len)
-        self._forecast = Forecast(self._table, cost, overrun, depth, interval_share)
+        self.encoding = encoding
+        self._forecast = Forecast(self._table, cost, overrun, depth, interval_share, encoding)
         self._prefills = PrefillScheduler(self._table, self._forecast)
         self.verification: Verification | None = None
         if drafting is not None:
@@ -102,6 +108,10 @@ class Scheduler:
                 f"(max_model_len is {self.max_model_len})",
                 "prompt",
             )
+        if request.items and self.encoding is None:
+            raise InvalidField("prompt has pictures, and this replica encodes none", "prompt")
+        if request.items and self.encoding is not None:
+            self.encoding.check(request, self.config.enable_chunked_prefill)
         if self._table.get(request.id) is not None:
             raise InvalidField(f"request_id {request.id!r} is already being served", "request_id")
         if request.priority_in_class and self.config.prefill_order == "fcfs":
@@ -122,10 +132,19 @@ class Scheduler:
             self._table.end(request, FinishReason.ABORT)
         return request
 
+    def fail(self, request: Request, error: str) -> TokenDelta:
+        """End a request with an error, and free its pages once no step uses them. Returns its last delta."""
+        delta = new_delta(request)
+        delta.finish_reason, delta.error = FinishReason.ERROR, error
+        self._table.end(request, FinishReason.ERROR)
+        return delta
+
     def drop_steps_in_flight(self) -> None:
         """Forget the steps in flight, which will have no update: every request is where it was before them."""
         for request in self._table.requests():
             request.num_in_flight_tokens = 0
+        if self.encoding is not None:
+            self.encoding.clear()
 
     def learn(self, cost: StepCost, overrun: float, interval_share: float = 1.0) -> None:
         """Predict with a new cost from now on, with the factor by which some steps overrun it, and the share of it
@@ -133,6 +152,11 @@ class Scheduler:
         self._forecast.cost, self._forecast.overrun = cost, overrun
         self._forecast.interval_share = interval_share
         self.pages.cached.learn(cost)
+
+    def learn_encoder(self, cost: EncoderCost) -> None:
+        """Predict the seconds of pictures with a new cost from now on."""
+        if self.encoding is not None:
+            self.encoding.cost = cost
 
     def learn_scored(self, factor: float) -> None:
         """Assume from now on that a chunk takes `factor` times as long if its tokens need log-probabilities."""
@@ -157,6 +181,8 @@ class Scheduler:
         """
         self._table.begin_step(now)
         self._table.needs_preemption = False
+        if self.encoding is not None:
+            self.encoding.begin_step()
         streams, skipped = self._choose_streams()
         decodes = self._grow(streams)
         prefills = self._prefills.candidates()
@@ -166,6 +192,8 @@ class Scheduler:
             batch = self._alternate(decodes, skipped, prefills)
         if drafts and self.verification is not None:
             batch = self.verification.with_drafts(batch, drafts)
+        if batch and self.encoding is not None:
+            batch = replace(batch, encoder=self.encoding.take_work())
         for part in batch.scheduled:
             part.request.num_in_flight_tokens += part.num_tokens
         return batch
