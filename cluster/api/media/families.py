@@ -101,7 +101,7 @@ def read_family(folder: Path, names: Mapping[int, str]) -> Family:
     checkpoint = Checkpoint.read(folder, names)
     if "vision_config" not in checkpoint.config:
         raise NoPictures("this model reads text only")
-    kind = checkpoint.config.get("model_type")
+    kind = str(checkpoint.config.get("model_type"))
     if kind == "llava" and checkpoint.vision.get("model_type") == "pixtral":
         kind = "mistral3"
     if kind not in _FAMILIES:

@@ -12,6 +12,7 @@ from crossdock.cluster.dispatch.connections import RemoteMethod
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import EngineConfig, TransferConfig
 from crossdock.workers.replica.engine import Engine
@@ -28,9 +29,11 @@ IN_TURN = RouterConfig(policy="round-robin")
 class InProcess:
     """An `EngineClient` without a process between: `replica.py` does the same behind a Serve handle."""
 
-    def __init__(self, config: EngineConfig | None = None, role: Role = "mixed") -> None:
+    def __init__(
+        self, config: EngineConfig | None = None, role: Role = "mixed", model: PagedModel | None = None
+    ) -> None:
         config = config or EngineConfig(kv_cache_memory=ByteSize(4 << 20))
-        engine = Engine(wrap_module(build("llama", {})), config)
+        engine = Engine(model or wrap_module(build("llama", {})), config)
         self.profile = warm_up(engine)
         if role == "mixed":
             self.engine_thread = EngineThread(engine)

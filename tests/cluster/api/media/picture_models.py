@@ -5,6 +5,7 @@ import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,29 +113,29 @@ def _qwen(kind: str, processor: Any) -> PictureModel:
     )
 
 
-def _pixtral_text(outputs: Mapping[str, Any], index: int) -> str:
+def _pixtral_text(outputs: Mapping[str, Any], index: int, side: int) -> str:
     """Do the same as PixtralProcessor, which cannot be imported without torchvision."""
     height, width = outputs["image_sizes"][index]
-    tokens = [["[IMG]"] * (width // 8) + ["[IMG_BREAK]"]] * (height // 8)
+    tokens = [["[IMG]"] * (width // side) + ["[IMG_BREAK]"]] * (height // side)
     flat = [token for row in tokens for token in row]
     flat[-1] = "[IMG_END]"
     return "".join(flat)
 
 
-def _pixtral(config: Mapping[str, Any]) -> PictureModel:
+def _pixtral(kind: str, merged: int) -> PictureModel:
     return PictureModel(
-        {"image_token_index": "[IMG]", **config},
-        {"patch_size": 4, "spatial_merge_size": 2},
+        {"model_type": kind, "image_token_index": "[IMG]", "vision_config": {"model_type": "pixtral", "patch_size": 8}},
+        {"patch_size": 8, "spatial_merge_size": merged},
         {
             "image_processor_type": "PixtralImageProcessor",
             "size": {"longest_edge": 48},
-            "patch_size": {"height": 4, "width": 4},
+            "patch_size": {"height": 8, "width": 8},
             **_COMMON,
         },
         ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
         "[IMG]",
-        _pixtral_text,
-        {"patch_size": 8},
+        partial(_pixtral_text, side=8 * merged),
+        {"patch_size": 8 * merged},
     )
 
 
@@ -163,8 +164,8 @@ MODELS: Mapping[str, PictureModel] = {
             image_token="<image>",
         ),
     ),
-    "pixtral": _pixtral({"model_type": "llava", "vision_config": {"model_type": "pixtral", "patch_size": 4}}),
-    "mistral3": _pixtral({"model_type": "mistral3", "vision_config": {"model_type": "pixtral", "patch_size": 4}}),
+    "pixtral": _pixtral("llava", 1),
+    "mistral3": _pixtral("mistral3", 2),
     "gemma3": PictureModel(
         {
             "model_type": "gemma3",
@@ -189,7 +190,7 @@ MODELS: Mapping[str, PictureModel] = {
         {"image_seq_length": 4},
         {
             "image_processor_type": "GotOcr2ImageProcessor",
-            "size": {"height": 16, "width": 16},
+            "size": {"height": 32, "width": 32},
             "min_patches": 1,
             "max_patches": 4,
             **_COMMON,

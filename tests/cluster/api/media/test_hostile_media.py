@@ -1,4 +1,4 @@
-"""Hostile pictures: each is refused in OpenAI's form, names its part, reveals nothing and connects to nobody else."""
+"""Hostile pictures: each is refused in OpenAI's form, names its part, reveals nothing and connects to no other host."""
 
 import os
 import struct
