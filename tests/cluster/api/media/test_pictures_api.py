@@ -1,5 +1,6 @@
 """Pictures in requests of all APIs: what is submitted, counted, refused and kept."""
 
+import asyncio
 import base64
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from crossdock.cluster.bench.run import BenchOptions, run_bench
 from crossdock.workers.schedule.request import Submission
 from tests.cluster.api.media.conftest import PictureServer
 from tests.cluster.api.media.picture_models import data_url, encoded, image_part, picture
@@ -219,3 +221,19 @@ def test_model_of_text_refuses_pictures_of_every_api(tokenizer: ModelTokenizer) 
         assert "'messages[0].content[1]'" in answer.json()["error"]["message"]
         assert http.post("/v1/chat/completions", json={"messages": HI}).status_code == 200
     assert [len(submission.items) for submission in dispatcher.submissions] == [0]
+
+
+def test_workload_of_the_benchmark_sends_pictures(picture_server: PictureServer) -> None:
+    options = BenchOptions(
+        picture_server.url,
+        "images",
+        num_requests=4,
+        concurrency=2,
+        pictures=3,
+        picture_size=64,
+        output_tokens=4,
+        warmup=0,
+    )
+    result = asyncio.run(run_bench(options))
+    assert result.summary["requests_ok"] == 4, [sample.error for sample in result.samples]
+    assert {len(each.items) for each in picture_server.dispatcher.submissions[-4:]} == {3}
