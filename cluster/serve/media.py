@@ -17,13 +17,16 @@ logger = logging.getLogger("ray.serve")
 def open_media(
     model: Path, tokenizer: ModelTokenizer, http: HttpConfig, registry: CollectorRegistry | None = None
 ) -> Media | None:
-    """Start the processes of pictures. Returns None where the model reads text only, or pictures are switched off.
+    """Start the processes of pictures, and wait for one. Returns None where the model or the limits take no pictures.
 
     Args:
         model: directory of the model.
         tokenizer: the model's.
         http: the limits of pictures.
         registry: of the metrics; None: a new one.
+
+    Raises:
+        ValueError: the image processor refuses the arguments that the configuration gives.
     """
     metrics = PictureMetrics(registry or CollectorRegistry())
     if not http.limit_mm_per_prompt.get("image", 1):
@@ -39,8 +42,15 @@ def open_media(
         arguments=http.mm_processor_kwargs,
     )
     names = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
+    media: Media | None = None
     try:
-        return Media(model, names, limits, metrics=metrics)
-    except NoPictures as reason:
+        media = Media(model, names, limits, metrics=metrics)
+        media.wait_until_ready()
+        return media
+    except (NoPictures, ValueError, TimeoutError) as reason:
+        if media is not None:
+            media.close()
+        if not isinstance(reason, NoPictures):
+            raise
         logger.info("requests can have no pictures: %s", reason)
         return None

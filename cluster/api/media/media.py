@@ -100,6 +100,10 @@ class Media:
             raise refused
         return [task.result() for task in tasks]
 
+    def wait_until_ready(self) -> None:
+        """Wait until pictures can be prepared. Raises NoPictures or ValueError, with the reason."""
+        self._processes.wait_until_ready()
+
     def close(self) -> None:
         """End the processes."""
         self._processes.close()

@@ -53,8 +53,12 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     settings = read_frame(requests)
     if settings is None:
         return
-    prepare = Preparation(settings)
-    write_frame(answers, {"is_ready": True})
+    try:
+        prepare = Preparation(settings)
+    except Exception as error:  # transformers raises errors of many kinds
+        write_frame(answers, {"unsupported": f"{type(error).__name__}: {error}"[:_MOST_REASON_CHARS]})
+        return
+    write_frame(answers, prepare.tried())
     while (asked := read_frame(requests)) is not None:
         write_frame(answers, _answer(requests, prepare, asked))
 
@@ -70,6 +74,25 @@ class Preparation:
         self._processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil")
         self._arguments = {**self._family.arguments, **settings["arguments"], "return_tensors": "np"}
         self._most_pixels = settings["most_pixels"]
+
+    def tried(self) -> dict[str, Any]:
+        """Prepare a small picture. Returns `is_ready`, or `wrong_arguments`, or `unsupported` with the reason."""
+        asked = {"data": _trial(), "detail": "auto"}
+        given = self._arguments
+        try:
+            self(asked)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"[:_MOST_REASON_CHARS]
+        else:
+            return {"is_ready": True}
+        self._arguments = {**self._family.arguments, "return_tensors": "np"}
+        try:
+            self(asked)
+        except Exception:
+            return {"unsupported": reason}
+        finally:
+            self._arguments = given
+        return {"wrong_arguments": reason}
 
     def __call__(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return the encoder's tensors for a picture, and what replaces it in the prompt."""
@@ -89,6 +112,13 @@ class Preparation:
             "hash": content_hash(tensors),
             "tensors": {name: [tensor.dtype.str, tensor.shape, tensor.tobytes()] for name, tensor in tensors.items()},
         }
+
+
+def _trial() -> bytes:
+    """Return the file of a small picture."""
+    file = io.BytesIO()
+    Image.new("RGB", (64, 48)).save(file, "PNG")
+    return file.getvalue()
 
 
 def content_hash(tensors: Mapping[str, np.ndarray[Any, Any]]) -> bytes:

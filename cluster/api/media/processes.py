@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from crossdock.cluster.api.media.families import NoPictures
 from crossdock.cluster.api.media.frames import WALL_SECONDS, read_frame, write_frame
 
 logger = logging.getLogger("ray.serve")
@@ -64,6 +65,10 @@ class PictureProcesses:
             process.start()
             self._idle.put(process)
         self._threads = ThreadPoolExecutor(num_processes, "pictures")
+
+    def wait_until_ready(self) -> None:
+        """Wait until a process can prepare pictures, for seconds. Raises as `PictureProcess` does."""
+        self._all[0].wait_until_ready()
 
     @property
     def pids(self) -> list[int]:
@@ -128,6 +133,24 @@ class PictureProcess:
         with suppress(BrokenPipeError):  # then there will be no answer
             write_frame(_stdin(self._process), self._settings)
 
+    def wait_until_ready(self) -> None:
+        """Wait until the process has prepared a first picture, a small one.
+
+        Raises:
+            NoPictures: transformers cannot prepare pictures for this model.
+            ValueError: it cannot with these arguments of the image processor.
+            TimeoutError: it takes too long.
+        """
+        if self._is_ready:
+            return
+        assert self._process is not None
+        answer = _answer(self._process, _START_PATIENCE_S)
+        if answer is None or "unsupported" in answer:
+            raise NoPictures((answer or {}).get("unsupported", "its image processor cannot be started"))
+        if reason := answer.get("wrong_arguments"):
+            raise ValueError(f"http.mm_processor_kwargs: the image processor refuses them: {reason}")
+        self._is_ready = True
+
     def prepare(self, data: bytes, detail: str) -> ReadyPicture:
         """Return a picture as the encoder reads it. Raises as `PictureProcesses.prepare` does."""
         asked = {"data": data, "detail": detail}
@@ -159,13 +182,13 @@ class PictureProcess:
         self.start()
         assert self._process is not None
         try:
-            self._is_ready = self._is_ready or _answer(self._process, _START_PATIENCE_S) is not None
+            self.wait_until_ready()
             write_frame(_stdin(self._process), asked)
             answer = _answer(self._process, _PATIENCE_S)
         except TimeoutError as error:
             self.close()
             raise PicturesBusy("the process of pictures hung") from error
-        except OSError:
+        except (OSError, NoPictures):
             pass  # it has ended
         if answer is None:
             logger.warning("the process of pictures ended; another starts")
