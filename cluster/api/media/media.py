@@ -20,6 +20,7 @@ from crossdock.cluster.api.media.processes import PictureProcesses, PicturesBusy
 from crossdock.workers.schedule.items import Item
 
 _MOST_WAITING = 256  # pictures of one ingress that are being processed or wait for that
+_MOST_BYTES = 1 << 30  # of the tensors of one request's pictures
 _RETRY_S = 2
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
@@ -83,17 +84,28 @@ class Media:
         self._running: dict[bytes, asyncio.Task[ReadyPicture]] = {}
         self._metrics = metrics or PictureMetrics(CollectorRegistry())
 
-    async def prepare(self, pictures: Sequence[Picture]) -> list[ReadyPicture]:
-        """Return the pictures as the model's encoder reads them. Raises ApiError, which names the part at fault."""
+    async def prepare(self, pictures: Sequence[Picture], most_rows: int | None = None) -> list[ReadyPicture]:
+        """Return the pictures as the model's encoder reads them. Raises ApiError, which names the part at fault.
+
+        `most_rows`: of all together, as many as the context has tokens. The first picture that is too much ends the
+        work on all others. None: the prompt is only counted.
+        """
         most = self._limits.most_pictures
         if len(pictures) > most:
             reason = f"the request has {len(pictures)} pictures, more than the {most} that are accepted"
             raise wrong_picture(pictures[most].param, reason)
         self._metrics.counts.observe(len(pictures))
         refused: ApiError | None = None
+        sizes = _Sizes(most_rows)
+
+        async def prepared(picture: Picture) -> ReadyPicture:
+            ready = await self._prepared(picture)
+            sizes.add(ready, picture)
+            return ready
+
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._prepared(picture)) for picture in pictures]
+                tasks = [group.create_task(prepared(picture)) for picture in pictures]
         except* ApiError as errors:
             refused = _first(errors)
         if refused is not None:
@@ -150,6 +162,26 @@ class Media:
             self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
 
 
+class _Sizes:
+    """The sizes of a request's pictures so far, and their bounds."""
+
+    def __init__(self, most_rows: int | None) -> None:
+        self._most_rows = most_rows
+        self._rows = self._bytes = 0
+
+    def add(self, ready: ReadyPicture, picture: Picture) -> None:
+        """Count one picture more. Raises ApiError where all together are too large."""
+        self._rows += ready.num_rows
+        self._bytes += ready.num_bytes
+        if self._most_rows is not None and self._rows > self._most_rows:
+            reason = f"the pictures have at least {self._rows} tokens; this model's context has {self._most_rows}"
+            text = f"Invalid value for '{picture.param}': {reason}. Use smaller pictures, or 'detail': 'low'."
+            raise ApiError(text, param=picture.param, code="context_length_exceeded")
+        if self._bytes > _MOST_BYTES:
+            reason = f"the pictures of the request take more than {_MOST_BYTES >> 20} MiB once they are decoded"
+            raise wrong_picture(picture.param, reason)
+
+
 class PictureMetrics:
     """Metrics of the pictures of one ingress. An ingress whose model reads text has them too, all zero."""
 
@@ -188,8 +220,7 @@ def place(
             start = len(result) if start < 0 else start
             result += [placeholder_id] * run
             position = at + 1
-        rows = sum(picture.runs)
-        items.append(Item(start, len(result) - start, rows, "image", picture.content_hash, picture.tensors))
+        items.append(Item(start, len(result) - start, picture.num_rows, "image", picture.content_hash, picture.tensors))
     result += token_ids[position:]
     return result, items
 

@@ -23,10 +23,13 @@ from crossdock.cluster.api.media.frames import WALL_SECONDS, read_frame, write_f
 logger = logging.getLogger("ray.serve")
 
 _MODULE = "crossdock.cluster.api.media.picture_process"
-_PROCESSES = 2  # about 150 MiB each; one slow picture does not stop all others
+_PROCESSES = 2  # about 70 MiB each; one slow picture does not stop all others
 _START_PATIENCE_S = 60.0  # a start takes three seconds on an idle machine
 _PATIENCE_S = WALL_SECONDS + 5.0  # for an answer
-_BOUNDED = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_ENVIRONMENT = {  # transformers would advise to install torch
+    **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+}
 
 
 class PicturesBusy(RuntimeError):
@@ -45,6 +48,11 @@ class ReadyPicture:
     runs: tuple[int, ...]  # the length of each run
     content_hash: bytes
     tensors: Mapping[str, NDArray[Any]]
+
+    @property
+    def num_rows(self) -> int:
+        """Return how many rows of the encoder's output stand for it."""
+        return sum(self.runs)
 
     @property
     def num_bytes(self) -> int:
@@ -125,7 +133,7 @@ class PictureProcess:
         if self._has_ended:
             raise PicturesBusy("the processes of pictures have ended")
         # A new interpreter, never a fork: this process has threads.
-        environment = {**os.environ, **_BOUNDED, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", _MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )

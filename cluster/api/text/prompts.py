@@ -117,7 +117,7 @@ class PromptEncoder:
         pieces = text.split(self._media.written)
         if len(pieces) - 1 != len(pictures):
             raise _misplaced(self._media, len(pieces) - 1, len(pictures))
-        ready = await self._media.prepare(pictures)
+        ready = await self._media.prepare(pictures, None if truncates else card.max_model_len)
         parts = [part for piece, picture in zip(pieces, ready, strict=False) for part in (piece, picture.text)]
         try:
             token_ids, items = place(await encode("".join([*parts, pieces[-1]])), self._media.placeholder_id, ready)

@@ -203,6 +203,18 @@ def test_truncation_never_cuts_a_picture(picture_server: PictureServer) -> None:
     submitted(picture_server, ask(picture_server, image_part(png()), truncate_prompt_tokens=1900))
 
 
+def test_pictures_that_exceed_the_context_are_refused(picture_server: PictureServer) -> None:
+    """Each has 64 rows: eight are more than a context of 400 tokens, four are not."""
+    picture_server.dispatcher.max_model_len = 400
+    try:
+        parts = [image_part(png(64, 64, 60 + i)) for i in range(8)]
+        error = refused(ask(picture_server, *parts), 400, code="context_length_exceeded")
+        assert error["param"].startswith("messages[0].content[")
+        submitted(picture_server, ask(picture_server, *parts[:4]))
+    finally:
+        picture_server.dispatcher.max_model_len = 2000
+
+
 def test_model_of_text_refuses_pictures_of_every_api(tokenizer: ModelTokenizer) -> None:
     dispatcher = ScriptedDispatcher(tokenizer)
     app = build_api(dispatcher, tokenizer, HttpConfig())  # type: ignore[arg-type]
