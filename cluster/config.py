@@ -41,7 +41,8 @@ class ModelConfig(BaseModel):
         description="File with the chat template, or the template itself in one line; null: the model's.",
     )
     chat_template_content_format: Literal["auto", "string", "openai"] = Field(
-        "auto", description="Content of messages in the template: string, or openai's list of parts; auto: string."
+        "auto",
+        description="Content of messages in the template: string, or openai's list of parts; auto: what it shows.",
     )
     served_name: str | None = Field(None, min_length=1, description="Clients' name of the model; null derives it.")
     dtype: Dtype = Field(

@@ -24,6 +24,7 @@ from crossdock.cluster.api.http.http_json import JsonRoute
 from crossdock.cluster.api.http.keys import KeyRing
 from crossdock.cluster.api.http.limits import AskPeers, Ledger, Loan
 from crossdock.cluster.api.http.tiers import Tiers
+from crossdock.cluster.api.media.media import Media
 from crossdock.cluster.api.routes.absent_paths import why_absent
 from crossdock.cluster.api.routes.chats import Chats
 from crossdock.cluster.api.routes.completions import Completions
@@ -65,13 +66,15 @@ def build_api(
     decisions: Decisions | None = None,
     ask_peers: AskPeers | None = None,
     ask_stores: AskStores | None = None,
+    media: Media | None = None,
 ) -> FastAPI:
     """Return the ASGI application. Its `state` answers other ingresses: `lend` their `ask_peers`, `stored` their
     `ask_stores`.
 
     `tokenizer` must be that of the model that the dispatcher's replicas serve. `tiers`: their SLO classes; None: the
     default ones. `defaults`: of sampling; None: those of OpenAI's API. `embeddings`: how prompts become vectors; None:
-    by their last token. `decisions`: the scaler's; None: there is no scaler.
+    by their last token. `decisions`: the scaler's; None: there is no scaler. `media`: pictures; None: the model reads
+    text only.
     """
     tiers = tiers or Tiers()
     app = FastAPI(
@@ -84,10 +87,8 @@ def build_api(
         responses={"default": {"model": ErrorAnswer, "description": "Refused"}},
     )
     status = ServerStatus(dispatcher, decisions)
-    pooling = embeddings or EmbeddingDefaults()
-    _add_endpoints(
-        app, dispatcher, tokenizer, http, tiers, defaults or GenerationDefaults(), pooling, status, ask_stores
-    )
+    pooling, sampling = embeddings or EmbeddingDefaults(), defaults or GenerationDefaults()
+    _add_endpoints(app, dispatcher, tokenizer, http, tiers, sampling, pooling, status, ask_stores, media)
     for path, asset in web_assets().items():
         app.add_api_route(path, partial(_asset, asset), response_model=None, include_in_schema=False)
     app.add_exception_handler(HTTPException, _no_such_route)
@@ -134,6 +135,7 @@ def _add_endpoints(
     pooling: EmbeddingDefaults,
     status: ServerStatus,
     ask_stores: AskStores | None,
+    media: Media | None,
 ) -> None:
     message_format = MessageFormat(
         tokenizer,
@@ -151,8 +153,17 @@ def _add_endpoints(
         tokenizer,
         trusts_templates=http.trust_request_chat_template,
         variables=http.default_chat_template_kwargs,
+        media=media,
     )
-    generations = Generations(dispatcher, tokenizer, models, tiers, defaults, max_logprobs=http.max_logprobs)
+    generations = Generations(
+        dispatcher,
+        tokenizer,
+        models,
+        tiers,
+        defaults,
+        max_logprobs=http.max_logprobs,
+        placeholder_id=None if media is None else media.placeholder_id,
+    )
     completions = Completions(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
     chats = Chats(generations, encoder, tokenizer, message_format, forces_usage=http.force_include_usage)
     embeddings = Embeddings(generations, completions, pooling)

@@ -16,6 +16,7 @@ from crossdock.cluster.api.body.conversation_body import (
 )
 from crossdock.cluster.api.body.generation_body import SHORT_RETENTION_S
 from crossdock.cluster.api.body.other_fields import RefusedField, check_other_fields
+from crossdock.cluster.api.body.pictures import Picture
 from crossdock.cluster.api.errors import ApiError
 
 _Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=bounds.MESSAGES)]
@@ -27,6 +28,7 @@ _PARTS = {  # of fields
     "tool_choice": ("disable_parallel_tool_use", "name", "type"),
 }
 _TTLS_S = {"5m": SHORT_RETENTION_S, "1h": 3600.0}  # of a cache_control
+_MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools, in Anthropic's words and OpenAI's
 
 
@@ -200,16 +202,16 @@ def _chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _input_messages(role: str, blocks: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Return a message for the result of each tool, then one with all text."""
-    results, texts = [], []
+    """Return a message for the result of each tool, then one with all text and pictures."""
+    results, parts = [], []
     for i, block in enumerate(blocks):
         if block.get("type") == "tool_result" and role == "user":
-            content = _texts(block.get("content") or "", f"{where}[{i}].content")
+            content = _contents(block.get("content") or "", f"{where}[{i}].content")
             name = text_of(block.get("tool_use_id"), f"{where}[{i}].tool_use_id")
             results.append({"role": "tool", "tool_call_id": name, "content": content})
         else:
-            texts.append(_text_part(block, f"{where}[{i}]"))
-    return results + ([{"role": role, "content": texts}] if texts or not results else [])
+            parts.append(_part(block, f"{where}[{i}]"))
+    return results + ([{"role": role, "content": parts}] if parts or not results else [])
 
 
 def _assistant_message(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
@@ -240,10 +242,34 @@ def _texts(content: Any, where: str) -> str | list[dict[str, Any]]:
     return [_text_part(block, f"{where}[{i}]") for i, block in enumerate(objects_of(content, where))]
 
 
+def _contents(content: Any, where: str) -> str | list[Any]:
+    if isinstance(content, str):
+        return content
+    return [_part(block, f"{where}[{i}]") for i, block in enumerate(objects_of(content, where))]
+
+
+def _part(block: Mapping[str, Any], where: str) -> dict[str, Any] | Picture:
+    """Return a block of text or a picture as chats have them."""
+    return _picture(block, where) if block.get("type") == "image" else _text_part(block, where)
+
+
+def _picture(block: Mapping[str, Any], where: str) -> Picture:
+    source = object_of(block.get("source"), f"{where}.source")
+    kind = source.get("type")
+    if kind == "url":
+        return Picture(text_of(source.get("url"), f"{where}.source.url"), where)
+    if kind != "base64":
+        raise wrong(f"{where}.source.type", "it must be 'base64' or 'url'; files are not stored here")
+    media_type = text_of(source.get("media_type"), f"{where}.source.media_type")
+    if media_type not in _MEDIA_TYPES:
+        raise wrong(f"{where}.source.media_type", f"it must be one of {', '.join(_MEDIA_TYPES)}")
+    return Picture(f"data:{media_type};base64,{text_of(source.get('data'), f'{where}.source.data')}", where)
+
+
 def _text_part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     if block.get("type") != "text":
         kind = str(block.get("type"))[:100]
-        raise wrong(where, f"a block of type {kind!r} is not accepted here; this model takes text only")
+        raise wrong(where, f"a block of type {kind!r} is not accepted here, only text; pictures, in messages of users")
     return {"type": "text", "text": text_of(block.get("text"), f"{where}.text")}
 
 

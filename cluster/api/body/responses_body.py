@@ -92,21 +92,24 @@ class ResponsesRequest(ConversationBody):
         "access_programs": RefusedField("there are no access programs"),
         "context_management": RefusedField("send what the model should still know as 'input'", ([],)),
         "conversation": RefusedField("use 'previous_response_id'"),
-        "image": RefusedField("this server takes and makes text alone"),
+        "image": RefusedField("send pictures as parts of the type 'input_image'"),
         "moderation": RefusedField("there is no moderation model; call one yourself"),
         "prompt": RefusedField("templates are not stored; send 'instructions' and 'input'"),
         "text.verbosity": RefusedField("ask for it in 'instructions'", ("medium",)),
     }
 
-    def chat(self, items: Sequence[Item]) -> ResponsesChat:
-        """Return the chat of a whole conversation, from its first item on. Raises ApiError, which names the field."""
+    def chat(self, items: Sequence[Item], num_own: int) -> ResponsesChat:
+        """Return the chat of a whole conversation, from its first item on. Raises ApiError, which names the field.
+
+        `num_own`: how many of the last items are this request's own.
+        """
         self._check()
         check_size(items)
         tools, choice = self._tools_and_choice()
         has_logprobs = LOGPROBS in self.include
         fields = {
             **self.passed(),
-            "messages": chat_messages(self.instructions, items),
+            "messages": chat_messages(self.instructions, items, num_own),
             "max_completion_tokens": self.max_output_tokens,
             "prompt_cache_key": self.prompt_cache_key,
             "prompt_cache_retention": self.prompt_cache_retention,

@@ -10,6 +10,7 @@ from crossdock.cluster.api.http.limits import Charge
 from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.text.tokenizer import TextStream
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost
+from crossdock.workers.schedule.items import NO_ITEMS, Item
 from crossdock.workers.schedule.request import FinishReason, Submission, TokenDelta, TokenLogprobs
 
 _Item = TypeVar("_Item")
@@ -63,6 +64,7 @@ class Prompt:
     token_ids: list[int]
     echo: str | None = None  # the prompt as text, where the answer repeats it
     offsets: list[int] = field(default_factory=list)  # where each of its tokens begins in that text, in characters
+    items: Sequence[Item] = NO_ITEMS  # its pictures, by `start`
 
 
 @dataclass(slots=True)

@@ -22,6 +22,10 @@ OLD = """
     --scheduler-delay-factor --swap-space --task --use-v2-block-manager
 """  # of vLLM before 0.32
 VALUES = {  # an example of a value, as vLLM or SGLang take it; others take none
+    "--allowed-local-media-path": "/pictures",
+    "--allowed-media-domains": "images.example",
+    "--limit-mm-per-prompt": '{"image": 4, "video": 0}',
+    "--mm-processor-kwargs": '{"max_pixels": 1003520}',
     "--allowed-origins": '["*"]',
     "--tool-call-parser": "hermes",
     "--reasoning-parser": "qwen3",
