@@ -16,7 +16,6 @@ from transformers import PretrainedConfig
 from crossdock.kernels.linear import usable_kernels, why_not_int8
 from crossdock.kernels.options import CpuKernels, KVCacheDtype, Quantization
 from crossdock.workers.model.forward_context import (
-    ATTENTION_NAME,
     AttentionCall,
     ForwardContext,
     batch_of_one_page_each,
@@ -30,6 +29,7 @@ from crossdock.workers.model.latent import NoLatentsError, cache_latents, has_la
 from crossdock.workers.model.memory_fit import free_memory
 from crossdock.workers.model.model import PagedModel, text_config
 from crossdock.workers.model.triton_layers import may_use_triton_steps, use_triton_layers
+from crossdock.workers.model.vision import attention_names, num_deep_layers
 
 logger = logging.getLogger(__name__)
 
@@ -82,11 +82,11 @@ def probe(
     ours = sequences.run(model, context)
     calls = _one_call_per_layer(model, context.probe_calls)
     module: Any = model.module
-    module.set_attn_implementation("eager")
+    module.set_attn_implementation(attention_names(model.config, "eager"))
     try:
         theirs = torch.cat([model.logits(sequence) for sequence in torch.split(sequences.token_ids, _LENGTHS)])
     finally:
-        module.set_attn_implementation(ATTENTION_NAME)
+        module.set_attn_implementation(attention_names(model.config))
     tolerance = 2e-3 if model.dtype is torch.float32 else 0.1
     if not (error := _relative_error(ours, theirs)) <= tolerance:
         raise UnsupportedModelError(
@@ -238,7 +238,7 @@ def _may_fuse(model: PagedModel, cpu_kernels: CpuKernels) -> bool:
     Raises:
         ValueError: `cpu_kernels` names a kernel that cannot run here.
     """
-    if model.device.type != "cpu" or model.attention.name != "cpp":
+    if model.device.type != "cpu" or model.attention.name != "cpp" or num_deep_layers(model.config):
         return False
     usable_kernels(model.dtype, cpu_kernels)
     return model.dtype in (torch.bfloat16, torch.float32)

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.inputs import StepInputs, StepTensors
 from crossdock.workers.model.step_messages import StepReceiver, StepSender
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request, SamplingParams
@@ -22,7 +22,7 @@ def step_of(parts: list[tuple[str, int, int, list[int]]]) -> tuple[StepInputs, l
 
 
 def check(received: StepInputs, sent: StepInputs, num_pages: int) -> None:
-    for name in StepInputs.__slots__[:-1]:
+    for name in StepTensors._fields[:-1]:
         assert np.array_equal(getattr(received, name), getattr(sent, name)), name
         assert getattr(received, name).dtype == getattr(sent, name).dtype
     assert received.page_table.shape == sent.page_table.shape
