@@ -74,7 +74,18 @@ def test_live_profile_counts_every_kind_of_request() -> None:
 
 def test_live_profile_of_an_idle_replica_is_empty() -> None:
     assert observe(new_replica().scheduler, "me", 1, 0.25) == LiveProfile(
-        "me", 1, COST.coefficients, (), (0, 0, 0), 0, 0, (0, 0, 0), (0, 0, 0), (8, 6, 6), (400, 400, 400), empty_pages=400
+        "me",
+        1,
+        COST.coefficients,
+        (),
+        (0, 0, 0),
+        0,
+        0,
+        (0, 0, 0),
+        (0, 0, 0),
+        (8, 6, 6),
+        (400, 400, 400),
+        empty_pages=400,
     )
 
 

@@ -162,7 +162,7 @@ def test_any_history_keeps_prefixes_whole_and_every_page_in_one_state(seed: int,
 
 
 def test_hinted_session_is_kept_until_its_hints_have_not_come_true() -> None:
-    """Nobody returns. At first the hinted prompt outlives one that is used after it; at last it is the other way."""
+    """No session returns. At first the hinted prompt outlives one that is used after it; at last it is the other way."""
     sessions, kept = Sessions(24), list[bool]()
     for turn in range(120):
         now = 100.0 * turn
@@ -185,7 +185,7 @@ def test_hints_of_one_tenant_keep_at_most_a_quarter_of_the_pages() -> None:
 
 @pytest.mark.parametrize("policy", [LeastRecentlyUsed, LeastValuable])
 def test_price_is_the_share_of_old_pages_that_are_used_again_times_their_seconds(policy: type) -> None:
-    """Of 40 sessions in turn, each of 4 pages, 8 fit: half of the pages are used again after 7 others."""
+    """Play sessions of 4 pages, of which 8 fit: half of the pages are used again after 7 others."""
     rng, cost = random.Random(3), StepCost(base=0.0, per_prefill_token=1e-3)
     price = EvictionPrice(32, SIZE)
     cached = policy(price) if policy is LeastRecentlyUsed else policy(32, SIZE)
