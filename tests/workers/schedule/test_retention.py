@@ -1,6 +1,7 @@
 """Which cached page is evicted first: by value the page that is least worth its memory, never a page before another."""
 
 import random
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -222,3 +223,23 @@ def test_price_is_zero_before_any_eviction_and_falls_with_the_age_of_the_oldest(
     assert [price.at(oldest) for oldest in (0.0, 10.0, 40.0)] == pytest.approx([expected, expected, expected / 4])
     price.used(0, 4.0)  # a page that is not old
     assert price.at(10.0) == pytest.approx(expected)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0.1, 1000.0), st.integers(0, 50)), max_size=60))
+def test_price_is_that_of_a_list_of_all_uses_and_evictions(events: list[tuple[bool, float, int]]) -> None:
+    """While all pages are remembered, the price is a mean over the uses of old pages and the evictions."""
+    price = EvictionPrice(1000, SIZE)
+    price.learn(COST)
+    ages, saved, counted = list[float](), 0.0, 0
+    for is_used, age, number in events:
+        mean = sum(ages) / len(ages) if ages else inf
+        if is_used and age != pytest.approx(mean / 2):  # rounding decides whether such a page is old
+            price.used(number, age)
+            if age > mean / 2:
+                saved += SIZE * (COST.per_prefill_token + COST.per_attended * SIZE * number)
+                counted += 1
+        elif not is_used:
+            price.evicted(age)
+            ages.append(age)
+            counted += 1
+    assert price.at(0.0) == pytest.approx(saved / counted if ages else 0.0, rel=1e-6)
