@@ -20,7 +20,7 @@ from crossdock.cluster.api.text.harmony import HarmonyText
 from crossdock.cluster.api.text.marked_text import MarkedFamily, MarkedText
 from crossdock.cluster.api.text.message_parser import ChatMessage, MessageParser, PlainText, ReasonedText
 from crossdock.cluster.api.text.reasoning_grammar import ReasoningGrammar
-from crossdock.cluster.api.text.strict_calls import forced_calls, strict_calls
+from crossdock.cluster.api.text.strict_calls import forced_calls, form_of, harmony_call, strict_calls
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import Grammar
 
@@ -65,7 +65,7 @@ class MessageFormat:
         found = family_in(tokenizer.chat_template)
         tools = found if tool_parser == AUTO else family_of(tool_parser, TOOL_PARSERS)
         reasoning = found if reasoning_parser == AUTO else family_of(reasoning_parser, REASONING_PARSERS)
-        self._tools = tools
+        self._tools, self._call_form = tools, form_of(tools, tokenizer.chat_template)
         self._reasoning_family = reasoning
         self._special = {text: token_id for token_id, text in tokenizer.special_tokens().items()}
         self._is_gpt_oss = _GPT_OSS in (tools, reasoning)
@@ -107,6 +107,8 @@ class MessageFormat:
         if body.continue_final_message:
             is_thinking = is_thinking or _is_unanswered(last_assistant_text(body.messages), self._family)
         given, call = body.grammar(), body.forced_call()
+        if call is not None and (harmonious := self._harmonious(call, body, end)) is not None:
+            return harmonious
         openings = None if call is None else plain_openings(call)
         if call is not None and (native := self._native(call, body)) is not None:
             given, openings = native
@@ -134,11 +136,22 @@ class MessageFormat:
     def _native(self, call: ForcedCall, body: ChatCompletionRequest) -> tuple[Grammar, dict[str, str]] | None:
         """Return the grammar of forced calls in the family's own form; None: they have the form for any model."""
         is_single = call.is_named or not body.parallel_tool_calls
-        return forced_calls(self._tools, call, self._tokens, is_single=is_single)
+        return forced_calls(self._call_form, call, self._tokens, is_single=is_single)
+
+    def _harmonious(self, call: ForcedCall, body: ChatCompletionRequest, end: str) -> MessageReading | None:
+        """Return the reading of a forced call of gpt-oss after a prompt with this end; None: it is read as others'."""
+        if self._tools != _GPT_OSS or not end.endswith("<|start|>assistant"):
+            return None
+        grammar = harmony_call(call, self._tokens)
+        if grammar is None:
+            return None
+        self._reasoning(body, is_thinking=False)  # refuses a budget
+        parser = partial(HarmonyText, _schemas(body.tools), "", SIGN if self._shown_always else "")
+        return MessageReading(parser, self._shown_for_calls, grammar, body, is_named=call.is_named)
 
     def _strict(self, body: ChatCompletionRequest) -> Grammar | None:
         """Return the grammar of calls whose functions are strict."""
-        return strict_calls(self._tools, body.tools, self._tokens) if self._reads_calls(body) else None
+        return strict_calls(self._call_form, body.tools, self._tokens) if self._reads_calls(body) else None
 
     def _reasoning(self, body: ChatCompletionRequest, *, is_thinking: bool) -> ReasoningGrammar | None:
         """Return the grammar of the reasoning; None where the reasoning has no single token that ends it."""

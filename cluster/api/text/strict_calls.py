@@ -16,13 +16,30 @@ _FORMS = {
     "hermes": ("<tool_call>", '\n{"name": {json}, "arguments": ', "}\n</tool_call>"),
     "kimi_k2": ("<|tool_call_begin|>", "functions.{name}:\0<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     "mistral": ("[TOOL_CALLS]", "{name}[ARGS]", ""),
+    # Without a marker: only where the whole text is calls.
+    "llama3_json": ("", '{"name": {json}, "parameters": ', "}"),
+    "deepseek_v3": ("<｜tool▁call▁begin｜>", "{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    "deepseek_v3_code": (
+        "<｜tool▁call▁begin｜>",
+        "function<｜tool▁sep｜>{name}\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+    ),
 }
 
 # The texts around all calls, and between two of them.
 _AROUND = {
     "hermes": ("", "\n", ""),
     "kimi_k2": ("<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>"),
+    "llama3_json": ("", "; ", ""),
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),
+    "deepseek_v3_code": ("<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
 }
+_HARMONY = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>")  # of gpt-oss
+
+
+def form_of(family: str | None, chat_template: str) -> str | None:
+    """Return the form of a family's calls. DeepSeek's first models write arguments as a block of code."""
+    return "deepseek_v3_code" if family == "deepseek_v3" and "```json" in chat_template else family
 
 
 def strict_calls(
@@ -38,8 +55,8 @@ def strict_calls(
     if family not in _FORMS or not any(function.get("strict") is True for function in functions):
         return None
     opener, before, after = _FORMS[family]
-    if family == "mistral" and "[ARGS]" not in token_ids:
-        return None  # an older format
+    if not opener or (family == "mistral" and "[ARGS]" not in token_ids):
+        return None  # calls without a marker, or an older format
     if (token := token_ids.get(opener)) is not None:
         text = f"<[^{token}]>*"
         rules = [f"start: ({text} call)* {text}", f"call: <[{token}]> called"]
@@ -81,6 +98,27 @@ def forced_calls(
     grammar = from_text("lark", "\n".join(rules), "tools")
     assert grammar is not None
     return grammar, openings
+
+
+def harmony_call(call: ForcedCall, token_ids: Mapping[str, int]) -> Grammar | None:
+    """Return the grammar of one forced call of gpt-oss, after reasoning or without; None: it cannot be written so.
+
+    The prompt ends with `<|start|>assistant`. Raises ApiError for schemas that are too long.
+    """
+    has_names = all(re.fullmatch(r"[\w.\-]+", name) for name in call.parameters)
+    if not has_names or not token_ids.keys() >= set(_HARMONY):
+        return None
+    channel, message, end, start, constrain, last = (f"<[{token_ids[mark]}]>" for mark in _HARMONY)
+    rules = [
+        "start: analysis? call",
+        f'analysis: {channel} "analysis" {message} /(.|\\n)*/ {end} {start} "assistant"',
+        "call: " + " | ".join(f"call{i}" for i in range(len(call.parameters))),
+    ]
+    for i, (name, schema) in enumerate(call.parameters.items()):
+        recipient = json.dumps(f"commentary to=functions.{name} ")
+        rules.append(f'call{i}: {channel} {recipient} {constrain} "json" {message} arguments{i} {last}')
+        rules.append(f"arguments{i}: {json_rule(schema)}")
+    return from_text("lark", "\n".join(rules), "tools")
 
 
 def _parts(text: str, token_ids: Mapping[str, int], *, exact: bool = False) -> str:
