@@ -155,7 +155,7 @@ def _message(rng: random.Random, number: int, tokens: Mapping[str, int]) -> Ques
 
 
 class Answer(Protocol):
-    """What the events of one stream add up to."""
+    """Adds the events of one stream up."""
 
     is_done: bool
 

@@ -34,6 +34,24 @@ _AROUND = {
     "deepseek_v3": ("<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),
     "deepseek_v3_code": ("<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
 }
+
+# Calls whose parameters stand between tags: the texts that begin a call, that begin and end each value, that follow a
+# value, and that end the call. Where `_HAS_LOOSE_LINES`, line breaks may be left out, as newer models do.
+_TAGGED = {
+    "qwen3_xml": (
+        "<tool_call>\n<function={name}>\n",
+        "<parameter={key}>\n",
+        "\n</parameter>",
+        "\n",
+        "</function>\n</tool_call>",
+    ),
+    "glm": ("<tool_call>{name}\n", "<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>", "\n", "</tool_call>"),
+}
+_HAS_LOOSE_LINES = ("glm",)
+_PLAIN_NAME = re.compile(r"[\w.\-]+")
+_OBJECT_WORDS = {"$defs", "$schema", "additionalProperties", "description", "properties", "required", "title", "type"}
+_STRING_BOUNDS = {"format", "maxLength", "minLength", "pattern"}
+
 _HARMONY = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>")  # of gpt-oss
 
 
@@ -98,6 +116,71 @@ def forced_calls(
     grammar = from_text("lark", "\n".join(rules), "tools")
     assert grammar is not None
     return grammar, openings
+
+
+def tagged_calls(
+    family: str | None, call: ForcedCall, token_ids: Mapping[str, int], *, is_single: bool
+) -> Grammar | None:
+    """Return the grammar of one or more forced calls in a family's tags.
+
+    None: the family has no tags, or a schema says more than tags can: a union, or a bound of a text.
+    Raises ApiError for schemas that are too long.
+    """
+    if family not in _TAGGED:
+        return None
+    begin, before, closer, after, end = _TAGGED[family]
+    exact = family not in _HAS_LOOSE_LINES
+    close = _parts(closer, token_ids, exact=True)
+    ends_text = re.escape(closer).replace("/", r"\/").replace("\\\n", r"\n")
+    rules = ["start: call" + ("" if is_single else f" ({_parts(chr(10), token_ids, exact=True)} call)*")]
+    rules.append("call: " + " | ".join(f"call{i}" for i in range(len(call.parameters))))
+    is_token = closer in token_ids  # which no free text contains
+    rules.append(f"text: free {close}\nfree: /(.|\\n)*/" if is_token else f"text[lazy]: /(.|\\n)*{ends_text}/")
+    for i, (name, schema) in enumerate(call.parameters.items()):
+        values = _tagged_values(schema)
+        if values is None or _PLAIN_NAME.fullmatch(name) is None:
+            return None
+        parts = [_parts(begin.replace("{name}", name), token_ids, exact=exact)]
+        for j, (key, value, is_required) in enumerate(values):
+            rule = "text" if value == "text" else f"({value}) {close}"
+            if value.startswith("%json"):
+                rules.append(f"value{i}_{j}: {value}")
+                rule = f"value{i}_{j} {close}"
+            head, tail = (_parts(part, token_ids, exact=exact) for part in (before.replace("{key}", key), after))
+            parts.append(f"({head} {rule} {tail})" + "?" * (not is_required))
+        rules.append(f"call{i}: {' '.join(parts)} {_parts(end, token_ids, exact=exact)}")
+    return from_text("lark", "\n".join(rules), "tools")
+
+
+def _tagged_values(schema: Mapping[str, Any]) -> list[tuple[str, str, bool]] | None:
+    """Return each parameter's key, the grammar of its value, and whether it is required; None: tags cannot say it.
+
+    `text` is the grammar of any text.
+    """
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    is_plain = schema.keys() <= _OBJECT_WORDS and schema.get("type", "object") == "object"
+    if not is_plain or not isinstance(properties, dict) or not set(required) <= properties.keys():
+        return None
+    found = []
+    for key, given in properties.items():
+        value = _tagged_value(given, schema.get("$defs", {})) if _PLAIN_NAME.fullmatch(key) else None
+        if value is None:
+            return None
+        found.append((key, value, key in required))
+    return found
+
+
+def _tagged_value(schema: Any, shared: Mapping[str, Any]) -> str | None:
+    """Return the grammar of one value, without the quotes of a text; None: tags cannot say it."""
+    if not isinstance(schema, dict) or "$ref" in schema or not isinstance(schema.get("type"), str):
+        return None
+    if schema["type"] != "string":
+        return json_rule({**schema, **({"$defs": shared} if shared else {})})
+    if "enum" in schema:
+        texts = schema["enum"]
+        is_safe = all(isinstance(text, str) and re.search(r"[<\n]", text) is None for text in texts)
+        return " | ".join(map(json.dumps, texts)) if is_safe and texts else None
+    return None if schema.keys() & (_STRING_BOUNDS | {"const"}) else "text"
 
 
 def harmony_call(call: ForcedCall, token_ids: Mapping[str, int]) -> Grammar | None:

@@ -466,6 +466,101 @@ def test_strict_calls_of_deepseek_obey_their_schema(
         assert not accepts(tokenizer, grammar.source, text)
 
 
+ROUTE = {
+    "type": "object",
+    "properties": {
+        "to": {"type": "string"},
+        "days": {"type": "integer"},
+        "kind": {"type": "string", "enum": ["road", "rail"]},
+        "stops": {"type": "array", "items": {"$ref": "#/$defs/stop"}},
+    },
+    "required": ["to", "days"],
+    "$defs": {"stop": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+}
+QWEN = "<tool_call>\n<function=plan>\n{}</function>\n</tool_call>"
+QWEN_VALUE = "<parameter={}>\n{}\n</parameter>\n"
+GLM, GLM_VALUE = "<tool_call>plan\n{}</tool_call>", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+GLM_MARKS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+WHOLE = {"to": 'Bonn "a" </x>\n{1', "days": "3", "kind": "rail", "stops": '[{"x": 1}]'}
+
+
+@pytest.mark.parametrize("marks", ["no tokens", "tokens", "special tokens"])
+@pytest.mark.parametrize(
+    ("template", "call", "value", "tokens"),
+    [
+        ("{# <tool_call> <function= #}", QWEN, QWEN_VALUE, GLM_MARKS[:2]),
+        ("{# <tool_call> <arg_key> #}", GLM, GLM_VALUE, GLM_MARKS),
+        ("{# <tool_call> <arg_key> #}", GLM.replace("\n", ""), GLM_VALUE.replace("\n", ""), GLM_MARKS),
+    ],
+)
+def test_forced_calls_between_tags_obey_their_schema(
+    tokenizers: dict[str, PreTrainedTokenizerFast],
+    template: str,
+    call: str,
+    value: str,
+    tokens: tuple[str, ...],
+    marks: str,
+) -> None:
+    own = deepcopy(tokenizers["byte_level"])
+    if marks == "tokens":
+        own.add_tokens(list(tokens))
+    tokenizer = with_tokens(own, template, *(tokens[:2] if marks == "special tokens" else ()))
+    tools = [{"type": "function", "function": {"name": "plan", "parameters": ROUTE}}, TOOLS[1]]
+
+    def written(**values: str) -> str:
+        return call.format("".join(value.format(*pair) for pair in values.items()))
+
+    body = ChatCompletionRequest.model_validate({"messages": HI, "tools": tools, "tool_choice": "required"})
+    reading = MessageFormat(tokenizer, reads_unforced_calls=False).reading(body, [5])
+    assert reading.grammar is not None
+    few = {name: WHOLE[name] for name in ("to", "days")}
+    for good in (written(**WHOLE), written(**few), written(**{**few, "to": ""})):
+        assert accepts(tokenizer, reading.grammar.source, good)
+    for wrong in (
+        {"to": "Bonn"},
+        {**few, "days": "three"},
+        {**WHOLE, "kind": "air"},
+        {**WHOLE, "stops": '[{"x": "1"}]'},
+        {**few, "more": "1"},
+    ):
+        assert not accepts(tokenizer, reading.grammar.source, written(**wrong))
+    assert not accepts(tokenizer, reading.grammar.source, f"Sure.{written(**few)}")
+    assert accepts(tokenizer, reading.grammar.source, f"{written(**few)}\n{written(**WHOLE)}")
+    detokenizer = tokenizer.detokenizer(shown=reading.shown)
+    ids = tokenizer.encode(f"{written(**few)}\n{written(**WHOLE)}", add_special_tokens=False)
+    message = whole_message(reading.message(), *map(detokenizer.add, ids), detokenizer.flush())
+    assert calls_of(message) == [
+        ("plan", {"to": WHOLE["to"], "days": 3}),
+        ("plan", {"to": WHOLE["to"], "days": 3, "kind": "rail", "stops": [{"x": 1}]}),
+    ]
+    assert not (message["content"] or "").strip()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        {"type": "string", "maxLength": 5},
+        {"type": ["string", "integer"]},
+        {"$ref": "#/$defs/stop"},
+        {"type": "string", "enum": ["a<b"]},
+        {},
+    ],
+)
+def test_forced_call_that_tags_cannot_say_is_json(
+    tokenizers: dict[str, PreTrainedTokenizerFast], schema: dict[str, Any]
+) -> None:
+    tokenizer = with_tokens(tokenizers["byte_level"], "{# <tool_call> <function= #}")
+    parameters = {"type": "object", "properties": {"to": schema}, "$defs": {"stop": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "plan", "parameters": parameters}}]
+    body = ChatCompletionRequest.model_validate({"messages": HI, "tools": tools, "tool_choice": "required"})
+    reading = MessageFormat(tokenizer).reading(body, [5])
+    assert reading.grammar is not None
+    text = '{"name": "plan", "arguments": {}}'
+    assert accepts(tokenizer, reading.grammar.source, text)
+    assert calls_of(whole_message(reading.message(), text)) == [("plan", {})]
+
+
 GPT_OSS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 HARMONY_CALL = '<|channel|>commentary to=functions.move <|constrain|>json<|message|>{"to": "a"}'
 
