@@ -405,4 +405,5 @@ async def _answers(model: Path, tokenizer: ModelTokenizer, asked: Sequence[Quest
         answers = await asyncio.gather(*(answer(question, http) for question in asked))
     await dispatcher.close()
     await replica.engine_thread.close()
+    replica.engine_thread.engine.grammars.close()
     return answers

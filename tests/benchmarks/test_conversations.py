@@ -68,6 +68,7 @@ class Losses:
         await self.dispatcher.close()
         for replica in self.replicas.values():
             await replica.engine_thread.close()
+            replica.engine_thread.engine.grammars.close()
 
 
 async def difference(http: httpx.AsyncClient, conversation: Any, places: asyncio.Semaphore) -> str | None:
