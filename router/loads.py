@@ -46,6 +46,7 @@ class Row:
     num_layer_groups: float
     num_full_groups: float
     window_pages: float
+    state_pages: float
     page_bytes: float
     bytes_per_second: float
     refuses_late: float
@@ -62,6 +63,8 @@ class Row:
     future_lateness: float
     stream_turnover: float
     stream_pages: float
+    empty_pages: float
+    eviction_seconds: float
     free_pages: Sequence[float]
     free_places: Sequence[float]
     max_prompt_now: Sequence[float]
@@ -111,6 +114,7 @@ class Loads:
     num_layer_groups: Floats  # of layers with pages of their own
     num_full_groups: Floats  # of these, without a window
     window_pages: Floats  # of the others together, at most
+    state_pages: Floats  # of each request's recurrent state
     page_bytes: Floats
     bytes_per_second: Floats  # at which its pages travel to another replica
     # What runs.
@@ -128,6 +132,8 @@ class Loads:
     future_lateness: Floats  # the same in the future
     stream_turnover: Floats  # seconds from one stream's end to the next
     stream_pages: Floats  # pages that one stream frees at its end
+    empty_pages: Floats  # that a request can take before cached ones are evicted; below 0: bookings will evict as many
+    eviction_seconds: Floats  # of prefill that one evicted page is expected to cost
     # Room, `[priority, slot]`.
     free_pages: Floats
     free_places: Floats  # requests that may still start; below 0: as many that wait cannot
@@ -211,6 +217,7 @@ def row(
         num_layer_groups=len(profile.windows),
         num_full_groups=profile.needs.num_full_groups,
         window_pages=profile.needs.window_pages,
+        state_pages=profile.state_pages,
         page_bytes=profile.page_bytes,
         bytes_per_second=live.bytes_per_second or profile.bytes_per_second,
         refuses_late=profile.admission == "reject" and bool(num_streams or num_arriving or groups),
@@ -227,6 +234,8 @@ def row(
         future_lateness=lateness(future_gap, future_streams, classes),
         stream_turnover=2 * work.remaining / num_streams**2 * max(gap, cost.base) if num_streams else 0.0,
         stream_pages=_stream_pages(profile.needs, mean_context),
+        empty_pages=live.empty_pages - work.booked_pages,
+        eviction_seconds=live.eviction_seconds,
         free_pages=free_pages,
         free_places=free_places,
         max_prompt_now=max_prompt_now,
@@ -244,7 +253,8 @@ def row(
 def _stream_pages(needs: PageNeeds, context: float) -> float:
     """Return how many pages a stream of `context` tokens frees at its end, at least one."""
     pages = context / needs.page_size
-    return max(min(len(needs.windows) * pages, needs.num_full_groups * pages + needs.window_pages), 1.0)
+    pages = min(len(needs.windows) * pages, needs.num_full_groups * pages + needs.window_pages)
+    return max(pages + needs.state_pages, 1.0)
 
 
 _cost_of = lru_cache(maxsize=4096)(StepCost.of)  # rows are made far more often than costs are learnt

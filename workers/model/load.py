@@ -131,7 +131,9 @@ def wrap_module(
     attention = attention or choose_attention("auto", next(module.parameters()).device, kv_cache_dtype, cpu_kernels)
     model = PagedModel(module, config, (), max_model_len, _eos_token_ids(config, generation), part, attention)
     model.variant = variant
-    probe(model, kv_cache_dtype, cpu_kernels, kv_bytes, quantization)
+    with model.tap.opened():
+        probe(model, kv_cache_dtype, cpu_kernels, kv_bytes, quantization)
+        model.tap.is_possible = model.tap.hidden is not None
     model.why_text_alone = why_text_alone(config, part.position.size, model.device.type)
     if not model.why_text_alone:
         model.encoder = PictureEncoder(module, config)

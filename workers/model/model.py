@@ -15,6 +15,7 @@ from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.forward_context import ForwardContext, entered
+from crossdock.workers.model.pooling import HiddenTap
 from crossdock.workers.model.vision import PictureEncoder, PictureRows
 from crossdock.workers.schedule.layer_groups import LayerGroup, group_layers
 from crossdock.workers.schedule.pages import Window
@@ -43,7 +44,11 @@ class PagedModel:
     encoder: PictureEncoder | None = None  # None: prompts are text alone, see `why_text_alone`
     why_text_alone: str = "the model takes text alone"
     used_by_others: int = 0  # bytes of the GPU in use when loading began, without those of torch in this process
+    tap: HiddenTap = field(init=False)  # of the hidden states, for vectors of prompts
     _taker: MemoryTaker | None = None  # of the pool on a CPU
+
+    def __post_init__(self) -> None:
+        self.tap = HiddenTap(self.module)
 
     @property
     def device(self) -> torch.device:

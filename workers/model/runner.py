@@ -75,6 +75,20 @@ class Runner:
         inputs, rows = step
         return self.compute(inputs, previous_tokens), rows
 
+    def hidden(self, inputs: StepInputs) -> Tensor:
+        """Return the last hidden states [T, E] of the step computed last, valid until the next one.
+
+        The model's tap was open meanwhile, and is possible. Only the driver, which is on the last stage, has them.
+        """
+        if self.graphs is not None and self.graphs.covers(inputs):
+            found = self.graphs.hidden(inputs)
+        elif self.mixed_graphs is not None and self.mixed_graphs.covers(inputs):
+            found = self.mixed_graphs.hidden(inputs)
+        else:
+            found = self.model.tap.hidden
+        assert found is not None, "the engine refuses prompts that want a vector where the model gives none"
+        return found
+
     def compute(self, inputs: StepInputs, previous_tokens: Tensor | None = None) -> Tensor:
         """Compute this rank's part of a step; see `finish`.
 

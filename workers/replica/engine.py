@@ -82,7 +82,7 @@ class Engine:
         self.config = config
         speculative = config.speculative_config
         drafter = new_drafter(speculative, model) if speculative is not None else None  # before pages take all memory
-        drafting = DraftPolicy(speculative, drafter) if speculative is not None and drafter is not None else None
+        drafting = DraftPolicy(speculative) if speculative is not None else None
         self._group_layers()
         windows = [group.window for group in model.groups] or [None]
         num_pages = self._num_pages(windows)
@@ -201,6 +201,9 @@ class Engine:
                 raise InvalidField(
                     f"prompt has token id {token}; this model's are 0 to {self.model.vocab_size - 1}", "prompt"
                 )
+        if submission.sampling.pooling is not None and not self.model.tap.is_possible:
+            reason = f"{self.model.config.model_type}: no hidden states can be taken out of this model"
+            raise InvalidField(f"pooling: {reason}", "pooling")
         if grammar is None and submission.sampling.grammar is not None:
             grammar = self.grammars.compile(submission.sampling.grammar, submission.output_token_ids)
         request = Request.from_submission(submission, self.clock() if arrived is None else arrived)
@@ -308,6 +311,7 @@ class Engine:
         deltas = failed + self.scheduler.update(batch, step.sampled, step.ended)
         for delta in deltas:
             delta.prompt_logprobs = self._sampler.take_prompt_logprobs(delta.request_id)
+            delta.embedding = self._sampler.pooler.take(delta.request_id)
             if delta.finish_reason is not None:
                 self._forget(delta.request_id)
         predicted = self._learn(step)

@@ -323,11 +323,14 @@ class _Gauges(Collector):
         totals = verification.totals if verification is not None else DraftTotals()
         accepted = list(totals.num_accepted_at)
         wasted = verification.policy.wasted_s if verification is not None else 0.0
+        forced = verification.policy.forced if verification is not None else 0
         yield _counter(
             "crossdock_drafts", "Drafts that steps verified: one for each stream and step.", totals.num_drafts
         )
         yield _counter("crossdock_draft_tokens", "Drafted tokens that steps verified.", totals.num_tokens)
         yield _counter("crossdock_draft_tokens_accepted", "Drafted tokens that the model chose too.", sum(accepted))
+        text = "Drafted tokens that a grammar dictated; they are accepted."
+        yield _counter("crossdock_draft_tokens_forced", text, forced)
         text = "Predicted seconds by which drafted tokens that were rejected made steps longer."
         yield _counter("crossdock_draft_wasted_seconds", text, wasted)
         by_position = CounterMetricFamily(

@@ -149,7 +149,7 @@ class Pipeline:
     def _launch(self, batch: Batch, inputs: tuple[StepInputs, list[range]], now: float) -> StepInFlight:
         """Have the device compute `batch`; it begins where the tokens of the step before are known to the device."""
         previous_tokens = self.newest.device_tokens if self.newest is not None else None
-        logits, rows = self.runner.finish(inputs, previous_tokens)
+        logits, rows = self._logits(batch, inputs, previous_tokens)
         drawn = self.sampler.draw(batch, logits, previous_tokens)
         if drawn is None:
             return StepInFlight(batch, now, partial(self._sample, batch, logits, rows))
@@ -165,7 +165,19 @@ class Pipeline:
         return {id_: SampledToken(token_id) for id_, token_id in zip(ids, token_ids, strict=True)}
 
     def _compute(self, batch: Batch, inputs: tuple[StepInputs, list[range]]) -> dict[str, SampledToken]:
-        return self._sample(batch, *self.runner.finish(inputs))
+        return self._sample(batch, *self._logits(batch, inputs))
+
+    def _logits(
+        self, batch: Batch, inputs: tuple[StepInputs, list[range]], previous_tokens: Tensor | None = None
+    ) -> tuple[Tensor, list[range]]:
+        """Compute a step as `Runner.finish` does, and pool the hidden states of prompts that want a vector."""
+        pooler = self.sampler.pooler
+        if not pooler.is_needed(batch):
+            return self.runner.finish(inputs, previous_tokens)
+        with self.runner.model.tap.opened():
+            computed = self.runner.finish(inputs, previous_tokens)
+            pooler.add(batch, self.runner.hidden(inputs[0]))
+        return computed
 
     def _sample(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, SampledToken]:
         sampled = self.sampler.sample(batch, logits, rows)

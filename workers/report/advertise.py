@@ -66,6 +66,8 @@ class LiveProfile:
     role: Role | None = None  # that the replica is assigned to now; None: the role in its static profile
     interval_share: float = 1.0  # interval of steps / seconds of one, as learnt so far, with `cost`
     gap_share: float = 1.0  # recent seconds per token of streams with drafts, as a share of those without
+    empty_pages: int = 0  # that can be taken without the eviction of a cached one
+    eviction_seconds: float = 0.0  # of prefill that one more evicted page is expected to cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,8 @@ def observe(
         role,
         scheduler.interval_share,
         scheduler.verification.gap_share if scheduler.verification is not None else 1.0,
+        scheduler.pages.num_empty,
+        scheduler.pages.cached.price(),
     )
 
 
@@ -166,7 +170,7 @@ def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...]]:
     places = [scheduler.num_places(priority) for priority in range(num_classes)]
     pages = [scheduler.pages.num_available] * num_classes
     pool = scheduler.pages
-    needs = PageNeeds(pool.page_size, pool.windows, scheduler.config.max_num_batched_tokens)
+    needs = PageNeeds(pool.page_size, pool.windows, scheduler.config.max_num_batched_tokens, pool.state_pages)
     for request in scheduler.waiting:
         num_pages = needs.at_once(request.num_tokens, request.expected_cached_tokens // needs.page_size)
         for priority in range(request.priority, num_classes):

@@ -25,6 +25,7 @@ class SchedulingProfile(BaseModel):
     page_size: int  # tokens
     num_pages: int
     windows: tuple[Window, ...] = (None,)  # of each group of layers with pages of its own
+    state_pages: int = 0  # of each request's recurrent state
     max_num_batched_tokens: int  # per step
     max_num_seqs: int
     slo_classes: tuple[SloClass, ...]  # most urgent first
@@ -37,6 +38,7 @@ class SchedulingProfile(BaseModel):
     bytes_per_second: float = 1e9  # of page transfers to another replica; until one is measured
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    caches_prefixes: bool = True
     kernels: str = ""  # which compute the matrix products of fused layers on a CPU; empty: transformers' own code does
     peer: bytes = b""  # address for KV transfers; empty: the replica makes none
     cost: StepCost  # as measured at the start
@@ -46,7 +48,7 @@ class SchedulingProfile(BaseModel):
     @property
     def needs(self) -> PageNeeds:
         """Return how the pages of a request are counted."""
-        return _needs(self.page_size, self.windows, self.max_num_batched_tokens)
+        return _needs(self.page_size, self.windows, self.max_num_batched_tokens, self.state_pages)
 
     @property
     def token_bytes(self) -> int:

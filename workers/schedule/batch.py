@@ -9,6 +9,19 @@ from crossdock.workers.schedule.encoding import NO_ENCODER_WORK, EncoderWork
 from crossdock.workers.schedule.request import Request, TokenLogprobs
 
 
+class StatePages(NamedTuple):
+    """Where one part of a step finds and leaves the recurrent state of its request.
+
+    The state of all recurrent layers is one row of bytes: page i holds bytes [i * page_bytes, (i + 1) * page_bytes).
+    """
+
+    read: Sequence[int]  # the state before the part's first token; empty: the state is zeros
+    write: Sequence[int]  # the state after its last token; may be the same pages as `read`
+
+
+NO_STATE = StatePages((), ())
+
+
 class Scheduled(NamedTuple):
     """One request's part of a step: compute its tokens `[start, start + num_tokens)`.
 
@@ -23,6 +36,7 @@ class Scheduled(NamedTuple):
     reason: str = "decode"  # why the request is in this step
     further_pages: Sequence[Sequence[int]] = ()  # of each group of layers after the first, as `pages`
     drafts: Sequence[int] = ()  # the part's tokens after the newest one, which the step verifies
+    state: StatePages = NO_STATE  # of models with recurrent layers
 
 
 @dataclass(frozen=True, slots=True)

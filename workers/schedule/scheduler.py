@@ -21,6 +21,7 @@ from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.prefills import PrefillScheduler
 from crossdock.workers.schedule.request import FinishReason, InvalidField, Leg, Request, Status, TokenDelta
 from crossdock.workers.schedule.slo import priority_of
+from crossdock.workers.schedule.states import RecurrentStates
 from crossdock.workers.schedule.table import PrefillTotals, RequestTable
 from crossdock.workers.schedule.verify import Verification
 
@@ -70,18 +71,22 @@ class Scheduler:
             encoding: the cache of pictures' embeddings. Without it no request may have items.
 
         Raises:
-            ValueError: a request of `max_model_len` could not be served.
+            ValueError: a request of `max_model_len` could not be served, or there are drafts and recurrent layers.
         """
+        if drafting is not None and pages.state_pages:
+            raise ValueError("recurrent layers cannot take back rejected drafts: their state has no earlier version")
         config.check_capacity(pages, max_model_len)
         self.config = config
         self.pages = pages
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.depth = depth
-        self._table = RequestTable(config, pages, max_model_len)
         self.encoding = encoding
+        num_drafts = drafting.config.num_speculative_tokens if drafting is not None else 0
+        self._table = RequestTable(config, pages, max_model_len, num_drafts)
         self._forecast = Forecast(self._table, cost, overrun, depth, interval_share, encoding)
-        self._prefills = PrefillScheduler(self._table, self._forecast)
+        self._states = RecurrentStates(self._table, self._forecast) if pages.state_pages else None
+        self._prefills = PrefillScheduler(self._table, self._forecast, self._states)
         self.verification: Verification | None = None
         if drafting is not None:
             self.verification = Verification(self._table, self._forecast, drafting)
@@ -89,6 +94,7 @@ class Scheduler:
         if cost is not None:
             pages.cached.learn(cost)
         self._computed_chunks = False  # in the last step; used without mixed_chunks
+        self._chosen: tuple[list[Request], set[str]] | None = None  # by `wanted_drafts`, for the next step
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -140,9 +146,12 @@ class Scheduler:
         return delta
 
     def drop_steps_in_flight(self) -> None:
-        """Forget the steps in flight, which will have no update: every request is where it was before them."""
-        for request in self._table.requests():
-            request.num_in_flight_tokens = 0
+        """Forget the steps in flight, which will have no update: every request is where it was before them.
+
+        Where layers are recurrent, requests of these steps begin again. Those that send their pages are returned to the
+        router, see `take_returned`.
+        """
+        self._table.drop_flights()
         if self.encoding is not None:
             self.encoding.clear()
 
@@ -167,12 +176,13 @@ class Scheduler:
     def wanted_drafts(self, now: float) -> dict[str, int]:
         """Return how many drafts each running stream may profit from in the step that begins at `now`; 0 is left out.
 
-        Ask a drafter for these, and give what it finds to `schedule`.
+        Ask a drafter for these, and give what it finds to `schedule`, before anything else changes.
         """
         if self.verification is None:
             return {}
         self._table.begin_step(now)
-        return self.verification.wanted(self._choose_streams()[0])
+        self._chosen = self._choose_streams()
+        return self.verification.wanted(self._chosen[0])
 
     def schedule(self, now: float, drafts: Mapping[str, Sequence[int]] | None = None) -> Batch:
         """Return the next step, empty if there is nothing to do. `now`: seconds on the clock of arrival times.
@@ -183,7 +193,8 @@ class Scheduler:
         self._table.needs_preemption = False
         if self.encoding is not None:
             self.encoding.begin_step()
-        streams, skipped = self._choose_streams()
+        streams, skipped = self._chosen or self._choose_streams()
+        self._chosen = None
         decodes = self._grow(streams)
         prefills = self._prefills.candidates()
         if self.config.mixed_chunks or not decodes or not prefills:
@@ -192,6 +203,8 @@ class Scheduler:
             batch = self._alternate(decodes, skipped, prefills)
         if drafts and self.verification is not None:
             batch = self.verification.with_drafts(batch, drafts)
+        if self._states is not None:
+            batch = self._states.with_states(batch)
         if batch and self.encoding is not None:
             batch = replace(batch, encoder=self.encoding.take_work())
         for part in batch.scheduled:
@@ -258,6 +271,8 @@ class Scheduler:
             delta, reason = None, None
             if part.samples:
                 if (token := sampled.get(request.id)) is None:
+                    if self._states is not None:
+                        self._states.undo(part)
                     continue
                 delta, reason = append_sampled(table, request, token, self.eos_token_ids)
                 if part.drafts:
@@ -269,6 +284,8 @@ class Scheduler:
                 kv.index_full_pages(table, request, part.start)
             if self.pages.has_windows:
                 kv.slide(table, request)
+            if self._states is not None:
+                self._states.end(part)
             if part.drafts and self.verification is not None:
                 self.verification.verified(request, len(part.drafts), len(sampled[request.id].accepted))
             if delta is None:
@@ -281,6 +298,8 @@ class Scheduler:
                 request.paced_from = now - tpot * request.num_output_tokens
             if reason is not None:
                 delta.finish_reason = reason
+                if self._states is not None:
+                    self._states.keep_last(request)
                 table.end(request, reason)
             elif request.leg is Leg.SEND:
                 table.hold(request)
