@@ -43,7 +43,9 @@ class StepSender:
         entries = inputs.page_table[rows, columns]
         self._tables[places[rows], columns] = entries
         arrays = [getattr(inputs, name) for name in (*_LONG, *_SHORT)]
-        data: bytes = msgpack.packb([width, *(array.tobytes() for array in (*arrays, places, changed, entries))])
+        arrays += [places, changed, entries, inputs.state_read, inputs.state_write]
+        sizes = [width, inputs.state_write.shape[1]]
+        data: bytes = msgpack.packb([sizes, *(array.tobytes() for array in arrays)])
         return data
 
     def _place(self, requests: Sequence[str]) -> NDArray[np.int32]:
@@ -68,16 +70,17 @@ class StepReceiver:
 
     def unpack(self, data: bytes) -> StepInputs:
         """Return the step. Entries of its page table past a sequence's tokens are arbitrary pages of the pool."""
-        width, *packed = msgpack.unpackb(data)
+        (width, num_state_pages), *packed = msgpack.unpackb(data)
         token_ids, positions, slots, wanted = (np.frombuffer(array, np.int64) for array in packed[: len(_LONG)])
-        query_start, kv_len, places, changed, entries = (
+        query_start, kv_len, places, changed, entries, *states = (
             np.frombuffer(array, np.int32) for array in packed[len(_LONG) :]
         )
         rows, columns = np.divmod(changed, width)
         self._tables = _grown(self._tables, int(places.max()) + 1, width, 0)
         self._tables[places[rows], columns] = entries
         table = self._tables[places, :width]
-        return StepInputs(token_ids, positions, slots, wanted, query_start, kv_len, table)
+        states = [pages.reshape(len(kv_len), num_state_pages) for pages in states]
+        return StepInputs(token_ids, positions, slots, wanted, query_start, kv_len, table, *states)
 
 
 def _grown(tables: NDArray[np.int32], num_rows: int, width: int, fill: int) -> NDArray[np.int32]:
