@@ -112,7 +112,9 @@ class SimulatedTransfer:
         if end <= begin and not self._is_complete:
             return
         self._sent = max(begin, end)
-        num_bytes = (self._sent - begin) * self.receiver.pool.profile.page_bytes  # of all its ranks
+        profile = self.receiver.pool.profile
+        num_pages = self._sent - begin + (profile.state_pages if self._is_complete else 0)
+        num_bytes = num_pages * profile.page_bytes  # of all its ranks
         departure, arrival = self.network.send(self.sender, self.receiver, num_bytes, now)
         self._bytes += num_bytes
         self._seconds += arrival - departure
