@@ -1,9 +1,9 @@
 """The target's side of all transfers: what has arrived without gaps, and when no writer can reach granted pages.
 
 Sans-IO, like the sender. The commit frontier is the number of tokens that every source rank has delivered in an
-unbroken sequence; it only grows. A transfer that ends early keeps its pages until each source has reported that it
-stopped, or is dead and a grace period is over: a write on its way cannot be called back. A message may be lost with its
-connection, so a source is asked to stop again and again until it has answered.
+unbroken sequence, in all groups of layers; it only grows. A transfer that ends early keeps its pages until each source
+has reported that it stopped, or is dead and a grace period is over: a write on its way cannot be called back. A message
+may be lost with its connection, so a source is asked to stop again and again until it has answered.
 """
 
 from collections import OrderedDict
@@ -12,7 +12,17 @@ from dataclasses import dataclass, field
 
 from crossdock.kvtransfer.events import Arrived, Committed, Failed, Figures, Offered, Reason, WriterStopped
 from crossdock.kvtransfer.fence import Fence
-from crossdock.kvtransfer.messages import Abort, Grant, Hello, Offer, Pages, Stopped, TransferMessage, Wait
+from crossdock.kvtransfer.messages import (
+    Abort,
+    Grant,
+    GroupPages,
+    Hello,
+    Offer,
+    Pages,
+    Stopped,
+    TransferMessage,
+    Wait,
+)
 from crossdock.kvtransfer.sender import ProtocolOutput, Send
 
 _MAX_EARLY = 64
@@ -30,7 +40,7 @@ class _SourceRank:
     """One rank that writes to this one."""
 
     rank: int
-    page_bytes: int  # that it writes of each page
+    page_bytes: tuple[int, ...]  # that it writes of each page, by group of layers
     silent_until: float = float("inf")
     next_page: int = 0
     next_sequence: int = 0
@@ -97,12 +107,12 @@ class Receiver:
         self,
         request: str,
         epoch: int,
-        sources: Mapping[str, tuple[int, int]],
+        sources: Mapping[str, tuple[int, tuple[int, ...]]],
         deadline_seconds: float,
         now: float,
     ) -> list[ProtocolOutput]:
-        """Expect this request from `sources`: their names, each with (rank, bytes it writes of each page). An older
-        epoch of the request that is still expected is cancelled."""
+        """Expect this request from `sources`: their names, each with (rank, bytes it writes of each page by group).
+        An older epoch of the request that is still expected is cancelled."""
         known = self._expected.get((request, epoch))
         if known is not None and known.is_stopping:
             detail = "this epoch is still being stopped"
@@ -133,13 +143,13 @@ class Receiver:
         return self._flush()
 
     def grant(
-        self, request: str, epoch: int, first_page: int, pages: Sequence[int], now: float
+        self, request: str, epoch: int, first_page: int, groups: Sequence[GroupPages], now: float
     ) -> list[ProtocolOutput]:
-        """Grant `pages` for all but the first `first_page` pages, which are here. From now on sources have a
-        deadline."""
+        """Grant the pages of `groups` for all but the first `first_page` pages, which are here. From now on sources
+        have a deadline."""
         expected = self._expected.get((request, epoch))
         if expected and expected.grant is None and not expected.is_stopping:
-            expected.grant = Grant(request, epoch, first_page, tuple(pages))
+            expected.grant = Grant(request, epoch, first_page, tuple(groups))
             expected.num_tokens = first_page * self.page_size
             expected.figures.grant_wait_seconds = now - expected.began
             for source in expected.sources.values():
@@ -251,15 +261,17 @@ class Receiver:
             if (
                 source.is_complete
                 or following.first_page != source.next_page
-                or end - expected.grant.first_page > len(expected.grant.pages)
+                or end > expected.grant.end
                 or following.num_tokens > max(end * self.page_size, source.num_tokens)
             ):
                 self._fail(expected, Reason.PROTOCOL, f"{peer} wrote pages out of order: {following}", now)
                 return
             source.next_page = end
             source.num_tokens = max(source.num_tokens, following.num_tokens)
-            expected.figures.num_bytes += following.num_pages * source.page_bytes
-            source.num_pages += following.num_pages
+            for size, group in zip(source.page_bytes, expected.grant.groups, strict=True):
+                num_pages = max(end - max(following.first_page, group.first), 0) if size else 0
+                expected.figures.num_bytes += num_pages * size
+                source.num_pages += num_pages
             expected.figures.num_pages = max(expected.figures.num_pages, source.num_pages)
             expected.figures.num_writes += 1
             if following.state is not None:

@@ -22,11 +22,13 @@ def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int 
     """Reserve pages for all tokens of a waiting request and start it; False if there are too few pages.
 
     All pages are reserved before the first chunk, so that no prompt starts that cannot end; in a group with a window
-    as many as it holds at once. Room is left for the outputs of all requests, so that none is preempted soon. `hit`:
-    the result of `match_prefix`. `set_aside`: pages that requests before this one are about to take.
+    as many as it holds at once. A prompt that another replica computes gets there the pages that tokens after it see.
+    Room is left for the outputs of all requests, so that none is preempted soon. `hit`: the result of `match_prefix`.
+    `set_aside`: pages that requests before this one are about to take.
     """
     pages, hits = table.pages, hit.pages
-    new = table.needs.to_start(request.num_tokens, hit)
+    is_arriving = request.leg is Leg.RECEIVE
+    new = (table.needs.to_receive if is_arriving else table.needs.to_start)(request.num_tokens, hit)
     room = table.room_for_outputs()
     if table.running or table.held:  # a request that is alone can have the whole pool
         room += table.num_growth_pages(request)
@@ -34,6 +36,8 @@ def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int 
     if not pages.can_allocate(needed, shared=hits) and not _make_way(table, request, needed, hits):
         return False
     pages.share(request.owner, hit)
+    if is_arriving:
+        pages.leave_out(request.owner, request.num_tokens)
     for group, num_pages in enumerate(new):
         pages.allocate(request.owner, num_pages, group)
     request.num_computed_tokens = hit.num_pages * pages.page_size

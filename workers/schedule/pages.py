@@ -145,6 +145,10 @@ class PagePool:
         """Return an owner's pages of each group after the first, as `pages_of`."""
         return [held.pages for held in self._owned.get(owner, ())[1:]] if len(self.windows) > 1 else ()
 
+    def live_pages_of(self, owner: str) -> list[tuple[int, Sequence[int]]]:
+        """Return for each group the number of an owner's first page that is no hole, and the pages from it on."""
+        return [(held.first, held.live()) for held in self._owned.get(owner, ())]
+
     def num_held(self, owner: str, group: int) -> int:
         """Return how many pages an owner has for one group, without holes."""
         held = self._owned.get(owner)
@@ -280,6 +284,17 @@ class PagePool:
             if first > held.first:
                 self._give_back(held.pages[held.first : first])
                 held.pages[held.first : first] = array("i", [HOLE]) * (first - held.first)
+                held.first = first
+
+    def leave_out(self, owner: str, position: int) -> None:
+        """Give back the pages that no token from `position` on sees, and leave holes for those that are not here yet.
+
+        So pages that `allocate` gives from now on begin with the first one that such a token sees."""
+        self.slide(owner, position)
+        for held, window in zip(self._owned[owner], self.windows, strict=True):
+            first = first_visible_page(window, position, self.page_size)
+            if first > len(held.pages):
+                held.pages.extend([HOLE] * (first - len(held.pages)))
                 held.first = first
 
     def index(self, owner: str, hashes: Sequence[PageHash], first: int) -> None:
