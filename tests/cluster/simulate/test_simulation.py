@@ -81,7 +81,7 @@ def test_chunks_of_a_shipped_prompt_travel_while_the_next_is_computed() -> None:
 
 
 def test_pages_that_a_window_has_passed_do_not_travel() -> None:
-    """Of 32 pages in each group, the one with a window of 64 tokens ships the last four, with the second chunk."""
+    """The group with a window of 64 tokens ships the last four of its 32 pages, with the second chunk."""
     pools = tuple({"name": name, "profile": profile(windows=(None, 64))} for name in ("prefill", "decode"))
     simulation, outcome = play(fleet(*pools, router={"shipping": "always"}), [job("a", 512, 2)])
     assert times(outcome) == [[2 * 17 / 64, 2 * 17 / 64 + (16 + 4) / 64 + 1 / 64 + 1 / 1024]]

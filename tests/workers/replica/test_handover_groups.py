@@ -16,7 +16,7 @@ from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.handover import CannotPair
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.pages import first_visible_page
-from crossdock.workers.schedule.request import Submission
+from crossdock.workers.schedule.request import FinishReason, Submission
 from tests.workers.architectures import SERVED, WINDOW, build
 from tests.workers.gangs import ganged
 from tests.workers.ranks import DIVISIONS, Ranks, saved
@@ -172,7 +172,7 @@ def test_decode_side_lost_in_mid_transfer_is_replaced(
 
     async def main() -> None:
         prefill, lost, second = (side(name, transport, max_num_batched_tokens=20) for _ in range(3))
-        async with closing(prefill, lost, second):
+        async with closing(prefill, second):
             work = submission(texts[-1])
             await start(prefill, lost, work)
             while not await prefill.computed(work.id):
@@ -181,7 +181,11 @@ def test_decode_side_lost_in_mid_transfer_is_replaced(
             await lost.close()
             await prefill.on_engine(lambda: prefill.handover.dock.peer_dead(blob))
             await prefill.thread.abort([(work.id, work.epoch)])
-            assert await ship(prefill, second, replace(work, epoch=1)) == expected[-1]
+            await start(prefill, second, replace(work, epoch=1))
+            while (first := await prefill.next(work.id)).epoch != 1:
+                pass
+            assert [*first.token_ids, *await second.rest(work.id)] == expected[-1]
+            assert (await prefill.next(work.id)).finish_reason is FinishReason.SHIPPED
 
     asyncio.run(main())
 
