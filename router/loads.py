@@ -46,6 +46,7 @@ class Row:
     num_layer_groups: float
     num_full_groups: float
     window_pages: float
+    state_pages: float
     page_bytes: float
     bytes_per_second: float
     refuses_late: float
@@ -111,6 +112,7 @@ class Loads:
     num_layer_groups: Floats  # of layers with pages of their own
     num_full_groups: Floats  # of these, without a window
     window_pages: Floats  # of the others together, at most
+    state_pages: Floats  # of each request's recurrent state
     page_bytes: Floats
     bytes_per_second: Floats  # at which its pages travel to another replica
     # What runs.
@@ -211,6 +213,7 @@ def row(
         num_layer_groups=len(profile.windows),
         num_full_groups=profile.needs.num_full_groups,
         window_pages=profile.needs.window_pages,
+        state_pages=profile.state_pages,
         page_bytes=profile.page_bytes,
         bytes_per_second=live.bytes_per_second or profile.bytes_per_second,
         refuses_late=profile.admission == "reject" and bool(num_streams or num_arriving or groups),
@@ -244,7 +247,8 @@ def row(
 def _stream_pages(needs: PageNeeds, context: float) -> float:
     """Return how many pages a stream of `context` tokens frees at its end, at least one."""
     pages = context / needs.page_size
-    return max(min(len(needs.windows) * pages, needs.num_full_groups * pages + needs.window_pages), 1.0)
+    pages = min(len(needs.windows) * pages, needs.num_full_groups * pages + needs.window_pages)
+    return max(pages + needs.state_pages, 1.0)
 
 
 _cost_of = lru_cache(maxsize=4096)(StepCost.of)  # rows are made far more often than costs are learnt

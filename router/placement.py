@@ -172,7 +172,7 @@ def _transfer_tail(
 ) -> Floats:
     """Return the seconds `[prefill, decode]` from the first token, which the prefill replica makes, until the decode
     replica has all pages and room for them. Pages travel while the prompt is computed; those of the last chunk only
-    afterwards."""
+    afterwards, and those of the recurrent state."""
     pages = (query.num_tokens - cached[far]) / loads.page_size[far]
     pages = np.minimum(
         loads.num_layer_groups[far] * pages, loads.num_full_groups[far] * pages + loads.window_pages[far]
@@ -181,6 +181,7 @@ def _transfer_tail(
     travel = num_bytes / loads.bytes_per_second[near, None]
     last = np.minimum(travel, travel * (loads.max_step_tokens[near] / max(query.num_tokens, 1))[:, None])
     behind = np.maximum(travel - prediction.alone[near, None], last)
+    behind += loads.state_pages[far] * loads.page_bytes[far] / loads.bytes_per_second[near, None]
     return HANDOVER_S + np.maximum(behind, prediction.room_wait[far] - prediction.ttft[near, None])
 
 

@@ -139,7 +139,8 @@ def _room_wait(loads: Loads, priority: int, rest: Floats) -> Floats:
     if not (rest > loads.max_prompt_now[priority]).any():
         return np.zeros(len(rest))
     pages = np.ceil(rest / loads.page_size)
-    pages = np.minimum(loads.num_layer_groups * pages, loads.num_full_groups * pages + loads.window_pages) + 1
+    pages = np.minimum(loads.num_layer_groups * pages, loads.num_full_groups * pages + loads.window_pages)
+    pages += loads.state_pages + 1
     missing = np.maximum(1 - loads.free_places[priority], 0.0)
     missing = np.maximum(missing, np.maximum(pages - loads.free_pages[priority], 0.0) / loads.stream_pages)
     wait: Floats = missing * loads.stream_turnover

@@ -78,8 +78,8 @@ def _pages(machine: Mapping[str, Any], profile: SchedulingProfile) -> str:
 
 
 def _most_tokens(profile: SchedulingProfile, context: int) -> int:
-    """Return how many tokens the pages hold, in streams of `context` tokens where layers have windows."""
-    if profile.windows == (None,):
+    """Return how many tokens the pages hold, in streams of `context` tokens where windows or states count."""
+    if profile.windows == (None,) and not profile.state_pages:
         return profile.num_pages * profile.page_size
     return profile.num_pages * context // profile.needs.held(context)
 

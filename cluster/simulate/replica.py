@@ -163,8 +163,9 @@ class SimulatedReplica:
 
     def __post_init__(self) -> None:
         profile, speculative = self.pool.profile, self.pool.speculative_config
-        cached = retention(self.pool.engine.prefix_eviction, profile.num_pages, profile.page_size, profile.windows)
-        pages = PagePool(profile.num_pages, profile.page_size, self.pool.enable_prefix_caching, profile.windows, cached)
+        sizes, windows, state_pages = (profile.num_pages, profile.page_size), profile.windows, profile.state_pages
+        cached = retention(self.pool.engine.prefix_eviction, *sizes, windows, state_pages)
+        pages = PagePool(*sizes, self.pool.enable_prefix_caching, windows, cached, state_pages)
         overrun, depth = max(profile.overrun, self.noise.overrun), profile.pipeline_parallel_size
         self._stages = Stages.of(depth, profile.interval_share)
         self.scheduler = Scheduler(

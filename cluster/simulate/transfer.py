@@ -117,8 +117,10 @@ class SimulatedTransfer:
         if end <= begin and not self._is_complete:
             return
         self._sent = max(begin, end)
+        profile = self.receiver.pool.profile
         num_pages = sum(max(self._sent - max(begin, first), 0) for first in self._firsts)
-        num_bytes = num_pages * self.receiver.pool.profile.page_bytes  # of all its ranks
+        num_pages += profile.state_pages if self._is_complete else 0
+        num_bytes = num_pages * profile.page_bytes  # of all its ranks
         departure, arrival = self.network.send(self.sender, self.receiver, num_bytes, now)
         self._bytes += num_bytes
         self._seconds += arrival - departure

@@ -31,7 +31,8 @@ def grid(chunks: Sequence[int], decodes: Sequence[int], contexts: Sequence[int])
 def fitting(engine: Engine, cells: Sequence[Cell]) -> list[Cell]:
     """Return the cells that fit into the model's length and the KV pool."""
     pool, longest = engine.pages, engine.model.max_model_len
-    pages = PageNeeds(pool.page_size, pool.windows, engine.config.max_num_batched_tokens).at_once
+    most_tokens = engine.config.max_num_batched_tokens
+    pages = PageNeeds(pool.page_size, pool.windows, most_tokens, pool.state_pages).at_once
 
     return [
         cell

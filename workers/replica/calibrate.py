@@ -43,6 +43,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         page_size=config.page_size,
         num_pages=pages.num_pages,
         windows=pages.windows,
+        state_pages=pages.state_pages,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         slo_classes=config.slo_classes,

@@ -166,7 +166,7 @@ def _free(scheduler: Scheduler) -> tuple[tuple[int, ...], tuple[int, ...]]:
     places = [scheduler.num_places(priority) for priority in range(num_classes)]
     pages = [scheduler.pages.num_available] * num_classes
     pool = scheduler.pages
-    needs = PageNeeds(pool.page_size, pool.windows, scheduler.config.max_num_batched_tokens)
+    needs = PageNeeds(pool.page_size, pool.windows, scheduler.config.max_num_batched_tokens, pool.state_pages)
     for request in scheduler.waiting:
         num_pages = needs.at_once(request.num_tokens, request.expected_cached_tokens // needs.page_size)
         for priority in range(request.priority, num_classes):

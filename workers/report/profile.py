@@ -25,6 +25,7 @@ class SchedulingProfile(BaseModel):
     page_size: int  # tokens
     num_pages: int
     windows: tuple[Window, ...] = (None,)  # of each group of layers with pages of its own
+    state_pages: int = 0  # of each request's recurrent state
     max_num_batched_tokens: int  # per step
     max_num_seqs: int
     slo_classes: tuple[SloClass, ...]  # most urgent first
@@ -46,7 +47,7 @@ class SchedulingProfile(BaseModel):
     @property
     def needs(self) -> PageNeeds:
         """Return how the pages of a request are counted."""
-        return _needs(self.page_size, self.windows, self.max_num_batched_tokens)
+        return _needs(self.page_size, self.windows, self.max_num_batched_tokens, self.state_pages)
 
     @property
     def token_bytes(self) -> int:

@@ -93,12 +93,14 @@ class SchedulerConfig(BaseModel):
         Raises:
             ValueError: the pool or a step is too small for it; the message names the field.
         """
-        needed = PageNeeds(pages.page_size, pages.windows, self.max_num_batched_tokens).at_once(max_model_len)
-        if pages.num_pages < needed and pages.has_windows:
+        chunk, size = self.max_num_batched_tokens, pages.page_size
+        needed = PageNeeds(size, pages.windows, chunk, pages.state_pages).at_most(max_model_len)
+        if pages.num_pages < needed and (pages.has_windows or pages.state_pages):
+            state = f", and twice {pages.state_pages} for its recurrent state" if pages.state_pages else ""
             raise ValueError(
                 f"the KV pool holds {pages.num_pages} pages; one request of max_model_len ({max_model_len}) needs "
                 f"{needed} in {pages.num_groups} groups of layers, with chunks of max_num_batched_tokens "
-                f"({self.max_num_batched_tokens}): give it more memory, or lower one of the two"
+                f"({self.max_num_batched_tokens}){state}: give it more memory, or lower one of the two"
             )
         capacity = pages.num_pages * pages.page_size
         if capacity < max_model_len and not pages.has_windows:

@@ -37,7 +37,7 @@ def grant(table: RequestTable, now: float) -> list[Request]:
             continue
         hit = kv.match_prefix(table, request)
         if not request.is_offered:  # computed here: the next step starts it if there are pages
-            needed = sum(table.needs.to_start(request.num_tokens, hit))
+            needed = table.needs.num_to_start(request.num_tokens, hit)
             if table.pages.can_allocate(needed + set_aside, shared=hit.pages):
                 set_aside += needed
                 continue
@@ -73,7 +73,10 @@ def commit(table: RequestTable, request: Request, num_tokens: int) -> None:
 
 
 def start_decoding(table: RequestTable, request: Request, token_id: int, now: float) -> None:
-    """Let a held request decode: all its pages have arrived, and `token_id`, sampled by the other replica."""
+    """Let a held request decode: all its pages have arrived, and `token_id`, sampled by the other replica.
+
+    Its first step reads the state, where layers are recurrent, in `pages.state_of(owner)`.
+    """
     assert request.status is Status.HELD
     commit(table, request, request.num_tokens)
     request.token_ids.append(token_id)
@@ -84,14 +87,17 @@ def start_decoding(table: RequestTable, request: Request, token_id: int, now: fl
 def take_over(table: RequestTable, request: Request, now: float) -> None:
     """Compute the prompt of a request here, because the other replica is lost.
 
-    What has arrived is found again by its hashes. Pages that the other replica may still write to are quarantined
-    until `pages.end_quarantine(owner)`.
+    What has arrived is found again by its hashes, as far as every group of layers can continue from it. The state of
+    recurrent layers comes last: without it, all tokens after the last checkpoint here are computed again. Pages that
+    the other replica may still write to are quarantined until `pages.end_quarantine(owner)`.
     """
     assert request.leg is Leg.RECEIVE
     table.forget_offer(request)
     request.leg = Leg.LOCAL
     if request.status is Status.HELD:
         table.recall(request, now)
+        if table.pages.state_pages or table.pages.has_windows:
+            request.expected_cached_tokens = kv.match_prefix(table, request).num_pages * table.pages.page_size
 
 
 def finish_sent(table: RequestTable, request: Request) -> None:

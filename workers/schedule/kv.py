@@ -15,7 +15,8 @@ def match_prefix(table: RequestTable, request: Request) -> PrefixHit:
     pages = table.pages
     if not pages.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
         return pages.match_prefix(())
-    return pages.match_prefix(_page_hashes(request, pages.page_size)[: (request.num_tokens - 1) // pages.page_size])
+    hashes = _page_hashes(request, pages.page_size)[: (request.num_tokens - 1) // pages.page_size]
+    return pages.match_prefix(hashes, needs_state=request.leg is not Leg.RECEIVE)  # with a transfer the state comes
 
 
 def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int = 0) -> bool:
@@ -32,7 +33,7 @@ def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int 
     room = table.room_for_outputs()
     if table.running or table.held:  # a request that is alone can have the whole pool
         room += table.num_growth_pages(request)
-    needed = sum(new) + set_aside + room
+    needed = sum(new) + pages.state_pages + set_aside + room
     if not pages.can_allocate(needed, shared=hits) and not _make_way(table, request, needed, hits):
         return False
     pages.share(request.owner, hit)
@@ -40,6 +41,8 @@ def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int 
         pages.leave_out(request.owner, request.num_tokens)
     for group, num_pages in enumerate(new):
         pages.allocate(request.owner, num_pages, group)
+    if pages.state_pages:
+        pages.allocate_state(request.owner, arrives=request.leg is Leg.RECEIVE)
     request.num_computed_tokens = hit.num_pages * pages.page_size
     if not request.num_preemptions:
         request.num_cached_tokens = request.num_computed_tokens
@@ -102,7 +105,7 @@ def _reach(table: RequestTable, request: Request, num_tokens: int) -> bool:
             if not victims:
                 return False
         victim = _next_victim(victims)
-        table.preempt(victim)
+        _preempt(table, victim)
         if victim is request:
             return False
     return True
@@ -138,6 +141,24 @@ def index_full_pages(table: RequestTable, request: Request, start: int) -> None:
         table.pages.index(request.owner, _page_hashes(request, size)[:num_full], first=start // size)
 
 
+def prefix_hashes(request: Request, num_tokens: int, page_size: int) -> Sequence[PageHash]:
+    """Return the hashes of the full pages among the first `num_tokens` tokens of a request."""
+    return _page_hashes(request, page_size)[: num_tokens // page_size]
+
+
+def keep_state(table: RequestTable, request: Request) -> None:
+    """Let a request that is about to release its state leave it as a checkpoint, if it ends with a full page."""
+    pages, end = table.pages, request.num_computed_tokens
+    if pages.enable_prefix_caching and end and end % pages.page_size == 0 and not request.num_in_flight_tokens:
+        pages.keep_state(request.owner, prefix_hashes(request, end, pages.page_size))
+
+
+def _preempt(table: RequestTable, request: Request) -> None:
+    if table.pages.state_pages:
+        keep_state(table, request)
+    table.preempt(request)
+
+
 def _lacks(table: RequestTable, request: Request, num_tokens: int, group: int) -> bool:
     return num_tokens > len(table.pages.pages_of(request.owner, group)) * table.pages.page_size
 
@@ -166,7 +187,7 @@ def _make_way(table: RequestTable, request: Request, needed: int, hits: Sequence
         victim = _next_victim(victims)
         victims.remove(victim)
         needed -= table.num_growth_pages(victim)
-        table.preempt(victim)
+        _preempt(table, victim)
     return True
 
 

@@ -1,4 +1,5 @@
-"""How many pages requests need in each group of layers: for all tokens, or for what a window and a chunk span."""
+"""How many pages requests need: in each group of layers for all tokens, or for what a window and a chunk span; and for
+the state of recurrent layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ class PageNeeds:
     page_size: int  # tokens
     windows: Sequence[Window]  # of each group
     chunk: int  # tokens
+    state_pages: int = 0  # of one request's state
 
     @cached_property
     def most(self) -> Sequence[int | None]:
@@ -38,14 +40,19 @@ class PageNeeds:
         return -(-num_tokens // self.page_size)
 
     def at_once(self, num_tokens: int, num_cached: int = 0) -> int:
-        """Return the pages of all groups that a prompt must get to start after `num_cached` pages of its prefix."""
+        """Return the pages that a prompt must get to start after `num_cached` pages of its prefix."""
         missing = self.pages(num_tokens) - num_cached
-        return sum(missing if most is None else min(missing, most) for most in self.most)
+        return self.state_pages + sum(missing if most is None else min(missing, most) for most in self.most)
+
+    def at_most(self, num_tokens: int) -> int:
+        """Return the pages without which a request of `num_tokens` tokens may never start: with the checkpoint that it
+        begins with."""
+        return self.at_once(num_tokens) + self.state_pages
 
     def held(self, num_tokens: int) -> int:
-        """Return the pages of all groups that a stream of `num_tokens` tokens holds at most."""
+        """Return the pages that a stream of `num_tokens` tokens holds at most."""
         pages = self.pages(num_tokens)
-        return sum(pages if most is None else min(pages, most) for most in self.most_decoding)
+        return self.state_pages + sum(pages if most is None else min(pages, most) for most in self.most_decoding)
 
     @cached_property
     def num_full_groups(self) -> int:
@@ -59,6 +66,7 @@ class PageNeeds:
 
     def longest_prompt(self, num_pages: float) -> float:
         """Return the tokens of the longest prompt that can start with `num_pages` pages, about."""
+        num_pages = max(num_pages - self.state_pages, 0)
         longest = num_pages / len(self.windows)
         if num_pages >= self.window_pages:
             longest = max(
@@ -80,3 +88,7 @@ class PageNeeds:
             missing if most is None else min(missing, most - num_shared)
             for most, num_shared in zip(self.most, shared, strict=True)
         ]
+
+    def num_to_start(self, num_tokens: int, hit: PrefixHit) -> int:
+        """Return the pages that a prompt must get to start, of all groups and its state, beside those of the hit."""
+        return sum(self.to_start(num_tokens, hit)) + self.state_pages

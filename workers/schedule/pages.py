@@ -7,13 +7,17 @@ Only `release(owner)`, `trim(owner)`, `slide(owner)` and `end_quarantine(owner)`
 
 Layers with equal windows share pages: they are a group. An owner has a list of pages for each group; all pages have
 the same number of bytes, and any page serves any group.
+
+Where a model has recurrent layers, an owner also has a *state*: some pages that hold what these layers remember of all
+tokens so far. A *checkpoint* is the state after a prefix of full pages, in the index under the prefix's hash. No
+request writes to it any more, and its pages are evicted together.
 """
 
 import hashlib
 from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from crossdock.workers.schedule.retention import LeastRecentlyUsed, Retention
@@ -43,6 +47,8 @@ def hash_pages(
 HOLE = -1
 """Stands in a list of pages for a page that no token to come can see."""
 
+_STATES = -1  # stands for a group in the pages of states
+
 Window: TypeAlias = int | None
 """How many tokens a layer sees, the newest included; None: all."""
 
@@ -57,11 +63,13 @@ class PrefixHit(NamedTuple):
 
     num_pages: int  # of each group, holes included: the prefix has as many times page_size tokens
     by_group: tuple[Sequence[int], ...]  # HOLE: the group's window has passed that page
+    checkpoint: Sequence[int] = ()  # the state after the prefix, where the pool has states
+    num_indexed: int = 0  # pages of the longest prefix that all groups can continue from, with or without a state
 
     @property
     def pages(self) -> list[int]:
-        """Return the pages of all groups, without holes."""
-        return [page for pages in self.by_group for page in pages if page != HOLE]
+        """Return the pages of all groups and of the state, without holes."""
+        return [page for pages in (*self.by_group, self.checkpoint) for page in pages if page != HOLE]
 
 
 @dataclass(slots=True)
@@ -75,6 +83,21 @@ class _Held:
         """Return the pages from number `first` on, without holes."""
         first = max(first, self.first)
         return self.pages[first:] if first else self.pages
+
+
+@dataclass(slots=True)
+class _HeldState:
+    """The pages that one owner has for the state of its recurrent layers."""
+
+    own: Sequence[int] = ()  # that no other owner has
+    newest: Sequence[int] = ()  # with the state after all scheduled tokens; empty: it is zeros
+    shared: list[Sequence[int]] = field(default_factory=list)  # checkpoints that a step has yet to write or read
+    used: list[tuple[int, PageHash]] = field(default_factory=list)  # checkpoints, with their pages of prefix; ascending
+    last: int = 0  # pages of prefix of the last checkpoint that is read or made
+    num_indexed: int = 0  # see `PrefixHit`
+
+    def pages(self) -> list[int]:
+        return [*self.own, *(page for checkpoint in self.shared for page in checkpoint)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +121,12 @@ class PagePool:
         enable_prefix_caching: bool = True,
         windows: Sequence[Window] = (None,),
         cached: Retention | None = None,
+        state_pages: int = 0,
     ) -> None:
         """Create a pool of free pages of `page_size` tokens each.
 
-        `windows`: of each group of layers. `cached`: None evicts the least recently used page.
+        `windows`: of each group of layers. `cached`: None evicts the least recently used page. `state_pages`: how many
+        the state of one owner needs.
 
         Raises:
             ValueError: `num_pages` or `page_size` is below 1.
@@ -113,13 +138,16 @@ class PagePool:
         self.enable_prefix_caching = enable_prefix_caching
         self.windows = tuple(windows)
         self.has_windows = any(window is not None for window in self.windows)
+        self.state_pages = state_pages
         self._new = range(num_pages)  # free, and never used before
         self._free = deque[int]()  # free, and used before
         self._num_owners = [0] * num_pages
         self._owned: dict[str, tuple[_Held, ...]] = {}  # of each group
+        self._states: dict[str, _HeldState] = {}
         self._hash_of: list[PageHash | None] = [None] * num_pages  # by page; None: not indexed
         self._group_of = [0] * num_pages  # by page, as it was last allocated
         self._indexes: tuple[dict[PageHash, int], ...] = tuple({} for _ in self.windows)  # of each group
+        self._checkpoints: dict[PageHash, Sequence[int]] = {}
         self.cached: Retention = cached if cached is not None else LeastRecentlyUsed()  # indexed and unowned
         self._quarantine: dict[str, list[int]] = {}
         self._changes: dict[PageHash, bool] = {}  # since `take_changes`: True is indexed, False removed
@@ -155,8 +183,30 @@ class PagePool:
         return len(held[group].pages) - held[group].first if held else 0
 
     def num_held_by(self, owner: str) -> int:
-        """Return how many pages an owner has for all groups."""
-        return sum(self.num_held(owner, group) for group in range(self.num_groups))
+        """Return how many pages an owner has for all groups and its state."""
+        num_pages = sum(self.num_held(owner, group) for group in range(self.num_groups))
+        return num_pages + (len(self._states[owner].pages()) if owner in self._states else 0)
+
+    def state_of(self, owner: str) -> Sequence[int]:
+        """Return the pages of an owner's state after all scheduled tokens; none where that state is zeros."""
+        state = self._states.get(owner)
+        return state.newest if state else ()
+
+    def own_state_of(self, owner: str) -> Sequence[int]:
+        """Return the pages that an owner may write its state to, in order."""
+        return self._states[owner].own
+
+    def last_checkpoint_of(self, owner: str) -> int:
+        """Return after how many full pages the last checkpoint is that an owner began from or has made; 0: none."""
+        return self._states[owner].last
+
+    def num_indexed_of(self, owner: str) -> int:
+        """Return of how many pages the prefix was whose pages `owner` found at its start, with or without a state."""
+        return self._states[owner].num_indexed
+
+    def has_checkpoint(self, page_hash: PageHash) -> bool:
+        """Return whether the state after this prefix is in the index."""
+        return page_hash in self._checkpoints
 
     def num_tokens_held(self, owner: str) -> int:
         """Return the end of the tokens for which an owner has pages in every group."""
@@ -177,14 +227,18 @@ class PagePool:
         owned = sum(1 for owners in self._num_owners if owners)
         return PageCounts(free, owned, cached, self.num_quarantined, self.num_pages)
 
-    def match_prefix(self, hashes: Sequence[PageHash]) -> PrefixHit:
+    def match_prefix(self, hashes: Sequence[PageHash], needs_state: bool = True) -> PrefixHit:
         """Return the longest indexed prefix of `hashes` that every group can continue from. No owner changes.
 
-        A group without a window needs all its pages. A group with one needs those that the next token sees.
+        A group without a window needs all its pages. A group with one needs those that the next token sees. Recurrent
+        layers need a checkpoint at the end, unless another replica computes what follows: `needs_state` is False.
         """
         if len(self.windows) == 1 and not self.has_windows:  # each waiting prompt is looked up in each step
             pages = self._run(hashes, 0)
-            return PrefixHit(len(pages), (pages,))
+            num_indexed = len(pages)
+            num_pages = self._last_checkpoint(hashes, num_indexed) if needs_state else num_indexed
+            checkpoint = self._checkpoint(hashes, num_pages, needs_state)
+            return PrefixHit(num_pages, (pages[:num_pages],), checkpoint, num_indexed)
         found, num_pages = list[list[int]](), len(hashes)
         for group, window in enumerate(self.windows):
             if window is None:
@@ -192,11 +246,28 @@ class PagePool:
             else:
                 found.append([self._indexes[group].get(page_hash, HOLE) for page_hash in hashes[:num_pages]])
             num_pages = len(found[-1])
-        while num_pages and (gap := self._last_gap(found, num_pages)) is not None:
-            num_pages = gap  # a longer prefix would need the missing page as well
+        num_pages = num_indexed = self._without_gap(found, num_pages)
+        while needs_state and (shorter := self._last_checkpoint(hashes, num_pages)) < num_pages:
+            num_pages = self._without_gap(found, shorter)
         firsts = [self._first(group, num_pages) for group in range(len(found))]
         by_group = ([HOLE] * first + pages[first:num_pages] for first, pages in zip(firsts, found, strict=True))
-        return PrefixHit(num_pages, tuple(by_group))
+        return PrefixHit(num_pages, tuple(by_group), self._checkpoint(hashes, num_pages, needs_state), num_indexed)
+
+    def _without_gap(self, found: Sequence[Sequence[int]], num_pages: int) -> int:
+        """Return the longest prefix of up to `num_pages` pages for which the groups with windows lack no page."""
+        while num_pages and (gap := self._last_gap(found, num_pages)) is not None:
+            num_pages = gap  # a longer prefix would need the missing page as well
+        return num_pages
+
+    def _last_checkpoint(self, hashes: Sequence[PageHash], num_pages: int) -> int:
+        """Return the pages of the longest prefix of up to `num_pages` that has a checkpoint; all if none is needed."""
+        while self.state_pages and num_pages and hashes[num_pages - 1] not in self._checkpoints:
+            num_pages -= 1
+        return num_pages
+
+    def _checkpoint(self, hashes: Sequence[PageHash], num_pages: int, needs_state: bool = True) -> Sequence[int]:
+        """Return the state after so many pages of a prefix; none where no state is needed."""
+        return self._checkpoints[hashes[num_pages - 1]] if self.state_pages and needs_state and num_pages else ()
 
     def _run(self, hashes: Sequence[PageHash], group: int) -> list[int]:
         """Return the pages of a group for `hashes`, up to the first that it lacks."""
@@ -230,6 +301,8 @@ class PagePool:
     def num_freed_by(self, owners: Sequence[str], besides: Sequence[int] = ()) -> int:
         """Return how many pages, `besides` these, would have no owner if all of `owners` released theirs."""
         counts = Counter(page for owner in owners for held in self._owned.get(owner, ()) for page in held.live())
+        if self.state_pages:
+            counts.update(page for owner in owners if owner in self._states for page in self._states[owner].pages())
         for page in besides:
             counts.pop(page, None)
         return sum(count == self._num_owners[page] for page, count in counts.items())
@@ -262,9 +335,22 @@ class PagePool:
         self._owned[owner] = tuple(
             _Held(array("i", pages), first) for pages, first in zip(hit.by_group, firsts, strict=True)
         )
+        if self.state_pages:
+            self._states[owner] = state = _HeldState(newest=hit.checkpoint, num_indexed=hit.num_indexed)
+            if hit.checkpoint and (page_hash := self._hash_of[hit.checkpoint[0]]) is not None:
+                state.shared.append(hit.checkpoint)
+                state.used.append((hit.num_pages, page_hash))
+                state.last = hit.num_pages
 
     def allocate(self, owner: str, num_pages: int, group: int = 0) -> list[int]:
         """Give `owner` so many pages for a group; without free ones, evict cached pages."""
+        pages = self._take(num_pages, group)
+        if owner not in self._owned:
+            self._owned[owner] = tuple(_Held(array("i")) for _ in self.windows)
+        self._owned[owner][group].pages.extend(pages)
+        return pages
+
+    def _take(self, num_pages: int, group: int) -> list[int]:
         assert num_pages <= self.num_available, f"{num_pages} pages needed, {self.num_available} available"
         pages = [*self._new[:num_pages]]
         self._new = self._new[num_pages:]
@@ -272,10 +358,72 @@ class PagePool:
         for page in pages:
             self._num_owners[page] = 1
             self._group_of[page] = group
-        if owner not in self._owned:
-            self._owned[owner] = tuple(_Held(array("i")) for _ in self.windows)
-        self._owned[owner][group].pages.extend(pages)
         return pages
+
+    # -- changing states -------------------------------------------------------------------------------------------
+
+    def allocate_state(self, owner: str, arrives: bool = False) -> None:
+        """Give `owner` its state's pages. `arrives`: a transfer fills them; else the state is as `share` left it."""
+        state = self._states.setdefault(owner, _HeldState())
+        state.own = array("i", self._take(self.state_pages, _STATES))
+        if arrives:
+            state.newest = state.own
+
+    def next_state(self, owner: str, checkpoint: int = 0) -> tuple[Sequence[int], Sequence[int]]:
+        """Return where the next part of a step reads the state of `owner`, and where it writes the state after it.
+
+        `checkpoint`: the part ends after so many full pages, and writes to new pages, for `index_state`. No part
+        writes to those again, so the one after it reads them and writes to the owner's own pages. 0: it makes none.
+        """
+        state = self._states[owner]
+        read = state.newest
+        if checkpoint:
+            state.newest, state.last = array("i", self._take(self.state_pages, _STATES)), checkpoint
+            state.shared.append(state.newest)
+        else:
+            state.newest = state.own
+        return read, state.newest
+
+    def end_state(self, owner: str, read: Sequence[int]) -> None:
+        """Note that a part of a step has ended, which read this state of `owner`."""
+        state = self._states[owner]
+        if read is not state.own:
+            self._unshare(state, read)
+
+    def index_state(self, owner: str, pages: Sequence[int], hashes: Sequence[PageHash]) -> None:
+        """Index a state of `owner` as the checkpoint after the full pages of `hashes`. No part writes to it any more.
+
+        If there is a checkpoint of that prefix already, that one stays.
+        """
+        if self.enable_prefix_caching and hashes[-1] not in self._checkpoints:
+            self._checkpoints[hashes[-1]] = pages
+            for page in pages:
+                self._hash_of[page] = hashes[-1]
+        self._states[owner].used.append((len(hashes), hashes[-1]))
+
+    def undo_state(self, owner: str, read: Sequence[int], written: Sequence[int]) -> bool:
+        """Return to the state that a part of a step read, the newest part; False: it wrote to the same pages."""
+        state = self._states[owner]
+        if read is written:
+            return False
+        if written is not state.own:
+            self._unshare(state, written)
+        state.newest = read
+        return True
+
+    def keep_state(self, owner: str, hashes: Sequence[PageHash]) -> None:
+        """Index the newest state of `owner`, which is about to release it, as the checkpoint after these pages."""
+        state = self._states.get(owner)
+        if state is not None and state.own and state.newest is state.own:
+            self.index_state(owner, state.own, hashes)
+
+    def _unshare(self, state: _HeldState, checkpoint: Sequence[int]) -> None:
+        """Take a checkpoint from the owner of `state`."""
+        for number, shared in enumerate(state.shared):
+            if shared is checkpoint:
+                del state.shared[number]
+                self._give_back(checkpoint)
+                break
 
     def slide(self, owner: str, position: int) -> None:
         """Give back the pages that no token of `owner` from `position` on sees. Indexed ones stay in the index."""
@@ -317,9 +465,22 @@ class PagePool:
     def release(self, owner: str) -> int:
         """Take all pages from `owner`, and return how many of them have no owner now. Unknown owners have none.
 
-        Indexed pages stay in the index until they are evicted, the ends of prefixes first.
+        Indexed pages stay in the index until they are evicted, the ends of prefixes first. A checkpoint goes before the
+        pages in front of it: each is useless without the other, and pages behind the last checkpoint are useless.
         """
-        return sum(self._give_back(held.live()) for held in self._owned.pop(owner, ()))
+        groups, state = self._owned.pop(owner, ()), self._states.pop(owner, None)
+        num_unowned = 0
+        if state is not None:
+            num_unowned += self._give_back(state.pages())
+            for num_pages, page_hash in reversed(state.used):
+                for held in groups:
+                    num_unowned += self._give_back(held.live(num_pages))
+                    del held.pages[num_pages:]
+                checkpoint = self._checkpoints.get(page_hash, ())
+                if checkpoint and checkpoint[0] in self.cached:
+                    self.cached.share(checkpoint)
+                    self.cached.add(checkpoint)
+        return num_unowned + sum(self._give_back(held.live()) for held in groups)
 
     def trim(self, owner: str, num_pages: int) -> None:
         """Take from `owner` each group's pages after the first `num_pages`: no token is in them."""
@@ -329,12 +490,16 @@ class PagePool:
             self._give_back(surplus)
 
     def quarantine(self, owner: str, first: int = 0) -> int:
-        """Release the pages of `owner`, but quarantine each group's from number `first` on that have no other owner.
+        """Release the pages of `owner`, but quarantine each group's from number `first` on that have no other owner,
+        and its state.
 
         Quarantined pages are not used before `end_quarantine(owner)`. Returns how many there are.
         """
-        held = self._owned.pop(owner, ())
+        held, state = self._owned.pop(owner, ()), self._states.pop(owner, None)
         alone = [page for each in held for page in each.live(first) if self._num_owners[page] == 1]
+        if state is not None:
+            alone += state.own
+            self._give_back([page for checkpoint in state.shared for page in checkpoint])
         tainted = set(alone)
         for each in held:
             self._give_back([page for page in each.live() if page not in tainted])
@@ -358,6 +523,8 @@ class PagePool:
             self._free.append(self._evict())
         for page in [page for index in self._indexes for page in index.values()]:
             self._forget(page)
+        for checkpoint in [*self._checkpoints.values()]:
+            self._forget(checkpoint[0])
         return num_cached
 
     def _give_back(self, pages: Sequence[int]) -> int:
@@ -376,13 +543,22 @@ class PagePool:
 
     def _evict(self) -> int:
         page = self.cached.evict()
+        if self._group_of[page] == _STATES and (page_hash := self._hash_of[page]) is not None:
+            others = [other for other in self._checkpoints[page_hash] if other != page]
+            self.cached.share(others)
+            self._free.extend(others)
         self._forget(page)
         return page
 
     def _forget(self, page: int) -> None:
+        """Take a page from the index; of a checkpoint all pages."""
         page_hash, self._hash_of[page] = self._hash_of[page], None
         if page_hash is not None:
             group = self._group_of[page]
+            if group == _STATES:
+                for other in self._checkpoints.pop(page_hash):
+                    self._hash_of[other] = None
+                return
             del self._indexes[group][page_hash]
             self.cached.forget(page)
             self._note(group, page_hash, False)

@@ -19,6 +19,7 @@ from crossdock.workers.schedule.forecast import Forecast
 from crossdock.workers.schedule.order import order_prefills, prefill_reason
 from crossdock.workers.schedule.pace import lent_due
 from crossdock.workers.schedule.request import Request, Status
+from crossdock.workers.schedule.states import RecurrentStates
 from crossdock.workers.schedule.table import RequestTable
 
 NEAR_DEADLINE = 0.8
@@ -34,6 +35,7 @@ class PrefillScheduler:
 
     table: RequestTable
     forecast: Forecast
+    states: RecurrentStates | None = None  # of models with recurrent layers
 
     def candidates(self) -> list[Request]:
         """Return the requests with prompt tokens to compute here, in the order in which they get chunks."""
@@ -138,6 +140,8 @@ class PrefillScheduler:
             num_tokens = self._chunk(request, start, budget)
             if self.table.pages.has_windows:
                 num_tokens = kv.chunk_within(self.table, request, start, num_tokens)
+            if self.states is not None:
+                num_tokens = self.states.chunk_within(request, start, num_tokens)
             if num_tokens:
                 chunks.append(self._part(request, start, num_tokens))
                 budget.take(prompt, num_tokens)

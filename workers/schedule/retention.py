@@ -306,13 +306,16 @@ def bin_of(age: float) -> int:
     return min(int(age / _FIRST_BIN_S).bit_length(), _NUM_BINS - 1) if age > 0 else 0
 
 
-def retention(policy: PrefixEviction, num_pages: int, page_size: int, windows: Sequence[int | None]) -> Retention:
+def retention(
+    policy: PrefixEviction, num_pages: int, page_size: int, windows: Sequence[int | None], state_pages: int = 0
+) -> Retention:
     """Return an empty set of cached pages that evicts by `policy`.
 
     Where a group of layers has a window, the least recently used page goes: a hit needs that group's last pages alone,
-    so that a page without the pages before it is worth as much as others.
+    so that a page without the pages before it is worth as much as others. So too where layers are recurrent: pages
+    behind the last checkpoint are worth nothing, and those in front of one are worth something together alone.
     """
-    by_value = policy == "value" and not any(windows)
+    by_value = policy == "value" and not any(windows) and not state_pages
     return LeastValuable(num_pages, page_size) if by_value else LeastRecentlyUsed()
 
 

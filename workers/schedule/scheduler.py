@@ -18,6 +18,7 @@ from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.prefills import PrefillScheduler
 from crossdock.workers.schedule.request import FinishReason, InvalidField, Leg, Request, Status, TokenDelta
 from crossdock.workers.schedule.slo import priority_of
+from crossdock.workers.schedule.states import RecurrentStates
 from crossdock.workers.schedule.table import PrefillTotals, RequestTable
 from crossdock.workers.schedule.verify import Verification
 
@@ -65,8 +66,10 @@ class Scheduler:
             drafting: how many drafts streams get. Without it none do.
 
         Raises:
-            ValueError: a request of `max_model_len` could not be served.
+            ValueError: a request of `max_model_len` could not be served, or there are drafts and recurrent layers.
         """
+        if drafting is not None and pages.state_pages:
+            raise ValueError("recurrent layers cannot take back rejected drafts: their state has no earlier version")
         config.check_capacity(pages, max_model_len)
         self.config = config
         self.pages = pages
@@ -75,7 +78,8 @@ class Scheduler:
         self.depth = depth
         self._table = RequestTable(config, pages, max_model_len)
         self._forecast = Forecast(self._table, cost, overrun, depth, interval_share)
-        self._prefills = PrefillScheduler(self._table, self._forecast)
+        self._states = RecurrentStates(self._table, self._forecast) if pages.state_pages else None
+        self._prefills = PrefillScheduler(self._table, self._forecast, self._states)
         self.verification: Verification | None = None
         if drafting is not None:
             self.verification = Verification(self._table, self._forecast, drafting)
@@ -123,9 +127,12 @@ class Scheduler:
         return request
 
     def drop_steps_in_flight(self) -> None:
-        """Forget the steps in flight, which will have no update: every request is where it was before them."""
-        for request in self._table.requests():
-            request.num_in_flight_tokens = 0
+        """Forget the steps in flight, which will have no update: every request is where it was before them.
+
+        Where layers are recurrent, requests of these steps begin again. Those that send their pages are returned to the
+        router, see `take_returned`.
+        """
+        self._table.drop_flights()
 
     def learn(self, cost: StepCost, overrun: float, interval_share: float = 1.0) -> None:
         """Predict with a new cost from now on, with the factor by which some steps overrun it, and the share of it
@@ -166,6 +173,8 @@ class Scheduler:
             batch = self._alternate(decodes, skipped, prefills)
         if drafts and self.verification is not None:
             batch = self.verification.with_drafts(batch, drafts)
+        if self._states is not None:
+            batch = self._states.with_states(batch)
         for part in batch.scheduled:
             part.request.num_in_flight_tokens += part.num_tokens
         return batch
@@ -230,6 +239,8 @@ class Scheduler:
             delta, reason = None, None
             if part.samples:
                 if (token := sampled.get(request.id)) is None:
+                    if self._states is not None:
+                        self._states.undo(part)
                     continue
                 delta, reason = append_sampled(table, request, token, self.eos_token_ids)
                 if part.drafts:
@@ -241,6 +252,8 @@ class Scheduler:
                 kv.index_full_pages(table, request, part.start)
             if self.pages.has_windows:
                 kv.slide(table, request)
+            if self._states is not None:
+                self._states.end(part)
             if part.drafts and self.verification is not None:
                 self.verification.verified(request, len(part.drafts), len(sampled[request.id].accepted))
             if delta is None:
@@ -253,6 +266,8 @@ class Scheduler:
                 request.paced_from = now - tpot * request.num_output_tokens
             if reason is not None:
                 delta.finish_reason = reason
+                if self._states is not None:
+                    self._states.keep_last(request)
                 table.end(request, reason)
             elif request.leg is Leg.SEND:
                 table.hold(request)

@@ -54,9 +54,12 @@ class RequestTable:
     _by_id: dict[str, Request] = field(default_factory=dict)
     _room: int | None = None  # see `room_for_outputs`; None: to be counted
     _read: list[str] = field(default_factory=list)  # owners that ended while their pages may have been read elsewhere
+    _ended_in_flight: list[Request] = field(default_factory=list)  # a step in flight still uses their pages
 
     def __post_init__(self) -> None:
-        self.needs = PageNeeds(self.pages.page_size, self.pages.windows, self.config.max_num_batched_tokens)
+        pages = self.pages
+        most_tokens = self.config.max_num_batched_tokens
+        self.needs = PageNeeds(pages.page_size, pages.windows, most_tokens, pages.state_pages)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -242,6 +245,8 @@ class RequestTable:
             self._read = [*self._still_read(), request.owner]
         elif not request.num_in_flight_tokens:
             self.pages.release(request.owner)
+        if request.num_in_flight_tokens:
+            self._ended_in_flight.append(request)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.num_outputs += 1
             weight = max(_OUTPUT_WEIGHT, 1 / self.num_outputs)
@@ -256,6 +261,26 @@ class RequestTable:
         is_used = request.num_in_flight_tokens or request.leg is Leg.SEND
         if request.status is Status.FINISHED and not is_used:
             self.pages.release(request.owner)
+        if not request.num_in_flight_tokens and request in self._ended_in_flight:
+            self._ended_in_flight.remove(request)
+
+    def drop_flights(self) -> None:
+        """Forget all steps in flight: requests are where they were before these, or wait if their state is lost.
+
+        Only the pages of tokens are written again. Recurrent layers overwrite their state, so that a request whose
+        state a step has written to begins again; if its pages are being sent, it ends and the router places it again.
+        """
+        for request in self.requests():
+            is_in_flight, request.num_in_flight_tokens = request.num_in_flight_tokens > 0, 0
+            if is_in_flight and self.pages.state_pages:
+                if request.leg is Leg.SEND:
+                    self.give_back(request)
+                else:
+                    self.preempt(request)
+        ended, self._ended_in_flight = self._ended_in_flight, []
+        for request in ended:
+            request.num_in_flight_tokens = 0
+            self.release_after_flight(request)
 
     def _requeue(self, request: Request, expected_cached_tokens: int, now: float) -> None:
         request.status, request.queued_at = Status.WAITING, now

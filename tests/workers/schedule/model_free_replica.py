@@ -74,13 +74,14 @@ def new_scheduler(
     interval_share: float = 1.0,
     windows: Sequence[Window] = (None,),
     drafting: DraftPolicy | None = None,
+    state_pages: int = 0,
     **config: Any,
 ) -> Scheduler:
     """Return a small scheduler: pages of 4 tokens, 8 places, 32 tokens in a step, unless `config` differs."""
     settings = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "page_size": 4} | config
     checked = SchedulerConfig(**settings)
-    cached = retention(checked.prefix_eviction, num_pages, checked.page_size, windows)
-    pool = PagePool(num_pages, checked.page_size, caching, windows, cached)
+    cached = retention(checked.prefix_eviction, num_pages, checked.page_size, windows, state_pages)
+    pool = PagePool(num_pages, checked.page_size, caching, windows, cached, state_pages)
     return Scheduler(
         *(checked, pool, max_model_len, {EOS}, cost),
         depth=depth,

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.page_needs import PageNeeds
-from crossdock.workers.schedule.pages import HOLE, Window
+from crossdock.workers.schedule.pages import Window
 from crossdock.workers.schedule.request import Leg, Overloaded, Request, SamplingParams, Status
 from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 from tests.workers.schedule.model_free_replica import (
@@ -40,6 +40,7 @@ class Flight(NamedTuple):
     batch: Batch
     token_ids: list[list[int]]  # of each part; below 0: the result of the step before, in that row
     pages: list[list[list[int]]]  # of each part and group of layers
+    states: list[tuple[list[int], list[int]]]  # that each part reads and writes
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -52,6 +53,8 @@ class AnyHistory(RuleBasedStateMachine):
     depth = 1  # of the scheduler
     group_windows: Sequence[tuple[Window, ...]] = ((None,),)  # of the groups of layers of each model to choose from
     drafting: SpeculativeConfig | None = None  # what steps verify; None: no drafts
+    state_pages: Sequence[int] = (0,)  # of a request's recurrent state, of each model
+    room = 0  # further pages in the pool: with them, prefixes stay cached for long
 
     @initialize(
         pages=st.integers(10, 30),
@@ -88,12 +91,14 @@ class AnyHistory(RuleBasedStateMachine):
     ) -> None:
         budget = budget if chunked else max(budget, 40)
         self.windows = self.group_windows[model % len(self.group_windows)]
-        self.needs = PageNeeds(4, self.windows, budget)
+        state_pages = self.state_pages[model % len(self.state_pages)]
+        self.needs = PageNeeds(4, self.windows, budget, state_pages)
         self.scheduler = new_scheduler(
-            num_pages=max(pages, self.needs.at_once(40)),
+            num_pages=max(pages, self.needs.at_most(40)) + self.room,
             windows=self.windows,
+            state_pages=state_pages,
             max_model_len=40,
-            caching=caching,
+            caching=caching or self.room > 0,
             cost=COST if policy == "adaptive" else None,
             max_num_batched_tokens=budget,
             max_num_seqs=min(seqs, budget - 4),
@@ -118,9 +123,13 @@ class AnyHistory(RuleBasedStateMachine):
         self.being_read: set[str] = set()  # owners whose pages are being sent
         self.count = 0
         self.memory: dict[tuple[int, int], int] = {}  # token by page and position in it
+        self.remembered: dict[int, tuple[int, list[int]]] = {}  # by page of a state: its place and the tokens so far
+        self.sent: dict[str, list[int]] = {}  # tokens whose state is being sent, by owner
+        self.arriving: dict[str, list[int]] = {}  # pages of the state that another replica may write to, by owner
         self.flights: list[Flight] = []
         self.found: list[int] = []  # tokens sampled by the last step that ended
         self.late_rows: set[int] = set()  # of the next step that ends: the step behind it begins with wrong tokens
+        self.ended: list[list[int]] = []  # the tokens of requests that have ended by themselves
         self.late: set[str] = set()  # requests whose part of the step in flight began with a wrong token
 
     @rule(
@@ -164,6 +173,21 @@ class AnyHistory(RuleBasedStateMachine):
             assert self.live, "an idle replica refuses no request"
             assert self.scheduler.get(new.id) is None
 
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data(), tail=st.lists(st.integers(1, 49), min_size=1, max_size=5), max_tokens=st.integers(1, 9))
+    def follow_up(self, data: st.DataObject, tail: list[int], max_tokens: int) -> None:
+        """The next turn of a conversation: it repeats the turn before and its answer, and both may go on."""
+        tokens = data.draw(st.sampled_from(self.ended))
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        leg = Leg.LOCAL if self.pages.has_windows else data.draw(st.sampled_from([Leg.LOCAL, Leg.RECEIVE]))
+        prompt, epoch = [*tokens[:34], *tail], int(leg is not Leg.LOCAL)
+        new = Request(f"r{self.count}", prompt, params, leg=leg, epoch=epoch, is_offered=True, arrival_time=self.now)
+        self.count += 1
+        with suppress(Overloaded):
+            self.scheduler.add(new)
+            self.live[new.id] = new
+        self.one_step()
+
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -185,9 +209,7 @@ class AnyHistory(RuleBasedStateMachine):
             return
         request = data.draw(st.sampled_from(sorted(self.scheduler.held, key=lambda request: request.id)))
         if request.leg is Leg.SEND:
-            self.scheduler.finish_sent(request.id)
-            self.being_read.add(request.owner)
-            del self.live[request.id]
+            self.finish_sent(request)
         elif (end := request.num_computed_tokens + pages * self.pages.page_size) < request.num_tokens:
             start = request.num_computed_tokens
             self.write(self.pages.pages_of(request.owner), start, request.token_ids[start:end])
@@ -195,6 +217,8 @@ class AnyHistory(RuleBasedStateMachine):
         else:
             start = request.num_computed_tokens
             self.write(self.pages.pages_of(request.owner), start, request.token_ids[start:])
+            self.write_state(self.pages.state_of(request.owner), request.token_ids)
+            self.arriving.pop(request.owner, None)
             token = next_token(request.token_ids)
             is_full = request.num_tokens + 1 >= self.scheduler.max_model_len
             if token == EOS or request.sampling.max_tokens == 1 or is_full:  # the sender would have ended it
@@ -202,6 +226,33 @@ class AnyHistory(RuleBasedStateMachine):
                 del self.live[request.id]
             else:
                 self.scheduler.start_decoding(request.id, token, self.now)
+
+    def finish_sent(self, request: Request) -> None:
+        if self.pages.state_pages:
+            assert self.read_state(self.pages.state_of(request.owner)) == request.prompt_token_ids
+            self.sent[request.owner] = request.prompt_token_ids
+        self.scheduler.finish_sent(request.id)
+        self.being_read.add(request.owner)
+        del self.live[request.id]
+
+    @rule()
+    def write_some_of_the_states(self) -> None:
+        """Transfers have begun to write states, also those of requests that have been aborted or taken over."""
+        for pages in self.arriving.values():
+            for page in pages:
+                self.remembered[page] = (-1, [])
+
+    @precondition(lambda self: self.flights)
+    @rule()
+    def fail_a_step(self) -> None:
+        """The steps in flight have no update, and may have written to some of their pages."""
+        for flight in self.flights:
+            for _, written in flight.states:
+                self.remembered.update(dict.fromkeys(written, (-1, [])))
+        self.flights.clear()
+        self.late.clear()
+        self.scheduler.drop_steps_in_flight()
+        self.take_returned()
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -220,8 +271,13 @@ class AnyHistory(RuleBasedStateMachine):
     @rule()
     def writers_and_readers_stop(self) -> None:
         for owner in self.being_read:
+            if owner in self.sent:
+                assert self.read_state(self.pages.state_of(owner)) == self.sent.pop(owner)
             self.pages.release(owner)
         self.being_read.clear()
+        for number in range(self.count):
+            if f"r{number}" not in self.live or self.live[f"r{number}"].status is not Status.HELD:
+                self.arriving.pop(f"r{number}#1", None)
         for number in range(self.count):
             self.pages.end_quarantine(f"r{number}#1")
 
@@ -236,7 +292,8 @@ class AnyHistory(RuleBasedStateMachine):
             pass
         if self.flights:
             self.land()
-        self.scheduler.grant(self.now)
+        for request in self.scheduler.grant(self.now):
+            self.arriving[request.owner] = list(self.pages.state_of(request.owner))
         self.take_returned()
 
     def take_returned(self) -> None:
@@ -316,8 +373,17 @@ class AnyHistory(RuleBasedStateMachine):
             lengths = [len(part.drafts) > 0 for part in batch.scheduled[: batch.num_decodes]]
             assert lengths == sorted(lengths), "decodes without drafts come first"
             pages = [[list(group) for group in (part.pages, *part.further_pages)] for part in batch.scheduled]
-            self.flights.append(Flight(batch, ids, pages))
+            states = [(list(part.state.read), list(part.state.write)) for part in batch.scheduled]
+            self.check_no_part_reads_what_another_writes(states)
+            self.flights.append(Flight(batch, ids, pages, states))
         return bool(batch)
+
+    def check_no_part_reads_what_another_writes(self, states: Sequence[tuple[list[int], list[int]]]) -> None:
+        written = [page for _, pages in states for page in pages]
+        assert len(written) == len(set(written)) == len(states) * self.pages.state_pages
+        for read, own in states:
+            assert len(read) in (0, self.pages.state_pages)
+            assert not set(read) & (set(written) - set(own))
 
     def check_no_stream_is_late_for_drafts(self, batch: Batch) -> None:
         if self.scheduler.cost is None or not batch.num_drafts:
@@ -329,12 +395,14 @@ class AnyHistory(RuleBasedStateMachine):
 
     def land(self) -> None:
         """The oldest step in flight ends: it writes its pages, reads its contexts, and samples."""
-        batch, token_ids, pages = self.flights.pop(0)
+        batch, token_ids, pages, states = self.flights.pop(0)
         self.now += COST.seconds(batch.work)
         for part, ids, written in zip(batch.scheduled, token_ids, pages, strict=True):
             known = [self.found[~token] if token < 0 else token for token in ids]
             for group in written:
                 self.write(group, part.start, known)
+        if self.pages.state_pages:
+            self.advance_states(batch, token_ids, states)
         reads = [self.read(owned, part) for part, owned in zip(batch.scheduled, pages, strict=True)]
         sampling = [(part, read) for part, read in zip(batch.scheduled, reads, strict=True) if part.samples]
         names = [part.request.id for part, _ in sampling]
@@ -347,10 +415,36 @@ class AnyHistory(RuleBasedStateMachine):
         for delta in self.scheduler.update(batch, sampled, self.now):
             if delta.finish_reason is not None:
                 done = self.live.pop(delta.request_id)
+                self.ended.append(done.token_ids)
                 if done.leg is Leg.SEND:
                     self.being_read.add(done.owner)
                 expected = reference_output(done.prompt_token_ids, done.sampling, 40)
                 assert done.token_ids[done.num_prompt_tokens :] == expected
+
+    def advance_states(
+        self, batch: Batch, token_ids: Sequence[list[int]], states: Sequence[tuple[list[int], list[int]]]
+    ) -> None:
+        """Every part reads the state of exactly the tokens before it; then all write the states after it."""
+        before = [self.read_state(read) for read, _ in states]
+        for part, tokens in zip(batch.scheduled, before, strict=True):
+            assert tokens == part.request.token_ids[: part.start]
+        for tokens, ids, (_, written) in zip(before, token_ids, states, strict=True):
+            self.write_state(written, tokens + [self.found[~token] if token < 0 else token for token in ids])
+
+    def read_state(self, pages: Sequence[int]) -> list[int]:
+        """Return the tokens whose state these pages hold."""
+        if not pages:
+            return []
+        parts = [self.remembered[page] for page in pages]
+        assert [place for place, _ in parts] == list(range(len(pages)))
+        assert all(tokens == parts[0][1] for _, tokens in parts)
+        return parts[0][1]
+
+    def write_state(self, pages: Sequence[int], tokens: list[int]) -> None:
+        for place, page in enumerate(pages):
+            self.remembered[page] = (place, list(tokens))
+            for at in range(self.pages.page_size):
+                self.memory.pop((page, at), None)
 
     def land_with(self, name: str) -> None:
         """All steps end if one of them computes a request to which something is about to happen."""
@@ -361,6 +455,7 @@ class AnyHistory(RuleBasedStateMachine):
     def write(self, pages: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
         for at, token in enumerate(token_ids, start):
             self.memory[pages[at // self.pages.page_size], at % self.pages.page_size] = token
+            self.remembered.pop(pages[at // self.pages.page_size], None)
 
     def read(self, pages: Sequence[Sequence[int]], part: Scheduled) -> list[int]:
         """Return the tokens up to the end of a part, all of those that each group sees read from its pages."""
@@ -380,13 +475,12 @@ class AnyHistory(RuleBasedStateMachine):
         assert counts.free + counts.owned + counts.cached + counts.quarantined == counts.total
         owners = {each.owner for each in [*self.scheduler.running, *self.scheduler.held]} | self.being_read
         owners |= {part.request.owner for flight in self.flights for part in flight.batch.scheduled}
-        groups = range(len(self.windows))
-        held = {page for owner in owners for group in groups for page in self.pages.pages_of(owner, group)} - {HOLE}
-        assert counts.owned == len(held)
+        assert counts.owned == self.pages.num_freed_by(list(owners))
+        most = self.needs.at_once(40) + (1 + self.most_flights) * self.pages.state_pages  # with checkpoints
         for owner in owners:
-            assert self.pages.num_held_by(owner) <= self.needs.at_once(40), "windows hold what a chunk needs at most"
+            assert self.pages.num_held_by(owner) <= most, "windows hold what a chunk needs at most"
         for each in self.scheduler.waiting:
-            assert not self.pages.pages_of(each.owner)
+            assert not self.pages.num_held_by(each.owner)
             assert each.num_computed_tokens == 0
         for each in self.live.values():
             assert each.status in (Status.WAITING, Status.RUNNING, Status.HELD)
@@ -414,9 +508,7 @@ class AnyHistory(RuleBasedStateMachine):
             self.writers_and_readers_stop()
             for name, each in list(self.live.items()):
                 if each.status is Status.HELD and each.leg is Leg.SEND:
-                    self.scheduler.finish_sent(name)
-                    self.being_read.add(each.owner)
-                    del self.live[name]
+                    self.finish_sent(each)
                 elif each.leg is Leg.RECEIVE and each.num_output_tokens == 0:
                     self.scheduler.take_over(name, self.now)
             limit -= 1
@@ -476,10 +568,37 @@ class AnyHistoryWithWindowsAndDrafts(AnyHistoryWithDrafts):
     group_windows = AnyHistoryWithWindows.group_windows
 
 
+class AnyHistoryWithStates(AnyHistory):
+    """The same with recurrent layers: each part of a step reads the state of exactly the tokens before it."""
+
+    state_pages = (1, 2, 3)
+    room = 20
+
+
+class AnyHistoryWithStatesAhead(AnyHistoryWithStates):
+    """Recurrent layers, with each step begun before the tokens of the previous one are known."""
+
+    most_flights = 2
+
+
+class AnyHistoryWithStatesInStages(AnyHistoryWithStates):
+    """Recurrent layers, with several steps of different streams in flight, and several chunks of one prompt."""
+
+    most_flights = depth = 3
+
+
+class AnyHistoryWithStatesAndWindows(AnyHistoryWithStates):
+    """Recurrent layers beside groups of layers whose pages go while a request runs, with overlapping steps."""
+
+    group_windows = ((None, 6), (5,), (None, 1, 9))
+    most_flights = 2
+
+
 MACHINES = (
     *(AnyHistory, AnyHistoryAhead, AnyHistoryInStages),
     *(AnyHistoryWithWindows, AnyHistoryWithWindowsAhead, AnyHistoryWithWindowsInStages),
     *(AnyHistoryWithDrafts, AnyHistoryWithDraftsInStages, AnyHistoryWithWindowsAndDrafts),
+    *(AnyHistoryWithStates, AnyHistoryWithStatesAhead, AnyHistoryWithStatesInStages, AnyHistoryWithStatesAndWindows),
 )
 for machine in MACHINES:
     machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -492,6 +611,10 @@ TestAnyHistoryWithWindowsInStages = AnyHistoryWithWindowsInStages.TestCase
 TestAnyHistoryWithDrafts = AnyHistoryWithDrafts.TestCase
 TestAnyHistoryWithDraftsInStages = AnyHistoryWithDraftsInStages.TestCase
 TestAnyHistoryWithWindowsAndDrafts = AnyHistoryWithWindowsAndDrafts.TestCase
+TestAnyHistoryWithStates = AnyHistoryWithStates.TestCase
+TestAnyHistoryWithStatesAhead = AnyHistoryWithStatesAhead.TestCase
+TestAnyHistoryWithStatesInStages = AnyHistoryWithStatesInStages.TestCase
+TestAnyHistoryWithStatesAndWindows = AnyHistoryWithStatesAndWindows.TestCase
 
 
 @pytest.mark.soak
