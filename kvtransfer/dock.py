@@ -6,7 +6,7 @@ error is raised at the call; anything that fails later is an event.
     prefill                                          decode
     ship(r, epoch, decode blobs)                     expect(r, epoch, prefill blobs)
     chunk(r, groups, num_tokens)  after every step   wait(r, epoch, seconds)   until there are pages, then
-    finish(r, groups, num_tokens, state)             grant(r, epoch, first_page, groups)
+    finish(r, groups, num_tokens, result)             grant(r, epoch, first_page, groups)
       -> Granted, Released                             -> Committed ..., Arrived
       -> or Failed, Released                           -> or Failed, WriterStopped
 """
@@ -39,7 +39,7 @@ from crossdock.kvtransfer.transport import (
 
 logger = logging.getLogger(__name__)
 
-MAX_STATE_BYTES = MAX_BYTES - 4096
+MAX_RESULT_BYTES = MAX_BYTES - 4096
 _MAX_FAILED_POLLS = 20  # in a row: then the transport is beyond repair, and the dock ends
 _FAILED_POLL_SECONDS = 0.1  # pause after a failed poll
 _PAUSE_SHARE = 0.125
@@ -141,17 +141,25 @@ class Dock:
         groups = self._checked(groups, num_tokens)
         self._call(lambda now: self._sender.chunk(request, groups, num_tokens, now))
 
-    def finish(self, request: str, groups: Sequence[GroupPages], num_tokens: int, state: bytes = b"") -> None:
-        """Send the rest, as `chunk` does, with the partial page and `state`. No more chunks will come.
+    def finish(
+        self,
+        request: str,
+        groups: Sequence[GroupPages],
+        num_tokens: int,
+        result: bytes = b"",
+        state_pages: Sequence[int] = (),
+    ) -> None:
+        """Send the rest, as `chunk` does, with the partial page, the recurrent state in `state_pages` and `result`. No
+        more chunks will come.
 
-        The target finds `state` (at most MAX_STATE_BYTES) in `Arrived`; of several source ranks, that of the lowest.
+        The target finds `result` (at most MAX_RESULT_BYTES) in `Arrived`; of several source ranks, that of the lowest.
         After another `ship` of the same request, for example to a second target, call this again."""
-        if len(state) > MAX_STATE_BYTES:
-            raise ValueError(f"state has {len(state)} bytes; at most {MAX_STATE_BYTES} can be sent")
-        groups, now = self._checked(groups, num_tokens), self._clock()
+        if len(result) > MAX_RESULT_BYTES:
+            raise ValueError(f"result has {len(result)} bytes; at most {MAX_RESULT_BYTES} can be sent")
+        groups, state, now = self._checked(groups, num_tokens), self._checked_state(state_pages), self._clock()
         # The time of this call, not of its turn on the thread: with CMA the thread may be inside a write, which was
         # hidden behind computing until now.
-        self._call(lambda _: self._sender.finish(request, groups, num_tokens, state, now))
+        self._call(lambda _: self._sender.finish(request, groups, num_tokens, result, now, state))
 
     def cancel_ship(self, request: str, epoch: int) -> None:
         """Stop writing. `Released` follows in any case, as soon as no write is open; it may come twice."""
@@ -189,17 +197,25 @@ class Dock:
 
         self._call(call)
 
-    def grant(self, request: str, epoch: int, first_page: int, groups: Sequence[GroupPages]) -> None:
-        """Grant pages for the prompt of `request`, except for the first `first_page` pages, which are here.
+    def grant(
+        self,
+        request: str,
+        epoch: int,
+        first_page: int,
+        groups: Sequence[GroupPages],
+        state_pages: Sequence[int] = (),
+    ) -> None:
+        """Grant pages for the prompt of `request`, except for the first `first_page` pages, which are here, and for its
+        recurrent state.
 
         They belong to the writer until `Arrived`, or until `WriterStopped` after a failure."""
-        pages = [page for group in groups for page in group.pages]
+        pages = [page for group in groups for page in group.pages] + [*state_pages]
         if len(set(pages)) != len(pages) or not all(0 <= p < self.spec.num_pages for p in pages):
             raise ValueError(f"pages must be different ones within 0 and {self.spec.num_pages - 1}, not {pages}")
         if len(groups) != len(self.spec.windows) or not all(group.first >= first_page >= 0 for group in groups):
             raise ValueError(f"pages of {len(self.spec.windows)} groups from {first_page} on are needed, not {groups}")
-        groups = tuple(groups)
-        self._call(lambda now: self._receiver.grant(request, epoch, first_page, groups, now))
+        groups, state = tuple(groups), self._checked_state(state_pages)
+        self._call(lambda now: self._receiver.grant(request, epoch, first_page, groups, now, state))
 
     def cancel_expect(self, request: str, epoch: int) -> None:
         """Stop expecting. `WriterStopped` follows in any case, when that is safe; it may come twice. Until then, give
@@ -402,3 +418,10 @@ class Dock:
         if not all(0 <= page < self.spec.num_pages for group in groups for page in group.pages):
             raise ValueError(f"pages must be within 0 and {self.spec.num_pages - 1}, not {groups}")
         return tuple(groups)
+
+    def _checked_state(self, pages: Sequence[int]) -> tuple[int, ...]:
+        if bool(self.spec.state) != bool(len(pages)):
+            raise ValueError(f"the recurrent state is {self.spec.state or 'none'}; its pages are {[*pages]}")
+        if not all(0 <= page < self.spec.num_pages for page in pages):
+            raise ValueError(f"pages must be within 0 and {self.spec.num_pages - 1}, not {[*pages]}")
+        return tuple(pages)

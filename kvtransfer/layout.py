@@ -153,6 +153,7 @@ class PoolSpec:
     rank: int
     num_pages: int
     groups: tuple[PageGroup, ...] = ()  # empty: one of all layers, without a window
+    state: str = ""  # names the layout of the recurrent state in its pages, on every rank; empty: there is none
 
     def __post_init__(self) -> None:
         if min(self.itemsize, self.page_size, self.num_pages, len(self.layers)) < 1:
@@ -219,6 +220,10 @@ class PoolSpec:
         texts = self.fields()
         return hashlib.blake2b("\n".join(texts[name] for name in _MUST_AGREE).encode(), digest_size=16).hexdigest()
 
+    def _holds_of_ranks(self) -> str:
+        """Return what each rank holds, as text: a state travels only between ranks that hold the same part of it."""
+        return ", ".join(f"layer {shard.first_layer}: {shard.heads}" for shard in self.shards)
+
     def fields(self) -> dict[str, str]:
         """Return every field as text, for error messages."""
         shard = self.shard
@@ -234,6 +239,7 @@ class PoolSpec:
                 f"{_window_text(group.window)}: layers {', '.join(map(str, group.layers))}" for group in self.groups
             )
             or "all layers in one, which keeps its pages",
+            "state": f"{self.state}; {self._holds_of_ranks()}" if self.state else "none",
             "rank": f"{self.rank} of {len(self.shards)}",
             "holds": f"layers {shard.first_layer}-{shard.first_layer + len(shard.heads) - 1}, heads "
             + ", ".join(f"{start}-{stop - 1}" for (start, stop), _ in groupby(shard.heads)),
@@ -249,7 +255,7 @@ class IncompatiblePools(ValueError):
     """Two pools cannot exchange pages; the message shows both, field by field."""
 
 
-_MUST_AGREE = ("model", "dtype", "page_size", "layers", "groups")
+_MUST_AGREE = ("model", "dtype", "page_size", "layers", "groups", "state")
 
 
 def check_compatible(ours: PoolSpec, theirs: PoolSpec) -> None:

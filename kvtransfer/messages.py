@@ -54,12 +54,14 @@ class Offer:
 class Grant:
     """Target to source: the first `first_page` pages are here; write the others to those of `groups`, in order.
 
-    `groups` has the pages of every group of layers. A group with a window begins where tokens to come can see."""
+    `groups` has the pages of every group of layers. A group with a window begins where tokens to come can see. The
+    recurrent state goes to `state_pages`, in order, once it is final."""
 
     request: str
     epoch: int
     first_page: int
     groups: tuple[GroupPages, ...]
+    state_pages: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -105,7 +107,8 @@ class Pages:
 
     They are in place in every group of layers, as far as the target has granted them.
     `sequence` counts a source's writes from 0, without gaps. `num_tokens` is how many tokens all pages up to and
-    including these hold. The last message of a source has a `state`; a partial page travels only with that one.
+    including these hold. The last message of a source has a `result`; a partial page and the recurrent state travel
+    only with that one.
     """
 
     request: str
@@ -116,7 +119,7 @@ class Pages:
     num_tokens: int
     source_rank: int
     num_sources: int
-    state: bytes | None = None
+    result: bytes | None = None
 
 
 TransferMessage: TypeAlias = Hello | Offer | Grant | Wait | Abort | Stopped | Pages
@@ -134,7 +137,7 @@ def encode(message: TransferMessage) -> bytes:
     """Return the message as bytes.
 
     Raises:
-        ValueError: these are more than `MAX_BYTES`, which only a huge `state` reaches.
+        ValueError: these are more than `MAX_BYTES`, which only a huge `result` reaches.
     """
     values = [getattr(message, name) for name, _ in _HINTS[type(message)]]
     data: bytes = msgpack.packb([type(message).__name__, *values])

@@ -34,17 +34,18 @@ class PageCopies:
 
 
 GroupRanges: TypeAlias = tuple[tuple[ByteRange, ...], ...]
-"""What travels of a page, for each group of layers."""
+"""What travels of a page, for each group of layers; of models with recurrent layers also of a page of their state."""
 
 
 def plan_writes(source: PoolSpec, target: PoolSpec) -> GroupRanges:
-    """Return what rank `source.rank` writes into the pages of rank `target.rank`: for each group of layers, empty if
-    the two ranks share no bytes of it.
+    """Return what rank `source.rank` writes into the pages of rank `target.rank`: for each group of layers, and of the
+    recurrent state where there is one, empty if the two ranks share no bytes of it.
 
     Raises:
         IncompatiblePools: the pools differ in what bytes mean, or no source rank holds what the target needs.
     """
-    return tuple(plan.get(source.rank, ()) for plan in _plan(source, target))
+    ranges = tuple(plan.get(source.rank, ()) for plan in _plan(source, target))
+    return (*ranges, _state_ranges(source, target)) if target.state else ranges
 
 
 def source_ranks(source: PoolSpec, target: PoolSpec) -> tuple[int, ...]:
@@ -52,8 +53,13 @@ def source_ranks(source: PoolSpec, target: PoolSpec) -> tuple[int, ...]:
     return tuple(sorted({rank for plan in _plan(source, target) for rank in plan}))
 
 
+def _state_ranges(source: PoolSpec, target: PoolSpec) -> tuple[ByteRange, ...]:
+    """Return what travels of each page of the recurrent state: all of it, between ranks that hold the same part."""
+    return (ByteRange(0, 0, target.page_bytes),) if source.rank == target.rank else ()
+
+
 def bytes_by_group(ranges: GroupRanges) -> tuple[int, ...]:
-    """Return how many bytes of a page travel, for each group of layers."""
+    """Return how many bytes of a page travel, as `GroupRanges`."""
     return tuple(sum(part.length for part in parts) for parts in ranges)
 
 

@@ -32,7 +32,9 @@ from crossdock.kvtransfer.plan import PageCopies
 
 @dataclass(frozen=True, slots=True)
 class TargetRank:
-    """A rank that takes `page_bytes` of each page, by group of layers; `num_sources` source ranks write to it."""
+    """A rank that takes `page_bytes` of each page; `num_sources` source ranks write to it.
+
+    `page_bytes`: for each group of layers; of models with recurrent layers also of each page of the state."""
 
     num_pages: int  # of its pool
     page_bytes: tuple[int, ...]
@@ -75,7 +77,7 @@ class _Delivery:
     open_bytes: int = 0
     num_pages: int = 0  # written
     is_heard: bool = False
-    is_complete: bool = False  # the state has been delivered
+    is_complete: bool = False  # the result has been delivered
     is_broken: bool = False  # one of its writes failed
     is_notified: bool = False  # the peer knows that the shipment has stopped, or is dead and need not know
 
@@ -91,7 +93,8 @@ class _Shipment:
     deliveries: dict[str, _Delivery]  # by peer
     groups: tuple[GroupPages, ...] = ()
     num_tokens: int = 0
-    state: bytes | None = None  # set by finish
+    result: bytes | None = None  # set by finish
+    state_pages: tuple[int, ...] = ()  # set by finish
     finished: float | None = None
     is_offered: bool = False
     is_stopping: bool = False
@@ -170,14 +173,20 @@ class Sender:
         return self._flush()
 
     def finish(
-        self, request: str, groups: Sequence[GroupPages], num_tokens: int, state: bytes, now: float
+        self,
+        request: str,
+        groups: Sequence[GroupPages],
+        num_tokens: int,
+        result: bytes,
+        now: float,
+        state_pages: tuple[int, ...] = (),
     ) -> list[ProtocolOutput]:
-        """Note that the prompt is computed, and write the rest: the partial page and `state` last."""
+        """Note that the prompt is computed, and write the rest: the partial page, `state_pages` and `result` last."""
         for shipment in self._under_way(request):
             if shipment.finished is None:
                 self._account(shipment, now)  # until now, writing was hidden behind computing
                 shipment.groups, shipment.num_tokens = tuple(groups), num_tokens
-                shipment.state, shipment.finished = state, now
+                shipment.result, shipment.state_pages, shipment.finished = result, state_pages, now
                 self._advance(shipment, now)
         return self._flush()
 
@@ -301,15 +310,18 @@ class Sender:
         self._end_if_done(shipment, now)
 
     def _write_next(self, shipment: _Shipment, peer: str, delivery: _Delivery, grant: Grant, now: float) -> None:
-        is_finished = shipment.state is not None
+        is_finished = shipment.result is not None
         num_ready = (shipment.num_tokens + is_finished * (self.page_size - 1)) // self.page_size
         first, end = delivery.next_page, self._end_of_write(delivery, grant, num_ready)
         is_last = is_finished and end >= num_ready
         if end == first and not is_last:
             return
         copies = _copies(shipment.groups, grant, delivery.target, range(first, end))
+        if is_last and copies is not None:
+            state = _state_copies(shipment.state_pages, grant, delivery.target)
+            copies = None if state is None else copies + state
         if copies is None:
-            detail = f"{peer} granted pages up to {grant.end}, {end} are needed, or one that a window has passed here"
+            detail = f"{peer} granted pages up to {grant.end}, {end} are needed, or other ones than are here"
             self._fail(shipment, Reason.PROTOCOL, detail, now)
             return
         message = Pages(
@@ -321,7 +333,7 @@ class Sender:
             num_tokens=shipment.num_tokens if is_last else end * self.page_size,
             source_rank=self.rank,
             num_sources=delivery.target.num_sources,
-            state=shipment.state if is_last else None,
+            result=shipment.result if is_last else None,
         )
         delivery.is_complete = is_last
         delivery.sequence += 1
@@ -343,7 +355,7 @@ class Sender:
         in some group, and no more than `max_write_bytes`."""
         end, num_bytes = delivery.next_page, 0
         while end < num_ready:
-            sizes = zip(delivery.target.page_bytes, grant.groups, strict=True)
+            sizes = zip(delivery.target.page_bytes, grant.groups, strict=False)  # the state goes with the last write
             size = sum([size for size, group in sizes if group.first <= end])
             if num_bytes and num_bytes + size > self.max_write_bytes:
                 break
@@ -383,7 +395,7 @@ class Sender:
                 if delivery.open_since is None and not delivery.is_notified:
                     delivery.is_notified = True
                     self._out.append(Send(peer, Stopped(*key, is_clean=not delivery.is_broken)))
-        elif shipment.state is None or not all(delivery.is_complete for _, delivery in deliveries):
+        elif shipment.result is None or not all(delivery.is_complete for _, delivery in deliveries):
             return
         if key in self._shipments and all(delivery.open_since is None for _, delivery in deliveries):
             del self._shipments[key]
@@ -411,10 +423,11 @@ class Sender:
 
 def _is_possible(grant: Grant, target: TargetRank) -> bool:
     """Return whether a grant names different pages of the target's pool, for each group of layers."""
-    pages = [page for group in grant.groups for page in group.pages]
+    pages = [page for group in grant.groups for page in group.pages] + [*grant.state_pages]
     is_in_pool = len(set(pages)) == len(pages) and all(page < target.num_pages for page in pages)
     is_after = all(group.first >= grant.first_page for group in grant.groups)
-    return len(grant.groups) == len(target.page_bytes) and is_in_pool and is_after
+    num_kinds = len(grant.groups) + bool(grant.state_pages)
+    return num_kinds == len(target.page_bytes) and is_in_pool and is_after
 
 
 def _copies(
@@ -433,6 +446,14 @@ def _copies(
             source = here.pages[first - here.first : numbers.stop - here.first]
             copies.append(PageCopies(number, source, there.pages[first - there.first : numbers.stop - there.first]))
     return tuple(copies)
+
+
+def _state_copies(pages: tuple[int, ...], grant: Grant, target: TargetRank) -> tuple[PageCopies, ...] | None:
+    """Return the pages of the recurrent state that are written; None: as many as are here were not granted."""
+    number = len(grant.groups)
+    if number == len(target.page_bytes) or not target.page_bytes[number]:  # no state, or other ranks write it
+        return ()
+    return (PageCopies(number, pages, grant.state_pages),) if len(pages) == len(grant.state_pages) else None
 
 
 def _deadlines(shipment: _Shipment) -> Iterable[tuple[str, float, str]]:

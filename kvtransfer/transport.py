@@ -49,7 +49,7 @@ class Peer:
         shards = [(shard.first_layer, shard.heads) for shard in spec.shards]
         sizes = [spec.itemsize, spec.page_size]
         groups = [(group.window, group.layers) for group in spec.groups]
-        pool = [spec.model, spec.dtype, *sizes, layers, shards, spec.rank, spec.num_pages, groups]
+        pool = [spec.model, spec.dtype, *sizes, layers, shards, spec.rank, spec.num_pages, groups, spec.state]
         data: bytes = msgpack.packb([_VERSION, self.name, self.transport, self.address, pool])
         return data
 
@@ -64,7 +64,7 @@ class Peer:
             version, name, transport, address, pool = msgpack.unpackb(blob, use_list=False)
             if version != _VERSION:
                 raise ValueError(f"version {version} of another release; this is {_VERSION}")
-            model, dtype, itemsize, page_size, layers, shards, rank, num_pages, groups = pool
+            model, dtype, itemsize, page_size, layers, shards, rank, num_pages, groups, state = pool
             spec = PoolSpec(
                 model,
                 dtype,
@@ -75,6 +75,7 @@ class Peer:
                 rank,
                 num_pages,
                 tuple(PageGroup(window, layers) for window, layers in groups),
+                state,
             )
         except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
             raise ValueError(f"not a dock's blob: {error}") from error

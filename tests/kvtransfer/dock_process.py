@@ -144,8 +144,8 @@ def main() -> None:
 def _call(command: str, arguments: dict[str, Any], dock: Dock, pool: Pool, transport: Any) -> Any:
     if "peers" in arguments:
         arguments["peers"] = [bytes.fromhex(blob) for blob in arguments["peers"]]
-    if "state" in arguments:
-        arguments["state"] = bytes.fromhex(arguments["state"])
+    if "result" in arguments:
+        arguments["result"] = bytes.fromhex(arguments["result"])
     if command in ("chunk", "finish", "grant") and "groups" not in arguments:
         arguments["groups"] = [(arguments.get("first_page", 0), arguments.pop("pages"))]
     if "groups" in arguments:

@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from crossdock.kvtransfer.dock import MAX_STATE_BYTES, Dock
+from crossdock.kvtransfer.dock import MAX_RESULT_BYTES, Dock
 from crossdock.kvtransfer.events import Arrived, Event, Failed, Reason, Released, WriterStopped
 from crossdock.kvtransfer.layout import IncompatiblePools, LayerShape, PoolLayout, PoolSpec, shard_model
 from crossdock.kvtransfer.peers import Peers
@@ -66,21 +66,21 @@ def pair() -> Iterator[tuple[Local, Local]]:
         local.dock.close()
 
 
-def send(source: Local, target: Local, state: bytes = b"") -> None:
+def send(source: Local, target: Local, result: bytes = b"") -> None:
     target.dock.expect("r", 1, [source.dock.blob], 5)
     source.dock.ship("r", 1, [target.dock.blob], 5)
     target.dock.grant("r", 1, 0, whole([3]))
-    source.dock.finish("r", whole([1]), 2, state)
+    source.dock.finish("r", whole([1]), 2, result)
 
 
 def test_transfer_between_two_docks_in_one_process_arrives(pair: tuple[Local, Local]) -> None:
     source, target = pair
     source.pool[SPEC.page_bytes : 2 * SPEC.page_bytes] = b"\x07" * SPEC.page_bytes
-    state = b"s" * MAX_STATE_BYTES
-    send(source, target, state)
+    result = b"s" * MAX_RESULT_BYTES
+    send(source, target, result)
     arrived = target.next(Arrived)
     assert isinstance(arrived, Arrived)
-    assert arrived.state == state
+    assert arrived.result == result
     source.next(Released)
     assert source.dock.drain(5)
     assert target.dock.drain(5)
@@ -93,8 +93,8 @@ def test_call_with_bad_arguments_raises_at_once(pair: tuple[Local, Local]) -> No
         dock.chunk("r", whole([1, 2]), 9)
     with pytest.raises(ValueError, match="pages must be within 0 and 15"):
         dock.finish("r", whole([16]), 1)
-    with pytest.raises(ValueError, match="state has"):
-        dock.finish("r", whole([1]), 1, b"x" * (MAX_STATE_BYTES + 1))
+    with pytest.raises(ValueError, match="result has"):
+        dock.finish("r", whole([1]), 1, b"x" * (MAX_RESULT_BYTES + 1))
     for pages in ([1, 1], [-1], [16]):
         with pytest.raises(ValueError, match="pages must be different ones within 0 and 15"):
             dock.grant("r", 1, 0, whole(pages))

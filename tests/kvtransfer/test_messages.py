@@ -108,7 +108,7 @@ def test_message_with_one_random_field_is_refused_or_in_range(index: int, value:
         ["Grant", "r", 1, 0, [[0]]],
         ["Grant", "r", 1, 0, [[-1, []]]],
         ["Grant", "r", 1, 0, [0, 1]],
-        ["Pages", "r", 1, 0, 0, 0, 0, 0, 0, "state"],
+        ["Pages", "r", 1, 0, 0, 0, 0, 0, 0, "result"],
     ],
 )
 def test_message_with_a_field_out_of_range_is_refused(parts: object) -> None:

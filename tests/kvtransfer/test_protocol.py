@@ -52,8 +52,8 @@ def shipping(num_targets: int = 1, max_write_bytes: int = 1000, granted: bool = 
     return sender
 
 
-def pages(sequence: int, first: int, count: int, tokens: int, state: bytes | None = None) -> Pages:
-    return Pages(*KEY, sequence, first, count, tokens, 0, 1, state)
+def pages(sequence: int, first: int, count: int, tokens: int, result: bytes | None = None) -> Pages:
+    return Pages(*KEY, sequence, first, count, tokens, 0, 1, result)
 
 
 def test_sender_writes_pages_as_they_become_full() -> None:
@@ -313,14 +313,14 @@ def expecting(num_sources: int = 1, granted: bool = True, first_page: int = 0) -
 
 
 def wrote(
-    sequence: int, first: int, count: int, tokens: int, rank: int = 0, of: int = 1, state: bytes | None = None
+    sequence: int, first: int, count: int, tokens: int, rank: int = 0, of: int = 1, result: bytes | None = None
 ) -> Pages:
-    return Pages(*KEY, sequence, first, count, tokens, rank, of, state)
+    return Pages(*KEY, sequence, first, count, tokens, rank, of, result)
 
 
 def test_frontier_stops_at_a_gap() -> None:
     receiver = expecting()
-    assert receiver.receive("s0", wrote(2, 2, 1, 9, state=b"s"), 1.0) == []
+    assert receiver.receive("s0", wrote(2, 2, 1, 9, result=b"s"), 1.0) == []
     assert receiver.receive("s0", wrote(1, 1, 1, 8), 1.0) == []
     outputs = receiver.receive("s0", wrote(0, 0, 1, 4), 1.0)
     assert outputs == [Committed(*KEY, 9), Arrived(*KEY, 9, b"s", Figures())]
@@ -486,8 +486,8 @@ def test_death_of_a_rank_that_has_delivered_everything_changes_nothing() -> None
 
 def test_late_messages_about_an_ended_epoch_are_dropped_and_counted() -> None:
     receiver = expecting()
-    receiver.receive("s0", wrote(0, 0, 1, 3, state=b"s"), 1.0)
-    assert receiver.receive("s0", wrote(0, 0, 1, 3, state=b"s"), 1.0) == []
+    receiver.receive("s0", wrote(0, 0, 1, 3, result=b"s"), 1.0)
+    assert receiver.receive("s0", wrote(0, 0, 1, 3, result=b"s"), 1.0) == []
     assert receiver.receive("s0", Stopped(*KEY, True), 1.0) == []
     assert receiver.num_unknown == 2
     assert kinds(receiver.expect(*KEY, {"s0": (0, (10,))}, 5.0, 2.0)) == [Failed, WriterStopped]
@@ -498,7 +498,7 @@ def test_receiver_counts_the_bytes_of_each_group_that_it_granted() -> None:
     receiver.expect(*KEY, {"s0": (0, (10, 6))}, 5.0, 0.0)
     receiver.grant(*KEY, 0, GROUPS, 0.0)
     assert receiver.receive("s0", wrote(0, 0, 4, 16), 1.0) == [Committed(*KEY, 16)]
-    *_, arrived = receiver.receive("s0", wrote(1, 4, 1, 18, state=b"s"), 2.0)
+    *_, arrived = receiver.receive("s0", wrote(1, 4, 1, 18, result=b"s"), 2.0)
     assert isinstance(arrived, Arrived)
     assert (arrived.figures.num_bytes, arrived.figures.num_pages) == (5 * 10 + 2 * 6, 7)
 

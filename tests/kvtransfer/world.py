@@ -13,8 +13,9 @@ from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank
 
 PAGE_SIZE = 4
 WINDOWS = (None, 6, 3)  # tokens, of each group of layers
-POOL = 14  # pages of a target: few, so that they are used again at once
-PAGE_BYTES = (10,) * len(WINDOWS)
+POOL = 16  # pages of a target: few, so that they are used again at once
+STATE_PAGES = 2  # of the recurrent state of one request
+PAGE_BYTES = (10,) * (len(WINDOWS) + 1)  # of each group, and of the state
 DEADLINE, GRACE = 5.0, 1.0
 Content: TypeAlias = tuple[str, int, int, int]  # of a page: request, source rank, group of layers, number
 GARBAGE: Content = ("garbage", -1, -1, -1)
@@ -36,7 +37,7 @@ class Source:
     rank: int
     sender: Sender
     memory: dict[int, Content] = field(default_factory=dict)
-    pages: dict[Key, list[list[int]]] = field(default_factory=dict)  # of each group, from page number 0 on
+    pages: dict[Key, list[list[int]]] = field(default_factory=dict)  # of each group, from number 0 on; of the state
     is_dead: bool = False
 
 
@@ -65,6 +66,7 @@ class Attempt:
     is_offered: bool = False
     is_granted: bool = False
     granted: list[GroupPages] = field(default_factory=list)
+    granted_state: tuple[int, ...] = ()
     num_computed: dict[str, int] = field(default_factory=dict)
     frontier: int = 0
     has_arrived: bool = False
@@ -126,9 +128,9 @@ class World:
         self.attempts[key] = attempt
         for source in attempt.sources:
             source.pages[key] = []
-            for _ in WINDOWS:
-                pages = list(range(self.num_pages, self.num_pages + attempt.num_pages))
-                self.num_pages += attempt.num_pages
+            for size in (*[attempt.num_pages] * len(WINDOWS), STATE_PAGES):
+                pages = list(range(self.num_pages, self.num_pages + size))
+                self.num_pages += size
                 source.pages[key].append(pages)
                 source.memory.update(dict.fromkeys(pages, GARBAGE))
         if started in ("both", "target"):
@@ -180,7 +182,7 @@ class World:
         goal = attempt.goal
         free = [page for page in range(POOL) if page not in goal.owners]
         firsts = [max(attempt.first_page, first_seen(group, attempt.num_tokens)) for group in range(len(WINDOWS))]
-        if len(free) < sum(attempt.num_pages - first for first in firsts):
+        if len(free) < sum(attempt.num_pages - first for first in firsts) + STATE_PAGES:
             self.run(goal, goal.receiver.wait(*attempt.key, 1.0, self.now))
             return
         attempt.is_granted = True
@@ -188,7 +190,10 @@ class World:
             pages = tuple(free.pop(0) for _ in range(attempt.num_pages - first))
             attempt.granted.append(GroupPages(first, pages))
             goal.owners.update(dict.fromkeys(pages, attempt.key))
-        self.run(goal, goal.receiver.grant(*attempt.key, attempt.first_page, attempt.granted, self.now))
+        attempt.granted_state = tuple(free[:STATE_PAGES])
+        goal.owners.update(dict.fromkeys(attempt.granted_state, attempt.key))
+        granted = attempt.granted, self.now, attempt.granted_state
+        self.run(goal, goal.receiver.grant(*attempt.key, attempt.first_page, *granted))
 
     def wait_for_room(self, index: int) -> None:
         if attempt := self.pick(index, "grant"):
@@ -212,13 +217,17 @@ class World:
             return
         done = attempt.num_computed[source.name] = min(attempt.num_tokens, done + tokens)
         groups = []
-        for group, held in enumerate(source.pages[attempt.key]):
+        *held_pages, state = source.pages[attempt.key]
+        for number, page in enumerate(state):
+            source.memory[page] = (attempt.key[0], source.rank, done, number)
+        for group, held in enumerate(held_pages):
             first, pages = first_seen(group, done), held[: -(-done // PAGE_SIZE)]
             for number, page in enumerate(pages):  # other requests use the pages that the window has passed
                 source.memory[page] = GARBAGE if number < first else (attempt.key[0], source.rank, group, number)
             groups.append(GroupPages(first, tuple(pages[first:])))
         if done == attempt.num_tokens:
-            self.run(source, source.sender.finish(attempt.key[0], groups, done, attempt.key[0].encode(), self.now))
+            finished = done, attempt.key[0].encode(), self.now, tuple(state)
+            self.run(source, source.sender.finish(attempt.key[0], groups, *finished))
         else:
             self.run(source, source.sender.chunk(attempt.key[0], groups, done, self.now))
 
@@ -366,10 +375,14 @@ class World:
                 assert not attempt.has_arrived
                 assert not attempt.has_stopped
                 attempt.has_arrived = True
-                assert event.state == event.request.encode()
+                assert event.result == event.request.encode()
                 assert event.num_tokens == attempt.num_tokens
                 attempt.frontier = event.num_tokens
                 self.check_bytes(attempt)
+                for source in attempt.sources:
+                    for number, page in enumerate(attempt.granted_state):
+                        expected = (attempt.key[0], source.rank, attempt.num_tokens, number)
+                        assert attempt.goal.memory[page, source.rank] == expected
                 self.free(attempt)
             case WriterStopped():
                 attempt.has_stopped = True

@@ -107,7 +107,8 @@ class FinishCall:
     request: str
     groups: tuple[GroupPages, ...]
     num_tokens: int
-    state: bytes
+    result: bytes
+    state_pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class GrantCall:
     epoch: int
     first_page: int
     groups: tuple[GroupPages, ...]
+    state_pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

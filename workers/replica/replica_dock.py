@@ -76,11 +76,15 @@ class ReplicaDock:
     def chunk(self, request: str, groups: Sequence[GroupPages], num_tokens: int) -> None:
         self._call(ChunkCall(request, tuple(groups), num_tokens))
 
-    def finish(self, request: str, groups: Sequence[GroupPages], num_tokens: int, state: bytes) -> None:
-        self._call(FinishCall(request, tuple(groups), num_tokens, state))
+    def finish(
+        self, request: str, groups: Sequence[GroupPages], num_tokens: int, result: bytes, state_pages: Sequence[int]
+    ) -> None:
+        self._call(FinishCall(request, tuple(groups), num_tokens, result, tuple(state_pages)))
 
-    def grant(self, request: str, epoch: int, first_page: int, groups: Sequence[GroupPages]) -> None:
-        self._call(GrantCall(request, epoch, first_page, tuple(groups)))
+    def grant(
+        self, request: str, epoch: int, first_page: int, groups: Sequence[GroupPages], state_pages: Sequence[int]
+    ) -> None:
+        self._call(GrantCall(request, epoch, first_page, tuple(groups), tuple(state_pages)))
 
     def cancel_ship(self, request: str, epoch: int) -> None:
         self._call(CancelShipCall(request, epoch))
@@ -136,10 +140,10 @@ def apply_call(dock: Dock, call: DockCall) -> None:
             dock.offer(request, epoch)
         case ChunkCall(request, groups, num_tokens):
             dock.chunk(request, groups, num_tokens)
-        case FinishCall(request, groups, num_tokens, state):
-            dock.finish(request, groups, num_tokens, state)
-        case GrantCall(request, epoch, first_page, groups):
-            dock.grant(request, epoch, first_page, groups)
+        case FinishCall(request, groups, num_tokens, result, state_pages):
+            dock.finish(request, groups, num_tokens, result, state_pages)
+        case GrantCall(request, epoch, first_page, groups, state_pages):
+            dock.grant(request, epoch, first_page, groups, state_pages)
         case CancelShipCall(request, epoch):
             dock.cancel_ship(request, epoch)
         case CancelExpectCall(request, epoch):

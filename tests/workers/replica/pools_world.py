@@ -80,11 +80,15 @@ class SansIoDock:
     def chunk(self, request: str, groups: Sequence[GroupPages], num_tokens: int) -> None:
         self.run(self.sender.chunk(request, groups, num_tokens, self.world.now))
 
-    def finish(self, request: str, groups: Sequence[GroupPages], num_tokens: int, state: bytes) -> None:
-        self.run(self.sender.finish(request, groups, num_tokens, state, self.world.now))
+    def finish(
+        self, request: str, groups: Sequence[GroupPages], num_tokens: int, result: bytes, state_pages: Sequence[int]
+    ) -> None:
+        self.run(self.sender.finish(request, groups, num_tokens, result, self.world.now, tuple(state_pages)))
 
-    def grant(self, request: str, epoch: int, first_page: int, groups: Sequence[GroupPages]) -> None:
-        self.run(self.receiver.grant(request, epoch, first_page, groups, self.world.now))
+    def grant(
+        self, request: str, epoch: int, first_page: int, groups: Sequence[GroupPages], state_pages: Sequence[int]
+    ) -> None:
+        self.run(self.receiver.grant(request, epoch, first_page, groups, self.world.now, tuple(state_pages)))
 
     def cancel_ship(self, request: str, epoch: int) -> None:
         self.run(self.sender.cancel(request, epoch, self.world.now))
@@ -144,7 +148,13 @@ class PoolReplica:
         drafting = DraftPolicy(DRAFTS) if self.world.is_drafting else None
         settings = defaults | self.settings
         self.scheduler = new_scheduler(
-            self.num_pages, LONGEST, cost=COST, drafting=drafting, windows=self.world.windows, **settings
+            self.num_pages,
+            LONGEST,
+            cost=COST,
+            drafting=drafting,
+            windows=self.world.windows,
+            state_pages=self.world.state_pages,
+            **settings,
         )
         self.pages: PagePool = self.scheduler.pages
         self.config, self.model = SimpleNamespace(page_size=PAGE_SIZE), SimpleNamespace(vocab_size=1000)
@@ -214,11 +224,22 @@ class PoolReplica:
             self.report(self.handover.step(None))
         return bool(batch)
 
+    def compute_state(self, part: Scheduled, tokens: Sequence[int]) -> None:
+        """Check the recurrent state that a part of a step reads, and write the one after it."""
+        assert len(part.state.write) == self.world.state_pages
+        assert len(part.state.read) == (self.world.state_pages if part.start else 0)
+        for number, page in enumerate(part.state.read):
+            found, expected = self.memory[page], [hash((number, *tokens[: part.start]))]
+            assert found == expected, f"{part.request.id} reads another state at {part.start}"
+        for number, page in enumerate(part.state.write):
+            self.memory[page] = [hash((number, *tokens))]
+
     def compute(self, part: Scheduled) -> None:
         """Check the tokens that a part of a step reads, and write its own, in every group of layers."""
         tokens = [*part.request.token_ids[: part.start + part.num_tokens - len(part.drafts)], *part.drafts]
         end = part.start + part.num_tokens
         assert len(tokens) == end
+        self.compute_state(part, tokens)
         for group, pages in enumerate((part.pages, *part.further_pages)):
             window = self.world.windows[group]
             for position in range(max(part.start - window + 1, 0) if window else 0, end):
@@ -229,7 +250,9 @@ class PoolReplica:
                     found = self.memory[page][at]
                     assert found == content, f"{part.request.id} reads another token at {position} of group {group}"
                 else:
-                    self.memory.setdefault(page, [None] * PAGE_SIZE)[at] = content
+                    if at == 0 or len(self.memory.get(page, ())) != PAGE_SIZE:  # it may have been a state's
+                        self.memory[page] = [None] * PAGE_SIZE
+                    self.memory[page][at] = content
 
     on_scheduled: Callable[[Any], None] = lambda batch: None
 
@@ -259,10 +282,12 @@ class World:
         both_ways: bool = False,
         is_drafting: bool = False,
         windows: Sequence[Window] = (None,),
+        state_pages: int = 0,
         **settings: Any,
     ) -> None:
         self.now = 0.0
         self.windows = windows  # of each group of layers
+        self.state_pages = state_pages  # of the recurrent state of one request
         self.num_copied = 0  # pages, from replica to replica
         self.both_ways = both_ways
         self.is_drafting = is_drafting
@@ -278,7 +303,7 @@ class World:
     @property
     def page_bytes(self) -> tuple[int, ...]:
         """The bytes of a page that travel, of each group of layers."""
-        return (10,) * len(self.windows)
+        return (10,) * (len(self.windows) + bool(self.state_pages))
 
     def start(self, role: str) -> PoolReplica:
         name = f"{role}{self.count}"

@@ -29,6 +29,7 @@ class Pools(RuleBasedStateMachine):
     """Requests of all classes arrive, leave and lose replicas, on page pools that few of them fill."""
 
     windows = WINDOWS
+    state_pages = (0, 0, 3)
 
     @initialize(
         spare=st.tuples(st.integers(1, 15), st.integers(1, 15)),
@@ -38,12 +39,13 @@ class Pools(RuleBasedStateMachine):
         data=st.data(),
     )
     def begin(self, spare: tuple[int, int], both_ways: bool, is_drafting: bool, seqs: int, data: st.DataObject) -> None:
-        windows = data.draw(st.sampled_from(self.windows))
+        windows, state_pages = data.draw(st.sampled_from(self.windows)), data.draw(st.sampled_from(self.state_pages))
+        is_drafting &= not state_pages
         is_drafting &= len(windows) == 1
-        needs = PageNeeds(PAGE_SIZE, windows, 24)
-        least = max(needs.at_once(LONGEST), needs.held(LONGEST))
+        needs = PageNeeds(PAGE_SIZE, windows, 24, state_pages)
+        least = max(needs.at_most(LONGEST), needs.held(LONGEST))
         sizes = (least + each for each in spare)
-        self.world = World(*sizes, both_ways, is_drafting, windows, max_num_seqs=seqs, starvation_s=5.0)
+        self.world = World(*sizes, both_ways, is_drafting, windows, state_pages, max_num_seqs=seqs, starvation_s=5.0)
 
     @rule(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=6), slo_class=CLASS, max_tokens=st.integers(1, 12))
     def submit(self, sizes: list[int], slo_class: str, max_tokens: int) -> None:
@@ -114,6 +116,7 @@ class PlainPools(Pools):
     """Pools of a model without windows."""
 
     windows: list[tuple[Window, ...]] = [(None,)]  # noqa: RUF012
+    state_pages = (0, 0, 0)
 
 
 HISTORIES = settings(
@@ -167,8 +170,8 @@ def test_prompt_that_arrives_with_another_length_is_computed_here() -> None:
     while not world.decode.scheduler.held:
         world.go_round()
     (request,) = world.decode.scheduler.held
-    state = msgpack.packb(7)
-    world.decode.handover.handle(Arrived(request.id, request.epoch, request.num_tokens - 1, state, Figures()))
+    result = msgpack.packb(7)
+    world.decode.handover.handle(Arrived(request.id, request.epoch, request.num_tokens - 1, result, Figures()))
     assert (request.leg, request.status) == (Leg.LOCAL, Status.WAITING)
     world.settle()
     assert client.is_over
