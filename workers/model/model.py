@@ -15,6 +15,7 @@ from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View, group_layo
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.forward_context import ForwardContext, entered
+from crossdock.workers.model.state_pages import StateLayout, StepStates
 from crossdock.workers.schedule.layer_groups import LayerGroup
 from crossdock.workers.schedule.pages import Window
 
@@ -25,15 +26,18 @@ class PagedModel:
 
     module: nn.Module
     config: PretrainedConfig
-    layers: Sequence[LayerShape]  # of each layer here: the KV heads that this rank holds
+    layers: Sequence[LayerShape]  # of each layer with attention here: the KV heads that this rank holds
     max_model_len: int  # tokens
     eos_token_ids: frozenset[int]
     part: ModelPart = field(default_factory=lambda: ModelPart(RankPosition()))
     attention: Attention = CPP
     windows: Sequence[Window] = ()  # of the attention of each layer here
+    places: dict[int, int] = field(default_factory=dict)  # in `layers`, by layer number; empty: all have attention
+    states: StateLayout | None = None  # of the recurrent layers; None: there are none
     groups: Sequence[LayerGroup] = ()  # of the whole model's layers, which share pages; empty: all do, for good
     pages: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     pool: Tensor | None = None
+    pool_bytes: Tensor | None = None  # the pool as [page, page_bytes] uint8, where recurrent states are
     scales: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Of each layer here, if pages are e4m3: of keys and of values, [Hkv] float32, powers of two."""
     kernels: str = ""  # which compute the products of fused layers, as text; empty: transformers' own code does
@@ -77,6 +81,10 @@ class PagedModel:
         groups = [[layer - first for layer in group.layers if layer - first in held] for group in self.groups]
         return groups or [list(held)]
 
+    def state_pages(self, page_size: int) -> int:
+        """Return how many pages the recurrent state of one request takes."""
+        return 0 if self.states is None else self.states.num_pages(self.layouts(page_size)[0].page_bytes)
+
     def allocate_pool(self, num_pages: int, page_size: int) -> None:
         """Allocate the one KV tensor of this process.
 
@@ -105,10 +113,12 @@ class PagedModel:
         order = [layer for layers in self.held_groups for layer in layers]
         self.pages = [pages for _, pages in sorted(zip(order, pages, strict=True), key=lambda pair: pair[0])]
         self.pool = pool
+        if self.states is not None:
+            self.pool_bytes = pool.view(torch.uint8).view(num_pages, -1)
 
     def free_pool(self) -> None:
         """Free the pool. Call it only before another component has a reference to the pool."""
-        self.pages, self.pool = [], None
+        self.pages, self.pool, self.pool_bytes = [], None, None
         if self._taker is not None:
             self._taker.end()
             self._taker = None
@@ -128,14 +138,28 @@ class PagedModel:
             torch.cuda.current_stream().synchronize()
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        rows: Tensor,
+        states: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """Compute one flat batch. Keys and values go to the pages named by `batch`.
 
         Of a model with several groups of layers, `batch` has page tables [S, G, P] and slots [T, G]. token_ids,
-        positions: [T] int64. rows: [N] int64, the rows of the T whose logits are wanted. Returns [N, vocab] in the
+        positions: [T] int64. rows: [N] int64, the rows of the T whose logits are wanted. states: the pages of the
+        recurrent states that the step reads and those that it writes, [S, n] int32 each. Returns [N, vocab] in the
         model's dtype; [0, vocab] on a stage that others follow.
         """
         context = ForwardContext(self.attention, batch, self.pages, self.scales, self.part.first_layer)
+        if self.states is not None:
+            assert states is not None, "the step does not say which pages hold its states"
+            assert self.pool_bytes is not None
+            lengths: list[int] = batch.query_start.diff().tolist()  # on a GPU the host waits here
+            context.places = self.places
+            context.states = StepStates(self.states, self.pool_bytes, *states, lengths, batch.num_decodes)
         if len(self.groups) > 1:
             batches = {
                 layer: replace(batch, page_table=batch.page_table[:, group], slots=slots, derived={})

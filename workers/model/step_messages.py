@@ -46,7 +46,9 @@ class StepSender:
         entries = table[rows, columns]
         self._tables[places[rows], columns] = entries
         arrays = [getattr(inputs, name) for name in (*_LONG, *_SHORT)]
-        data: bytes = msgpack.packb([shape[1:], *(array.tobytes() for array in (*arrays, places, changed, entries))])
+        arrays += [places, changed, entries, inputs.state_read, inputs.state_write]
+        sizes = [shape[1:], inputs.state_write.shape[1]]
+        data: bytes = msgpack.packb([sizes, *(array.tobytes() for array in arrays)])
         return data
 
     def _place(self, requests: Sequence[str], num_groups: int) -> NDArray[np.int32]:
@@ -73,10 +75,10 @@ class StepReceiver:
 
     def unpack(self, data: bytes) -> StepInputs:
         """Return the step. Entries of its page table past a sequence's tokens are arbitrary pages of the pool."""
-        shape, *packed = msgpack.unpackb(data)
+        (shape, num_state_pages), *packed = msgpack.unpackb(data)
         width = shape[-1]
         token_ids, positions, slots, wanted = (np.frombuffer(array, np.int64) for array in packed[: len(_LONG)])
-        query_start, kv_len, places, changed, entries = (
+        query_start, kv_len, places, changed, entries, *states = (
             np.frombuffer(array, np.int32) for array in packed[len(_LONG) :]
         )
         rows, columns = np.divmod(changed, width)
@@ -84,7 +86,8 @@ class StepReceiver:
         self._tables[places[rows], columns] = entries
         table = self._tables[places, :width].reshape(-1, *shape)
         slots = slots.reshape(-1, *shape[:-1])
-        return StepInputs(token_ids, positions, slots, wanted, query_start, kv_len, table)
+        states = [pages.reshape(len(kv_len), num_state_pages) for pages in states]
+        return StepInputs(token_ids, positions, slots, wanted, query_start, kv_len, table, *states)
 
 
 def _rows(places: NDArray[np.int32], num_groups: int) -> NDArray[np.int32]:

@@ -72,6 +72,8 @@ class Engine:
     _sampler: StepSampler = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.model.states is not None:
+            raise ValueError(f"{self.model.config.model_type} has recurrent layers, whose states steps do not have yet")
         config, model = sized(self.config, self.model), self.model
         self.config = config
         speculative = config.speculative_config

@@ -94,6 +94,7 @@ def pool_spec(
         rank=rank,
         num_pages=num_pages,
         groups=tuple(PageGroup(group.window, group.layers) for group in model.groups),
+        state="" if model.states is None else model.states.name,
     )
 
 
