@@ -24,10 +24,11 @@ from .one_group import whole
 
 requests = st.text(min_size=1, max_size=512)
 numbers = st.integers(0, (1 << 40) - 1)
-groups = st.builds(GroupPages, numbers, st.lists(numbers, max_size=50).map(tuple))
+pages = st.lists(numbers, max_size=50).map(tuple)
+groups = st.builds(GroupPages, numbers, pages)
 messages = st.one_of(
     st.builds(Hello, requests, numbers),
-    st.builds(Grant, requests, numbers, numbers, st.lists(groups, max_size=3).map(tuple)),
+    st.builds(Grant, requests, numbers, numbers, st.lists(groups, max_size=3).map(tuple), pages),
     st.builds(Wait, requests, numbers, st.floats(0, 86_400), st.booleans()),
     st.builds(Abort, requests, numbers, st.binary(max_size=600)),
     st.builds(Stopped, requests, numbers, st.booleans()),
@@ -67,13 +68,13 @@ def test_random_bytes_are_refused_or_in_range(data: bytes) -> None:
     assert decode(encode(message)) == message
 
 
-good = ["Grant", "r", 1, 2, [[2, [3, 4]], [4, []]]]
+good = ["Grant", "r", 1, 2, [[2, [3, 4]], [4, []]], [5]]
 values = (
     st.none() | st.booleans() | st.integers(-3, 1 << 63) | st.floats() | st.text(max_size=3) | st.binary(max_size=3)
 )
 
 
-@given(st.integers(0, 4), values | st.lists(values, max_size=3))
+@given(st.integers(0, 5), values | st.lists(values, max_size=3))
 def test_message_with_one_random_field_is_refused_or_in_range(index: int, value: object) -> None:
     parts = [*good]
     parts[index] = value

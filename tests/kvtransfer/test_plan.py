@@ -1,5 +1,7 @@
 """Plans are checked element by element, with an oracle that labels every element of the model with its own number."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from crossdock.kvtransfer.layout import IncompatiblePools, LayerShape, PageGroup, PoolSpec, Shard, shard_model
-from crossdock.kvtransfer.plan import plan_writes, source_ranks
+from crossdock.kvtransfer.plan import ByteRange, plan_writes, source_ranks
 
 UNIFORM = (LayerShape(4, 3, 3),) * 4
 MIXED = (LayerShape(4, 2, 2), LayerShape(2, 4, 4), LayerShape(4, 2, 1), LayerShape(1, 5, 0))
@@ -164,6 +166,16 @@ def test_source_that_lacks_layers_raises() -> None:
     with pytest.raises(IncompatiblePools, match="no rank of the source holds head 0 of layer 2"):
         plan_writes(half, spec(UNIFORM))
     assert any(plan_writes(spec(UNIFORM), half)), "a source may hold more than the target needs"
+
+
+def test_state_travels_between_ranks_that_hold_the_same_part() -> None:
+    source, target = (replace(spec(UNIFORM, rank, 2), state="mamba") for rank in (0, 1))
+    assert plan_writes(source, source)[1:] == ((ByteRange(0, 0, source.page_bytes),),)
+    assert plan_writes(source, target)[1:] == ((),)
+    with pytest.raises(IncompatiblePools, match="differ in state"):
+        plan_writes(source, replace(spec(UNIFORM), state="mamba"))
+    with pytest.raises(IncompatiblePools, match=r"(?s)differ in state.*none.*mamba"):
+        plan_writes(source, spec(UNIFORM, 0, 2))
 
 
 def test_pools_with_unlike_groups_of_layers_are_refused_with_both_named() -> None:

@@ -147,6 +147,53 @@ def test_chunk_that_a_window_has_passed_is_announced_without_data() -> None:
     assert outputs == [Write("t0", copies((14, 15), (60, 61)), pages(1, 2, 3, 18, b"s"))]
 
 
+def shipping_states(state_pages: tuple[int, ...] = (80, 81)) -> Sender:
+    """Return a sender with a target that takes 10 bytes of a page and 7 of each page of the recurrent state."""
+    sender = Sender(0, PAGE, 1000)
+    sender.ship(*KEY, {"t0": TargetRank(100, (10, 7), 1)}, 5.0, 0.0)
+    sender.receive("t0", Grant(*KEY, 0, whole((50, 51)), state_pages), 1.0)
+    return sender
+
+
+def test_state_is_written_once_with_the_result() -> None:
+    sender = shipping_states()
+    assert sender.chunk("r", whole([1]), 4, 1.0) == [Write("t0", copies([1], [50]), pages(0, 0, 1, 4))]
+    sender.write_done(*KEY, "t0", 1.0)
+    outputs = sender.finish("r", whole([1, 2]), 7, b"s", 2.0, (30, 31))
+    written = (*copies([2], [51]), PageCopies(1, (30, 31), (80, 81)))
+    assert outputs == [Write("t0", written, pages(1, 1, 1, 7, b"s"))]
+    (released,) = sender.write_done(*KEY, "t0", 3.0)
+    assert isinstance(released, Released)
+    assert (released.figures.num_bytes, released.figures.num_pages) == (2 * 10 + 2 * 7, 4)
+
+
+def test_state_after_the_last_full_page_is_written_alone() -> None:
+    sender = shipping_states()
+    sender.chunk("r", whole([1, 2]), 8, 1.0)
+    sender.write_done(*KEY, "t0", 1.0)
+    outputs = sender.finish("r", whole([1, 2]), 8, b"s", 2.0, (30, 31))
+    assert outputs == [Write("t0", (PageCopies(1, (30, 31), (80, 81)),), pages(1, 2, 0, 8, b"s"))]
+
+
+@pytest.mark.parametrize("granted", [(80,), (80, 80), (50, 80), (80, 100), ()], ids=str)
+def test_grant_of_other_state_pages_fails_the_transfer(granted: tuple[int, ...]) -> None:
+    sender = shipping_states(granted)
+    outputs = sender.finish("r", whole([1, 2]), 8, b"s", 2.0, (30, 31))
+    is_known_at_once = len(granted) != 1
+    assert (failure(outputs) is Reason.PROTOCOL) is not is_known_at_once
+    assert len(sender) == 0
+
+
+def test_receiver_counts_the_bytes_of_the_state() -> None:
+    receiver = Receiver(PAGE, b"us", 1.0)
+    receiver.expect(*KEY, {"s0": (0, (10, 7))}, 5.0, 0.0)
+    receiver.grant(*KEY, 0, whole((50, 51)), 0.0, (80, 81))
+    assert receiver.receive("s0", wrote(0, 0, 1, 4), 1.0) == [Committed(*KEY, 4)]
+    *_, arrived = receiver.receive("s0", wrote(1, 1, 1, 7, result=b"s"), 2.0)
+    assert isinstance(arrived, Arrived)
+    assert (arrived.figures.num_bytes, arrived.figures.num_pages) == (2 * 10 + 2 * 7, 4)
+
+
 def test_granted_page_that_a_window_has_passed_here_fails_the_transfer() -> None:
     """The two sides do not agree where the prompt ends: another page must not go in the place of the right one."""
     sender = shipping_groups()
