@@ -16,7 +16,10 @@ def match_prefix(table: RequestTable, request: Request) -> PrefixHit:
     if not pages.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
         return pages.match_prefix(())
     hashes = _page_hashes(request, pages.page_size)[: (request.num_tokens - 1) // pages.page_size]
-    return pages.match_prefix(hashes, needs_state=request.leg is not Leg.RECEIVE)  # with a transfer the state comes
+    if request.leg is Leg.RECEIVE:  # with the transfer comes the state, and what windows see
+        position = request.num_tokens if None in pages.windows else None  # else no group would tell prompts apart
+        return pages.match_prefix(hashes, needs_state=False, position=position)
+    return pages.match_prefix(hashes)
 
 
 def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int = 0) -> bool:

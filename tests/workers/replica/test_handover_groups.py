@@ -154,6 +154,23 @@ def test_pages_travel_that_tokens_after_the_prompt_see_and_states_once(name: str
     asyncio.run(main())
 
 
+def test_shared_prefix_does_not_travel_again_where_windows_have_passed_it(name: str) -> None:
+    """The decode side has the prefix in groups without a window alone, which is all that it needs of it."""
+    other = [*LONG[:100], *((7 * at) % 90 + 3 for at in range(60))]
+
+    async def main() -> None:
+        async with closing(side(name), side(name)) as (prefill, decode):
+            await ship(prefill, decode, submission(LONG))
+            assert await ship(prefill, decode, submission(other)) == generated(module_of(name), [other], NUM_TOKENS)[0]
+            cached = 100 // PAGE_SIZE if None in FAMILIES[name] else 0
+            firsts = [max(first_visible_page(window, 160, PAGE_SIZE), cached) for window in FAMILIES[name]]
+            *_, (_, _, figures, _) = prefill.ended
+            state_pages = prefill.engine.model.state_pages(PAGE_SIZE)
+            assert figures.num_pages == sum(160 // PAGE_SIZE - first for first in firsts) + state_pages
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_decode_side_whose_partner_stops_in_mid_transfer_finishes_alone(
     name: str, transport: str, texts: list[list[int]], expected: list[list[int]]
