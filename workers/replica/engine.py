@@ -72,9 +72,9 @@ class Engine:
     _sampler: StepSampler = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.model.states is not None:
-            raise ValueError(f"{self.model.config.model_type} has recurrent layers, whose states steps do not have yet")
         config, model = sized(self.config, self.model), self.model
+        if model.states is not None:
+            self._refuse_with_states()
         self.config = config
         speculative = config.speculative_config
         drafter = new_drafter(speculative, model) if speculative is not None else None  # before pages take all memory
@@ -82,10 +82,11 @@ class Engine:
         if self.gang is None:  # else its ranks have chosen them together
             choose_groups(model, config)
         windows = [group.window for group in model.groups] or [None]
-        num_pages = self._num_pages(windows)
+        state_pages = model.state_pages(config.page_size)
+        num_pages = self._num_pages(windows, state_pages)
         model.allocate_pool(num_pages, config.page_size)
         cached = retention(config.prefix_eviction, num_pages, config.page_size, windows)
-        self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows, cached)
+        self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows, cached, state_pages)
         depth = model.part.position.num_stages
         self.scheduler = Scheduler(
             *(config, self.pages, model.max_model_len, model.eos_token_ids), depth=depth, drafting=drafting
@@ -96,6 +97,12 @@ class Engine:
             self.speculation = Speculation(drafter, self.scheduler, self._sampler)
         is_ahead = self._runs_ahead()
         self.pipeline = Pipeline(self._runner(num_pages), self._sampler, self.clock, is_ahead)
+
+    def _refuse_with_states(self) -> None:
+        """Raise ValueError where a setting does not go with recurrent layers; the message names the field."""
+        name = f"{self.model.config.model_type} has recurrent layers"
+        if self.config.speculative_config is not None:
+            raise ValueError(f"speculative_config: {name}, whose states cannot take back a rejected draft")
 
     def _runner(self, num_pages: int) -> Runner:
         """Return what runs the steps, after every rank has allocated its pool and recorded its part of steps."""
@@ -123,11 +130,11 @@ class Engine:
             return False  # drafts continue the tokens of the step before
         return wanted if wanted is not None else is_one_stage and self.model.device.type == "cuda"
 
-    def _num_pages(self, windows: Sequence[Window]) -> int:
+    def _num_pages(self, windows: Sequence[Window], state_pages: int) -> int:
         """Return how many KV pages every rank can hold. ValueError: fewer than one request needs."""
         budget, page_size = self.config.budget, self.config.page_size
         room = self.gang.page_budget if self.gang is not None else count_pages_that_fit(self.model, budget, page_size)
-        needs = PageNeeds(page_size, windows, self.config.max_num_batched_tokens)
+        needs = PageNeeds(page_size, windows, self.config.max_num_batched_tokens, state_pages)
         budget.check_one_request_fits(
             room.num_pages, room.page_bytes, needs, self.model.max_model_len, self.model.device.type
         )
