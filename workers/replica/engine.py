@@ -85,7 +85,7 @@ class Engine:
         state_pages = model.state_pages(config.page_size)
         num_pages = self._num_pages(windows, state_pages)
         model.allocate_pool(num_pages, config.page_size)
-        cached = retention(config.prefix_eviction, num_pages, config.page_size, windows)
+        cached = retention(config.prefix_eviction, num_pages, config.page_size, windows, state_pages)
         self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows, cached, state_pages)
         depth = model.part.position.num_stages
         self.scheduler = Scheduler(
