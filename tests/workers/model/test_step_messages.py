@@ -3,6 +3,7 @@
 import random
 
 import numpy as np
+import pytest
 
 from crossdock.workers.model.inputs import StepInputs, StepTensors
 from crossdock.workers.model.step_messages import StepReceiver, StepSender
@@ -12,12 +13,16 @@ from crossdock.workers.schedule.request import Request, SamplingParams
 PAGE_SIZE = 4
 
 
-def step_of(parts: list[tuple[str, int, int, list[int]]]) -> tuple[StepInputs, list[str]]:
-    """Return a step of parts (request, start, tokens, pages), and the names of its requests."""
-    scheduled = [
-        Scheduled(Request(name, list(range(start + tokens)), SamplingParams()), start, tokens, pages, True)
-        for name, start, tokens, pages in parts
-    ]
+def step_of(parts: list[tuple[str, int, int, list[int]]], num_groups: int = 1) -> tuple[StepInputs, list[str]]:
+    """Return a step of parts (request, start, tokens, pages), and the names of its requests.
+
+    Each group of layers after the first has the pages in another order.
+    """
+    scheduled = []
+    for name, start, tokens, pages in parts:
+        request = Request(name, list(range(start + tokens)), SamplingParams())
+        further = [pages[group:] + pages[:group] for group in range(1, num_groups)]
+        scheduled.append(Scheduled(request, start, tokens, pages, True, further_pages=further))
     return StepInputs.of(Batch(scheduled, 0), PAGE_SIZE)[0], [name for name, *_ in parts]
 
 
@@ -29,12 +34,13 @@ def check(received: StepInputs, sent: StepInputs, num_pages: int) -> None:
     assert received.page_table.dtype == sent.page_table.dtype
     for row, (ours, theirs) in enumerate(zip(received.page_table, sent.page_table, strict=True)):
         reach = -(-sent.kv_len[row] // PAGE_SIZE)
-        assert np.array_equal(ours[:reach], theirs[:reach])
+        assert np.array_equal(ours[..., :reach], theirs[..., :reach])
     assert (received.page_table >= 0).all()
     assert (received.page_table < num_pages).all()
 
 
-def test_any_history_of_steps_is_received() -> None:
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_any_history_of_steps_is_received(num_groups: int) -> None:
     """Requests come, grow, lose their pages, return with others and end, among more names than there are rows."""
     rng, num_pages = random.Random(3), 50
     sender, receiver = StepSender(PAGE_SIZE), StepReceiver()
@@ -51,7 +57,7 @@ def test_any_history_of_steps_is_received() -> None:
             while len(pages) * PAGE_SIZE < start + tokens:
                 pages.append(rng.randrange(num_pages))
             parts.append((name, start, tokens, list(pages)))
-        sent, requests = step_of(parts)
+        sent, requests = step_of(parts, num_groups)
         check(receiver.unpack(sender.pack(sent, requests)), sent, num_pages)
 
 
