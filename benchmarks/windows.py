@@ -87,7 +87,7 @@ def serve(
         "disable_hybrid_kv_cache_manager": not has_groups,
     }
     spec = ModelSpec(str(args.model), args.dtype, args.prompt_tokens + args.output_tokens)
-    engine = Engine(load_model(spec), EngineConfig.model_validate(settings), ships_pages=False)
+    engine = Engine(load_model(spec), EngineConfig.model_validate(settings))
     if bool(engine.model.groups) != has_groups:
         raise SystemExit(f"{args.model} has no layers whose pages could go, or cannot be divided into groups")
     answers = dict[str, list[int]]()
