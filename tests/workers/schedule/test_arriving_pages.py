@@ -1,4 +1,4 @@
-"""What a prompt gets whose pages another replica sends: of windows only what tokens after the prompt see."""
+"""Gives an arriving prompt pages: in groups with a window those alone that tokens after the prompt see."""
 
 import pytest
 
