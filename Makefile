@@ -6,7 +6,7 @@ SERVES := .venv/.serves
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint deploy-check soak bench gpu-kit clean
+.PHONY: help setup serve test test-with-ray test-without-ray lint deploy-check soak bench gpu-kit clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,8 +36,21 @@ $(INSTALLED): $(SERVES)
 serve: $(SERVES)  ## serve the default model (ARGS: flags of `crossdock serve`)
 	$(BIN)/crossdock serve $(ARGS)
 
+# Tests with Ray wait for servers most of the time: the others run beside them. With ARGS, one run.
 test: lint  ## lint, types and all tests that need neither a GPU nor many minutes (ARGS: pytest's)
+ifeq ($(strip $(ARGS)),)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-with-ray test-without-ray
+else
 	$(BIN)/pytest --durations=20 $(ARGS)
+endif
+
+WITH_RAY := tests/cluster/serve tests/cluster/dispatch
+
+test-with-ray:
+	$(BIN)/pytest --durations=20 $(WITH_RAY)
+
+test-without-ray:
+	$(BIN)/pytest --durations=20 $(addprefix --ignore=,$(WITH_RAY))
 
 lint: setup  ## ruff, mypy, and the check of plain English
 	$(BIN)/ruff check

@@ -3,11 +3,13 @@
     python benchmarks/speculation.py --streams 1                # one stream: 6 minutes
     python benchmarks/speculation.py --streams 8                # eight streams: 6 minutes
     python benchmarks/speculation.py --streams 64 --workloads chat all --tokens 96   # a full batch: 5 minutes
+    python benchmarks/speculation.py --settings none grammar adaptive --workloads forms    # JSON schemas: 2 minutes
     python benchmarks/speculation.py --settings vllm vllm-ngram --streams 1 8   # after peers/vllm.sh install: 6 minutes
     python benchmarks/speculation.py --offline                  # drafts that lookup finds in greedy answers: 1 minute
 
 Prompts are those of speculation_inputs.py: three workloads whose answers repeat the prompt (quotes, edits of programs,
-JSON from text), free chat, and `all`, in which the four are mixed. Answers are greedy. The default model,
+JSON from text), free chat, and `all`, in which the four are mixed; and `forms`, whose answers follow a JSON schema
+each, so that a grammar dictates many of their tokens. Answers are greedy. The default model,
 SmolLM2-135M-Instruct, copies less faithfully than a large model, and it repeats itself, also in free chat: both count
 as repetition here. So look at the differences between settings, not at how much a workload gains.
 
@@ -28,12 +30,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from servers import OtherLoad, RunningServer, add_server_options, crossdock_command, log_of, serving
-from speculation_inputs import CHATS, WORKLOADS
-from speculation_offline import accepted_by_length, greedy_answers, lookup_table
+from speculation_inputs import CHATS, FORMS, UNSEEN_WORKLOADS, WORKLOADS
+from speculation_offline import accepted_by_length, greedy_answers, lookup_table, priors_table
 from tables import Row, cell, hardware, markdown, medians, today, write
 
 from crossdock.cluster.bench.http import BenchError, Endpoint, TokenStream
@@ -54,6 +56,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # flags by the name of the setting; na
     "none": (),
     **{f"fixed-{length}": _ours(length, adaptive=False) for length in (2, 4, 8)},
     "adaptive": _ours(MOST, adaptive=True),
+    "grammar": ("--speculative-config", json.dumps({"method": "grammar", "num_speculative_tokens": MOST})),
     "vllm": (),
     "vllm-ngram": (
         "--speculative-config",
@@ -62,6 +65,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # flags by the name of the setting; na
 }
 OURS = [name for name in SETTINGS if not name.startswith("vllm")]
 DRAFTED = ("crossdock_draft_tokens_total", "vllm:spec_decode_num_draft_tokens_total")  # the server has one of them
+FORCED = ("crossdock_draft_tokens_forced_total",)
 ACCEPTED = ("crossdock_draft_tokens_accepted_total", "vllm:spec_decode_num_accepted_tokens_total")
 
 
@@ -73,22 +77,35 @@ class Answers:
     texts: dict[int, str] = field(default_factory=dict)
 
 
-def prompts(workload: str) -> Iterator[tuple[str, bool]]:
-    """Yield (prompt, whether it is asked in a chat) of a workload, again and again."""
+class Question(NamedTuple):
+    """One request of a workload."""
+
+    prompt: str
+    is_chat: bool
+    schema: str = ""  # JSON, which the answer must follow; empty: none
+
+
+def questions(workload: str) -> Iterator[Question]:
+    """Yield the questions of a workload, again and again."""
     names = list(WORKLOADS) if workload == "all" else [workload]
     while True:
+        if workload == "forms":
+            yield from (Question(prompt, True, schema) for prompt, schema in FORMS)
+            continue
         for group in zip(*(WORKLOADS[name] for name in names), strict=True):
-            yield from zip(group, (name in CHATS for name in names), strict=True)
+            yield from map(Question, group, (name in CHATS for name in names))
 
 
 # -- one measurement -------------------------------------------------------------------------------------------------
 
 
-async def ask(
-    endpoint: Endpoint, number: int, prompt: str, is_chat: bool, args: argparse.Namespace
-) -> tuple[Sample, str]:
+async def ask(endpoint: Endpoint, number: int, question: Question, args: argparse.Namespace) -> tuple[Sample, str]:
     """Send one request and read its stream; return how it went, and the text."""
-    content = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+    prompt, is_chat, schema = question
+    content: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+    if schema:
+        form = {"name": "form", "schema": json.loads(schema), "strict": True}
+        content["response_format"] = {"type": "json_schema", "json_schema": form}
     body = {"model": args.served, "max_tokens": args.tokens, "temperature": 0, "stream": True, **content}
     body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     sample, received = Sample("request", args.tokens, 0), bytearray()
@@ -116,11 +133,11 @@ async def load(address: str, workload: str, streams: int, args: argparse.Namespa
     """Return the answers of one cell and its seconds: a closed loop of `streams` clients."""
     endpoint, answers = Endpoint(address, {}), Answers()
     count = max(args.requests, 2 * streams if streams < 32 else streams)
-    jobs = iter(list(enumerate(islice(prompts(workload), count))))
+    jobs = iter(list(enumerate(islice(questions(workload), count))))
 
     async def client() -> None:
-        for number, (prompt, is_chat) in jobs:
-            sample, answers.texts[number] = await ask(endpoint, number, prompt, is_chat, args)
+        for number, question in jobs:
+            sample, answers.texts[number] = await ask(endpoint, number, question, args)
             answers.samples.append(sample)
 
     loop = asyncio.get_running_loop()
@@ -137,9 +154,11 @@ def measure(server: RunningServer, workload: str, streams: int, args: argparse.N
     tokens = sum(sample.output_tokens for sample in answers.samples)
     gaps = spread_ms([gap for sample in answers.samples for gap in sample.gaps])
     row: Row = {"tok/s": tokens / seconds, "gap p99": gaps.get("p99", float("nan")), "tokens": tokens}
-    drafted, accepted = (sum(change.total(name) or 0 for name in names) for names in (DRAFTED, ACCEPTED))
+    drafted, accepted, forced = (
+        sum(change.total(name) or 0 for name in names) for names in (DRAFTED, ACCEPTED, FORCED)
+    )
     if drafted:
-        row |= {"accepted %": 100 * accepted / drafted, "drafted": drafted}
+        row |= {"accepted %": 100 * accepted / drafted, "drafted": drafted, "forced": forced}
     return row | {"others CPU %": 100 * others.share()}, answers.texts
 
 
@@ -153,11 +172,12 @@ def scraped(address: str) -> Scrape:
 
 def table(rows: Mapping[str, Row]) -> str:
     """Return one row per setting. `gain`: tokens per second beside those of the same server without drafts."""
-    lines = [["setting", "tok/s", "gain", "gap p99", "drafted", "accepted %", "same answers %", "others CPU %"]]
+    heads = ("gap p99", "drafted", "forced", "accepted %", "same answers %", "others CPU %")
+    lines = [["setting", "tok/s", "gain", *heads]]
     for name, row in rows.items():
         base = rows.get("vllm" if name.startswith("vllm") else "none", {}).get("tok/s")
         gain = row["tok/s"] / base if base else None
-        names = ("gap p99", "drafted", "accepted %", "same %", "others CPU %")
+        names = ("gap p99", "drafted", "forced", "accepted %", "same %", "others CPU %")
         lines.append([name, cell(row["tok/s"]), cell(gain), *(cell(row.get(key)) for key in names)])
     return markdown(lines)
 
@@ -165,7 +185,7 @@ def table(rows: Mapping[str, Row]) -> str:
 def verdict(rows: Mapping[str, Row]) -> str:
     """Return adaptive beside the best fixed number of drafts and beside none, in words."""
     speeds = {name: row["tok/s"] for name, row in rows.items() if name in OURS}
-    fixed = [name for name in speeds if name != "adaptive"]
+    fixed = [name for name in speeds if name not in ("adaptive", "grammar")]
     if "adaptive" not in speeds or not fixed:
         return ""
     best, ours = max(fixed, key=lambda name: speeds[name]), speeds["adaptive"]
@@ -176,9 +196,12 @@ def verdict(rows: Mapping[str, Row]) -> str:
 
 
 def offline(args: argparse.Namespace) -> str:
-    """Return what lookup would find in greedy answers, by settings of the match and by its length."""
-    answers = greedy_answers(args.model, args.tokens)
-    return f"{lookup_table(answers)}\n{accepted_by_length(answers)}"
+    """Return what lookup would find in greedy answers, by settings of the match and by its length; and how much the
+    policy's first guesses matter to prompts that they were not chosen on."""
+    answers = greedy_answers(args.model, args.tokens, WORKLOADS)
+    unseen = greedy_answers(args.model, args.tokens, UNSEEN_WORKLOADS)
+    tables = [lookup_table(answers), accepted_by_length(answers), "Prompts that were written later:\n"]
+    return "\n".join([*tables, lookup_table(unseen), accepted_by_length(unseen), priors_table(unseen)])
 
 
 # -- all settings ----------------------------------------------------------------------------------------------------
@@ -188,8 +211,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="Hugging Face directory (default: the embedded model)")
     parser.add_argument("--offline", action="store_true", help="measure lookup alone, without servers")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=OURS)
-    parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS, "all"], default=[*WORKLOADS, "all"])
+    usual = [name for name in OURS if name != "grammar"]
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=usual)
+    parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS, "all", "forms"], default=[*WORKLOADS, "all"])
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 8], help="clients at a time")
     parser.add_argument("--requests", type=int, default=6, help="least requests of a cell (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=160, help="most tokens of an answer (default: %(default)s)")

@@ -1,4 +1,7 @@
-"""The prompts of speculation.py: three kinds whose answers repeat the prompt, and free chat. All text is our own."""
+"""The prompts of speculation.py: kinds whose answers repeat the prompt, free chat, and forms. All text is our own."""
+
+import json
+from typing import Any
 
 _REPORTS = (
     """Minutes of the harbour council, 3 March. The chair opened the meeting at nine and welcomed the two new members
@@ -267,26 +270,225 @@ _QUESTIONS = (
 )
 
 
+_FURTHER_REPORTS = (
+    """Report of the water works for the second quarter. The old main under Canal Street was replaced over a length of
+430 metres, and losses in that district fell from 19 to 7 per cent. Two of the four pumps at the spring house are
+now driven by the sun between ten and four. Samples were taken at 26 points every week. All of them were within
+the limits for nitrate, and one sample in May was above the limit for iron, because a hydrant nearby had been
+opened for a fire drill. The price for a cubic metre stays at 1.92. In the autumn the basin on Fern Hill will be
+emptied and cleaned for nine days, and the upper villages will get their water from the lake during that time.""",
+    """Letter from the choir to its singers. The summer concert takes place on 21 June in the old brewery, because the
+church is being painted. We sing the mass in D and five songs by living composers. The last three rehearsals
+begin at six and not at seven. Please bring a black folder and a small lamp that can be clipped to it: the light
+in the brewery is weak. The second altos are still two voices short. If you know anybody who reads music and is
+free on Tuesdays, ask them to come. Travel to the festival in Lund is paid by the city, but meals are not.""",
+    """Notes on the repair of the clock tower. The pendulum was taken down on Monday and weighed: it has lost 1.4
+kilograms to rust since 1911. The escapement is worn on one side only, which explains why the clock gained four
+minutes in a week and then lost three. A new wheel will be cut from bronze in the workshop of the technical
+school. Until it is ready, the hands stay at twelve. The bell is struck by hand at noon and at six. Pigeons have
+nested behind the north face, and the scaffold there will go up only after the young birds have left.""",
+)
+
+_FURTHER_PROGRAMS = (
+    """def parse_line(line):
+    name, _, value = line.partition("=")
+    return name.strip(), value.strip()
+
+
+def read_settings(path):
+    settings = {}
+    with open(path) as file:
+        for line in file:
+            if line.strip() and not line.startswith("#"):
+                name, value = parse_line(line)
+                settings[name] = value
+    return settings
+
+
+def write_settings(path, settings):
+    with open(path, "w") as file:
+        for name, value in sorted(settings.items()):
+            file.write(f"{name} = {value}\\n")""",
+    """class Queue:
+    def __init__(self):
+        self.head = None
+        self.tail = None
+        self.size = 0
+
+    def put(self, value):
+        node = Node(value)
+        if self.tail is None:
+            self.head = node
+        else:
+            self.tail.next = node
+        self.tail = node
+        self.size += 1
+
+    def get(self):
+        if self.head is None:
+            raise IndexError("the queue is empty")
+        node = self.head
+        self.head = node.next
+        if self.head is None:
+            self.tail = None
+        self.size -= 1
+        return node.value""",
+    """def mean(values):
+    return sum(values) / len(values)
+
+
+def variance(values):
+    middle = mean(values)
+    return mean([(value - middle) ** 2 for value in values])
+
+
+def correlation(first, second):
+    x, y = mean(first), mean(second)
+    shared = mean([(a - x) * (b - y) for a, b in zip(first, second)])
+    return shared / (variance(first) * variance(second)) ** 0.5
+
+
+def moving_mean(values, width):
+    found = []
+    for end in range(width, len(values) + 1):
+        found.append(mean(values[end - width : end]))
+    return found""",
+)
+
+_FURTHER_RECORDS = (
+    (
+        '{"river": "Arn", "length": 214, "source": "Mount Hale", "mouth": "Port Evans"}',
+        """The Arn is 214 kilometres long, rises on Mount Hale and ends at Port Evans. The Bessel is 97 kilometres long,
+rises in Lake Tarn and ends at Oldmouth. The Cray is 351 kilometres long, rises in the Grey Hills and ends at
+Sandhaven. The Dunn is 68 kilometres long, rises at Kettle Moor and ends at Lowport. The Esk is 182 kilometres
+long, rises on Mount Avery and ends at Westbay.""",
+    ),
+    (
+        '{"room": 114, "guest": "Nils Aber", "nights": 3, "breakfast": true}',
+        """Room 114 is taken by Nils Aber for 3 nights with breakfast. Room 118 is taken by Carla Font for 1 night
+without breakfast. Room 203 is taken by Jun Sato for 6 nights with breakfast. Room 209 is taken by Peter Vale for 2
+nights without breakfast. Room 311 is taken by Asha Rao for 4 nights with breakfast.""",
+    ),
+    (
+        '{"part": "K-20", "name": "hinge", "stock": 412, "shelf": "4C"}',
+        """Part K-20 is a hinge, 412 are in stock, and it lies on shelf 4C. Part K-31 is a bracket, 88 are in stock, and
+it lies on shelf 2A. Part K-47 is a spring, 1,250 are in stock, and it lies on shelf 7F. Part L-02 is a handle, 64
+are in stock, and it lies on shelf 1B. Part L-15 is a lock, 139 are in stock, and it lies on shelf 3D.""",
+    ),
+)
+
+_FURTHER_QUESTIONS = (
+    "Describe how bread is made, from the grain to the table.",
+    "Which three inventions changed travel the most, and why?",
+    "Write a short fable about a crow that collects clocks.",
+)
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def _text(most: int) -> dict[str, Any]:
+    return {"type": "string", "maxLength": most}
+
+
+def _list(items: dict[str, Any], least: int, most: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": least, "maxItems": most}
+
+
+_NUMBER = {"type": "integer", "minimum": 0, "maximum": 9999}
+
+FORMS: tuple[tuple[str, str], ...] = tuple(
+    (question, json.dumps(schema))
+    for question, schema in (
+        (
+            "Invent a person who rents a flat, as JSON.",
+            _object(
+                first_name=_text(20), family_name=_text(20), date_of_birth={"type": "string", "format": "date"},
+                monthly_income=_NUMBER, employment_status={"enum": ["employed", "self-employed", "retired", "student"]},
+                has_pets={"type": "boolean"},
+            ),
+        ),
+        (
+            "Invent an order of office supplies with three items, as JSON.",
+            _object(
+                order_number=_NUMBER, customer_name=_text(24), shipping_method={"enum": ["standard", "express"]},
+                line_items=_list(_object(description=_text(24), quantity=_NUMBER, unit_price_cents=_NUMBER), 3, 3),
+            ),
+        ),
+        (
+            "Report a fault of a printer as JSON.",
+            _object(
+                error_category={"enum": ["paper jam", "no network", "empty cartridge", "unknown"]},
+                severity_level={"enum": ["low", "medium", "high", "critical"]}, affected_device=_text(24),
+                steps_to_reproduce=_list(_text(40), 2, 3), requires_technician={"type": "boolean"},
+            ),
+        ),
+        (
+            "Describe the weather of tomorrow in a town by the sea, as JSON.",
+            _object(
+                location=_object(latitude={"type": "number"}, longitude={"type": "number"}, town_name=_text(20)),
+                temperature_celsius={"type": "integer", "minimum": -30, "maximum": 45},
+                wind_direction={"enum": ["north", "east", "south", "west"]}, precipitation_millimetres=_NUMBER,
+                weather_warning={"type": "boolean"},
+            ),
+        ),
+        (
+            "Give a recipe for pancakes as JSON.",
+            _object(
+                recipe_name=_text(24), preparation_minutes=_NUMBER, number_of_servings=_NUMBER,
+                ingredients=_list(_object(ingredient_name=_text(20), amount_in_grams=_NUMBER), 3, 4),
+                difficulty={"enum": ["easy", "moderate", "difficult"]},
+            ),
+        ),
+        (
+            "Plan a train journey from Vienna to Madrid with two changes, as JSON.",
+            _object(
+                departure_station=_text(20), arrival_station=_text(20),
+                connections=_list(_object(change_at_station=_text(20), waiting_minutes=_NUMBER), 2, 2),
+                ticket_class={"enum": ["first class", "second class"]}, total_price_cents=_NUMBER,
+                seat_reservation_required={"type": "boolean"},
+            ),
+        ),
+    )
+)  # fmt: skip
+"""Questions in a chat, each with the JSON schema that the answer must follow."""
+
+
 def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-WORKLOADS: dict[str, tuple[str, ...]] = {
-    "quotes": tuple(
-        f"The text:\n\n{_one_line(text)}\n\nRepeat it word by word, with the most important sentence in bold."
-        for text in _REPORTS
-    ),
-    "edits": tuple(
-        f"The program:\n\n```python\n{text}\n```\n\nThe same program, with a comment in each function:\n\n```python\n"
-        for text in _PROGRAMS
-    ),
-    "json": tuple(
-        f"The text:\n\n{_one_line(text)}\n\nAs JSON, one object in each line:\n\n{first}\n{first.partition(':')[0]}:"
-        for first, text in _RECORDS
-    ),
-    "chat": _QUESTIONS,
-}
+def _workloads(
+    reports: tuple[str, ...],
+    programs: tuple[str, ...],
+    records: tuple[tuple[str, str], ...],
+    questions: tuple[str, ...],
+) -> dict[str, tuple[str, ...]]:
+    return {
+        "quotes": tuple(
+            f"The text:\n\n{_one_line(text)}\n\nRepeat it word by word, with the most important sentence in bold."
+            for text in reports
+        ),
+        "edits": tuple(
+            f"The program:\n\n```python\n{text}\n```\n\n"
+            "The same program, with a comment in each function:\n\n```python\n"
+            for text in programs
+        ),
+        "json": tuple(
+            f"The text:\n\n{_one_line(text)}\n\n"
+            f"As JSON, one object in each line:\n\n{first}\n{first.partition(':')[0]}:"
+            for first, text in records
+        ),
+        "chat": questions,
+    }
+
+
+WORKLOADS = _workloads(_REPORTS, _PROGRAMS, _RECORDS, _QUESTIONS)
 """Prompts by workload. Answers to all but `chat` repeat parts of the prompt, as far as the model does what is asked."""
+
+UNSEEN_WORKLOADS = _workloads(_FURTHER_REPORTS, _FURTHER_PROGRAMS, _FURTHER_RECORDS, _FURTHER_QUESTIONS)
+"""Prompts that were written after the policy's first guesses were chosen: for `speculation.py --offline`."""
 
 CHATS = ("quotes", "chat")
 """Workloads that are asked for in a chat. The prompts of others are continued: a small model copies better so."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from pydantic import ByteSize
-from speculation_inputs import CHATS, WORKLOADS
+from speculation_inputs import CHATS
 from tables import cell, markdown
 from transformers import AutoTokenizer
 
@@ -15,6 +15,9 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
+from crossdock.workers.schedule.acceptance import PRIORS, Acceptance
+from crossdock.workers.schedule.cost import StepCost, StepWork
+from crossdock.workers.schedule.drafting import DraftPolicy, FreeDrafts, Stream
 from crossdock.workers.schedule.request import SamplingParams, Submission
 from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 
@@ -25,13 +28,13 @@ Answer: TypeAlias = tuple[list[int], list[int]]  # tokens of the prompt, of the 
 Find: TypeAlias = Callable[[Sequence[int]], tuple[int, list[int]]]  # text to the length of a match, and its drafts
 
 
-def greedy_answers(model: Path, num_tokens: int) -> dict[str, list[Answer]]:
+def greedy_answers(model: Path, num_tokens: int, workloads: Mapping[str, Sequence[str]]) -> dict[str, list[Answer]]:
     """Return the model's answers to all prompts, by workload."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     engine = Engine(load_model(ModelSpec(str(model))), EngineConfig(kv_cache_memory=ByteSize(1 << 30)))
     answers: dict[str, list[Answer]] = {}
     outputs: dict[str, list[int]] = {}
-    for workload, prompts in WORKLOADS.items():
+    for workload, prompts in workloads.items():
         answers[workload] = []
         for number, prompt in enumerate(prompts):
             if workload in CHATS:
@@ -116,3 +119,72 @@ def accepted_by_length(answers: Mapping[str, Sequence[Answer]]) -> str:
     lines = [["match, tokens", *(str(length) for length in sorted(reached))]]
     lines.append(["accepted %", *(cell(100 * accepted[length] / reached[length]) for length in sorted(reached))])
     return markdown([*lines, ["drafts", *(cell(reached[length]) for length in sorted(reached))]])
+
+
+# -- do the policy's first guesses matter? ---------------------------------------------------------------------------
+
+COST = StepCost(base=0.0088, per_prefill_token=0.0011, per_decode=0.00078, per_context=4e-7)
+"""Of steps of the default model on two cores of Zen 5 (`python benchmarks/step_cost.py`, 2026-11-23)."""
+
+_GUESSES = {
+    "as shipped": PRIORS,
+    "all one half": (0.0, 0.5),
+    "all 0.9: too bold": (0.0, 0.9),
+    "all 0.1: too timid": (0.0, 0.1),
+}
+
+
+class _Drafts(FreeDrafts):
+    """Lookup as a source for a policy."""
+
+    def __init__(self) -> None:
+        self.lookup = PromptLookup(SpeculativeConfig(method="ngram", num_speculative_tokens=MOST))
+
+    def match_length(self, request_id: str) -> int:
+        return self.lookup.match_length(request_id)
+
+
+def predicted_rate(answers: Sequence[Answer], guess: Sequence[float], num_streams: int) -> float:
+    """Return the tokens per predicted second of a replica that makes all answers, so many streams at a time.
+
+    Its policy begins with these guesses and learns.
+    """
+    drafts = _Drafts()
+    config = drafts.lookup.config
+    policy = DraftPolicy(config, drafts, _acceptance=Acceptance(guess))
+    waiting = list(enumerate(answers))
+    streams: dict[str, tuple[list[int], list[int]]] = {}  # text so far; tokens to come
+    seconds, tokens = 0.0, 0
+    while waiting or streams:
+        while waiting and len(streams) < num_streams:
+            number, (prompt, answer) = waiting.pop(0)
+            streams[str(number)] = [*prompt, *answer[:1]], list(answer[1:])
+            drafts.lookup.add(str(number), streams[str(number)][0])
+        seen = [Stream(name, len(text), min(len(rest) - 1, MOST)) for name, (text, rest) in streams.items() if rest]
+        work = StepWork.of([], [stream.context for stream in seen])
+        found = drafts.lookup.propose(policy.lengths(seen, work, COST))
+        for stream in seen:
+            text, rest = streams[stream.id]
+            draft = found.get(stream.id, [])
+            accepted = next((n for n, token in enumerate(draft) if token != rest[n]), len(draft))
+            if draft:
+                work = work.plus_drafts(stream.context, len(draft))
+                policy.observe(stream.id, len(draft), accepted)
+            text += rest[: accepted + 1]
+            del rest[: accepted + 1]
+            tokens += accepted + 1
+        seconds += COST.seconds(work)
+        for name in [name for name, (_, rest) in streams.items() if not rest]:
+            del streams[name]
+            policy.forget(name)
+    return tokens / seconds
+
+
+def priors_table(answers: Mapping[str, Sequence[Answer]]) -> str:
+    """Return the predicted tokens per second by what the policy assumes before it has seen drafts."""
+    loads = [(name, count) for name in answers for count in (1, 8)]
+    lines = [["first guesses", *(f"{name}, {count} stream{'s' * (count > 1)}" for name, count in loads)]]
+    for title, guess in _GUESSES.items():
+        rates = [predicted_rate(answers[name], guess, count) for name, count in loads]
+        lines.append([title, *map(cell, rates)])
+    return markdown(lines)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from crossdock.cluster.api.body.generation_defaults import GenerationConfig
+from crossdock.cluster.api.body.pooler_config import PoolerConfig
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.keys import check_keys
 from crossdock.cluster.deploy.nodes import DeployConfig
@@ -40,7 +41,8 @@ class ModelConfig(BaseModel):
         description="File with the chat template, or the template itself in one line; null: the model's.",
     )
     chat_template_content_format: Literal["auto", "string", "openai"] = Field(
-        "auto", description="Content of messages in the template: string, or openai's list of parts; auto: string."
+        "auto",
+        description="Content of messages in the template: string, or openai's list of parts; auto: what it shows.",
     )
     served_name: str | None = Field(None, min_length=1, description="Clients' name of the model; null derives it.")
     dtype: Dtype = Field(
@@ -59,6 +61,10 @@ class ModelConfig(BaseModel):
     override_generation_config: GenerationConfig = Field(
         default_factory=lambda: GenerationConfig.model_validate({}),
         description="Values that win over those of generation_config.",
+    )
+    pooler_config: PoolerConfig = Field(
+        default_factory=lambda: PoolerConfig.model_validate({}),
+        description="How /v1/embeddings makes a vector of a text; what is not given is the model's.",
     )
 
     @property

@@ -36,6 +36,9 @@ class RouterConfig(BaseModel):
         "auto",
         description="One replica computes the prompt for another: where that is better, wherever possible, never.",
     )
+    price_evictions: bool = Field(
+        True, description="Count the seconds of prefill that will be done again because a request evicts cached pages."
+    )
     ttl_s: float = Field(3.0, gt=0, description="Silence after which a replica counts as busy as the busiest.")
     max_prefix_pages: int = Field(500_000, ge=0, description="Page hashes known at most, about 300 bytes each.")
 
@@ -95,12 +98,17 @@ class Fleet:
             LookupError: there is no replica left to choose.
         """
         may_ship = self.config.shipping != "never" and query.may_ship and query.num_tokens >= self.page_size
-        candidates = self.table.candidates(may_ship, self.config.shipping == "always", exclude)
+        may_ship = may_ship and not query.is_prompt_alone
+        candidates = self.table.candidates(
+            may_ship, self.config.shipping == "always", exclude, is_prompt_alone=query.is_prompt_alone
+        )
         self.table.refresh(now)
         priority, cached = self._priority(query.slo_class), self._cached(query)
         slo, loads = self.classes[priority], self.table.loads
         ages = self.table.ages(now)
         prediction = predict(loads, query.num_tokens, query.max_tokens, priority, cached, ages, self.classes)
+        if not self.config.price_evictions:
+            prediction.evicted[:] = 0.0
         self.num_chosen += 1
         if self.config.policy == "seconds":
             pair = choose(loads, query, cached, prediction, slo, candidates)

@@ -63,6 +63,8 @@ class Row:
     future_lateness: float
     stream_turnover: float
     stream_pages: float
+    empty_pages: float
+    eviction_seconds: float
     free_pages: Sequence[float]
     free_places: Sequence[float]
     max_prompt_now: Sequence[float]
@@ -130,6 +132,8 @@ class Loads:
     future_lateness: Floats  # the same in the future
     stream_turnover: Floats  # seconds from one stream's end to the next
     stream_pages: Floats  # pages that one stream frees at its end
+    empty_pages: Floats  # that a request can take before cached ones are evicted; below 0: bookings will evict as many
+    eviction_seconds: Floats  # of prefill that one evicted page is expected to cost
     # Room, `[priority, slot]`.
     free_pages: Floats
     free_places: Floats  # requests that may still start; below 0: as many that wait cannot
@@ -230,6 +234,8 @@ def row(
         future_lateness=lateness(future_gap, future_streams, classes),
         stream_turnover=2 * work.remaining / num_streams**2 * max(gap, cost.base) if num_streams else 0.0,
         stream_pages=_stream_pages(profile.needs, mean_context),
+        empty_pages=live.empty_pages - work.booked_pages,
+        eviction_seconds=live.eviction_seconds,
         free_pages=free_pages,
         free_places=free_places,
         max_prompt_now=max_prompt_now,

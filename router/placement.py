@@ -52,6 +52,10 @@ HANDOVER_S = 0.005
 """Seconds that a pair costs besides the transfer of pages, for messages and a registration: of the order of the round
 trips in docs/nixl.md. pools: 18.8 % of requests are shipped, with 0 20.4 %, with 0.05 15.4 %."""
 
+EVICTION_WEIGHT = 2.0
+"""Cost of one second of prefill that evicted pages will need again, in seconds of work: a replica works for it, and the
+request that needs it waits for it."""
+
 PAIR_CANDIDATES = 4
 """Replicas of least cost that are tried as a pair's prefill replica, and as its decode replica. More would cost time at
 every decision. pools: with 1, 16.4 % of requests are shipped instead of 18.8 %; with 100, the same as with 4."""
@@ -68,6 +72,7 @@ class Query:
     max_tokens: int = EXPECTED_OUTPUT_TOKENS  # of its output
     may_ship: bool = True  # whether one replica may compute the prompt for another
     may_refuse: bool = True  # False: its client named no class, or a replica has accepted the request
+    is_prompt_alone: bool = False  # it has no output, so that prefill replicas compute all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +122,13 @@ def choose(
     prompt_cost, output_cost = _costs(query, prediction, slo, first)
     spread = _tie_spread(query.request_id, candidates.name_hashes)
     best: SlotPair | None = None
+    evicted = EVICTION_WEIGHT * prediction.evicted
+    output_cost += evicted
     if len(alone):
         costs = ((prompt_cost + output_cost) * spread)[alone]
         at = int(costs.argmin())
         best = SlotPair(int(alone[at]), int(alone[at]), float(costs[at]))
+    prompt_cost += evicted  # a pair keeps the pages of the prompt on both replicas
     for group in np.unique(candidates.groups[prefills]) if len(prefills) and len(candidates.decodes) else ():
         near = _cheapest(_within(prefills, group, candidates), prompt_cost * spread)
         far = _cheapest(_within(candidates.decodes, group, candidates), output_cost * spread)

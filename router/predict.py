@@ -34,6 +34,7 @@ class Prediction:
     admission_ttft: Floats  # to its first token, as the replica's own admission computes that
     ttft: Floats  # to its first token
     room_wait: Floats  # until a place and pages are free for it
+    evicted: Floats  # of prefill that will be done again, because it evicts cached pages
     gap: Floats  # between its output tokens
     prompt_lateness: Floats  # by which its prompt makes running streams late, weighted by class
     decode_lateness: Floats  # by which its output makes all streams late, itself included, weighted by class
@@ -77,6 +78,7 @@ def predict(
         admission_ttft=behind / loads.prefill_share[priority] + drain,
         ttft=ttft,
         room_wait=room_wait,
+        evicted=_evicted_seconds(loads, rest + output),
         gap=gap,
         prompt_lateness=_prompt_lateness(loads, priority, rest, per_token, context, classes),
         decode_lateness=_decode_lateness(loads, slo, gap, output, classes),
@@ -138,13 +140,27 @@ def _room_wait(loads: Loads, priority: int, rest: Floats) -> Floats:
     """Return the seconds until enough streams have ended for a place and for the pages of `rest` tokens."""
     if not (rest > loads.max_prompt_now[priority]).any():
         return np.zeros(len(rest))
-    pages = np.ceil(rest / loads.page_size)
-    pages = np.minimum(loads.num_layer_groups * pages, loads.num_full_groups * pages + loads.window_pages)
-    pages += loads.state_pages + 1
+    pages = _pages(loads, rest) + 1
     missing = np.maximum(1 - loads.free_places[priority], 0.0)
     missing = np.maximum(missing, np.maximum(pages - loads.free_pages[priority], 0.0) / loads.stream_pages)
     wait: Floats = missing * loads.stream_turnover
     return wait
+
+
+def _evicted_seconds(loads: Loads, tokens: Floats) -> Floats:
+    """Return the seconds of prefill that are expected to be lost if `tokens` more get pages at every replica."""
+    if loads.eviction_seconds.max() <= 0:
+        return np.zeros(len(tokens))
+    evicted = np.maximum(_pages(loads, tokens) - np.maximum(loads.empty_pages, 0.0), 0.0)
+    seconds: Floats = evicted * loads.eviction_seconds
+    return seconds
+
+
+def _pages(loads: Loads, tokens: Floats) -> Floats:
+    """Return how many pages a request of `tokens` tokens takes at every replica, of all groups and of its state."""
+    pages = np.ceil(tokens / loads.page_size)
+    found: Floats = np.minimum(loads.num_layer_groups * pages, loads.num_full_groups * pages + loads.window_pages)
+    return found + loads.state_pages
 
 
 def _prompt_lateness(

@@ -127,7 +127,7 @@ class ReplicaTable:
     _group_of: dict[str, int] = field(default_factory=dict)  # by compatibility, of the replicas there are
     _num_groups: int = 0  # that there ever were
     _by_role: dict[str, Slots] = field(default_factory=dict)
-    _candidates: dict[tuple[bool, bool], Candidates] = field(default_factory=dict)  # by (may ship, must ship)
+    _candidates: dict[tuple[bool, bool, bool], Candidates] = field(default_factory=dict)  # by what they depend on
     _dirty: set[int] = field(default_factory=set)  # slots whose rows must be made again before the next choice
     _stale: set[int] = field(default_factory=set)  # slots whose rows are made again at every choice
 
@@ -245,18 +245,22 @@ class ReplicaTable:
 
     # -- candidates --------------------------------------------------------------------------------------------------
 
-    def candidates(self, may_ship: bool, must_ship: bool, exclude: Collection[str] = ()) -> Candidates:
+    def candidates(
+        self, may_ship: bool, must_ship: bool, exclude: Collection[str] = (), *, is_prompt_alone: bool = False
+    ) -> Candidates:
         """Return the slots that a request may be placed on. Without `must_ship`, pairs compete with single replicas;
-        with it, single replicas are left out if there is any pair.
+        with it, single replicas are left out if there is any pair. `is_prompt_alone`: prefill replicas compute requests
+        without an output, and decode replicas only where there is no other.
 
         Raises:
             LookupError: there is no replica left to choose.
         """
         if exclude:
-            return self._find_candidates(may_ship, must_ship, exclude)
-        if (may_ship, must_ship) not in self._candidates:
-            self._candidates[may_ship, must_ship] = self._find_candidates(may_ship, must_ship, ())
-        return self._candidates[may_ship, must_ship]
+            return self._find_candidates(may_ship, must_ship, is_prompt_alone, exclude)
+        key = may_ship, must_ship, is_prompt_alone
+        if key not in self._candidates:
+            self._candidates[key] = self._find_candidates(*key, ())
+        return self._candidates[key]
 
     def slots_of(self, role: str) -> Slots:
         """Return the slots of all replicas of a role, in order."""
@@ -266,12 +270,15 @@ class ReplicaTable:
                 self._by_role[each] = np.array(sorted(slots), dtype=np.intp)
         return self._by_role[role]
 
-    def _find_candidates(self, may_ship: bool, must_ship: bool, exclude: Collection[str]) -> Candidates:
+    def _find_candidates(
+        self, may_ship: bool, must_ship: bool, is_prompt_alone: bool, exclude: Collection[str]
+    ) -> Candidates:
         mixed, prefills, decodes = (self.slots_of(role) for role in ("mixed", "prefill", "decode"))
         if exclude:
             out = [replica.slot for name in exclude if (replica := self.by_name.get(name)) is not None]
             mixed, prefills, decodes = (slots[~np.isin(slots, out)] for slots in (mixed, prefills, decodes))
-        alone = np.concatenate([mixed, decodes]) if len(mixed) or len(decodes) else prefills
+        first, last = (prefills, decodes) if is_prompt_alone else (decodes, prefills)
+        alone = np.concatenate([mixed, first]) if len(mixed) or len(first) else last
         if not len(alone):
             raise LookupError("no replica is left to choose from")
         near, far = np.concatenate([prefills, mixed]), np.concatenate([decodes, mixed])

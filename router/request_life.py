@@ -265,8 +265,8 @@ class RequestLife:
         submission, output = self.submission, self.output
         token_ids = [*submission.prompt_token_ids, *output] if output else submission.prompt_token_ids
         hashes: Sequence[PageHash] = ()
-        if submission.sampling.prompt_logprobs is None:  # else cached pages are of no use: all logits are wanted
-            hashes = hash_pages(token_ids, self._fleet.page_size, submission.cache_salt)
+        if not submission.sampling.needs_whole_prompt:
+            hashes = hash_pages(token_ids, self._fleet.page_size, submission.cache_salt, items=submission.items)
         return Query(
             submission.id,
             len(token_ids),
@@ -275,6 +275,7 @@ class RequestLife:
             max(submission.sampling.max_tokens - len(output), 0),
             may_ship=self._num_losses < self._most_placements - 2,
             may_refuse=submission.is_promised and not self.is_accepted,
+            is_prompt_alone=submission.sampling.pooling is not None,
         )
 
     def _choose(self, query: Query, now: float) -> Placement:

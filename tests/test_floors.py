@@ -44,8 +44,9 @@ BELOW = {  # room: the rooms it may import besides itself
 API_ROOMS = {  # folder of cluster/api: the folders there that it may import besides itself
     "body": set[str](),
     "http": {"body"},
-    "text": {"body", "http"},
-    "routes": {"body", "http", "text"},
+    "media": {"body"},
+    "text": {"body", "http", "media"},
+    "routes": {"body", "http", "media", "text"},
 }
 PURE = ("router", "workers/report", "workers/schedule")  # data and time come in, data goes out
 IMPURE = {"torch", "transformers", "ray", "time", "asyncio", "threading", "socket"}  # what pure rooms never import
@@ -53,6 +54,7 @@ THIRD_PARTIES = {  # third party: the rooms or files that may import it
     "ray": ["cluster/dispatch", "cluster/serve", "workers/replica/own_node.py", "workers/replica/replica.py"],
     "nixl": ["kvtransfer/nixl.py"],
     "fastapi": ["cluster/api"],
+    "PIL": ["cluster/api/media"],
     "triton": [
         *(f"kernels/triton_{name}.py" for name in ("attention", "chunks", "decodes", "layer_steps", "scan", "store")),
         "kernels/backend.py",

@@ -35,21 +35,24 @@ _NO_STEPS = 10**14  # steps after this one are none
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def tiny_model(folder: Path) -> Path:
-    """Make a random model of two layers with the default model's tokenizer. Its answers need no meaning here.
+def tiny_model(folder: Path, tokenizer: Any = None) -> Path:
+    """Make a random model of two layers. Its answers need no meaning here. `tokenizer`: None is the default model's.
 
     With few tokens to choose from, a step spends its time on what is tested here, not on choosing.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
-    source = default_model_dir()
-    for file in source.iterdir():
-        if file.suffix != ".safetensors" and file.name != "config.json":
-            shutil.copy(file, folder / file.name)
+    if tokenizer is None:
+        for file in default_model_dir().iterdir():
+            if file.suffix != ".safetensors" and file.name != "config.json":
+                shutil.copy(file, folder / file.name)
+    else:
+        tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY if tokenizer is None else len(tokenizer),
+        eos_token_id=None if tokenizer is None else tokenizer.eos_token_id,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,

@@ -21,6 +21,10 @@ streams, and what is left at the end; exits with 1 if anything is wrong.
 | changes | rolling upgrades, drained replicas, flipped roles |
 | upgrades | rolling upgrades alone, one after the other |
 
+`--requests conversations` streams chats (with `n`), responses and messages instead: with reasoning, tool calls and
+grammars. What the deltas of each add up to must be what an undisturbed engine wrote: content, reasoning, names and
+arguments of calls, with ids that do not change within the stream.
+
 Overload is a matter of settings: `--clients 48 --set engine.kv_cache_memory=768KiB` fills both pools, and with
 `--set engine.admission=reject` and short promises requests are refused.
 """
@@ -33,6 +37,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +54,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     HF_HUB_OFFLINE="1",
 )
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tables
+sys.path += [str(folder) for folder in Path(__file__).resolve().parents[1:3]]  # for tables, and tests
 
 import faulty
 from faults import FAULTS, Chaos, as_json, rows
@@ -68,6 +73,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--faults", default="kill,ingress,pause,clients,messages", help="kinds, joined by commas; or none"
     )
+    parser.add_argument("--requests", choices=("completions", "conversations"), default="completions")
     parser.add_argument("--every", type=float, default=4.0, help="seconds between two faults of processes, on average")
     parser.add_argument("--clients", type=int, default=24, help="streams at a time")
     parser.add_argument("--prefill", type=int, default=2, help="prefill replicas")
@@ -146,8 +152,14 @@ def run(given: argparse.Namespace, folder: Path) -> bool:
         refused=0.02 * does_answers,
         unanswered=0.002 * does_answers,
     ).to_environment()
-    model = tiny_model(folder / "model")
-    cases = make_cases(model, 400, given.seed)
+    if given.requests == "conversations":
+        from conversations import agent_tokenizer, make_conversations  # late: it imports the tests' small tokenizer
+
+        model = tiny_model(folder / "model", agent_tokenizer())
+        cases: Sequence[Any] = make_conversations(model, 200, given.seed)
+    else:
+        model = tiny_model(folder / "model")
+        cases = make_cases(model, 400, given.seed)
     chosen = settings(given)
     print(f"{len(cases)} answers known after {time.monotonic() - began:.0f} s", flush=True)
     fleet = NodeFleet(folder, model, {"prefill": given.prefill, "decode": given.decode}, chosen)

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,40 @@ class Case:
     prompt: list[int]
     sampling: dict[str, Any]
     expected: list[int]
+    path: str = "/v1/completions"
+
+    def body(self, rng: random.Random) -> dict[str, Any]:
+        """Return the request. Most have a cache of their own, so that their prompts are computed."""
+        body = {"model": "tiny", "prompt": self.prompt, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        body |= self.sampling
+        body["service_tier"] = rng.choice(_CLASSES)
+        if rng.random() < 0.7:
+            body["cache_salt"] = f"{rng.getrandbits(64):x}"
+        return body
+
+    def new_answer(self) -> "TokenAnswer":
+        return TokenAnswer()
+
+    def difference(self, answer: "TokenAnswer", *, is_whole: bool) -> str | None:
+        """Return how the tokens differ from the known ones; None where they do not, as far as they go."""
+        tokens, expected = answer.tokens, self.expected
+        is_right = tokens == expected if is_whole else tokens == expected[: len(tokens)]
+        return None if is_right else f"wrong tokens {tokens}, not {expected}"
+
+    def __str__(self) -> str:
+        return f"{len(self.prompt)} prompt tokens, {self.sampling}"
+
+
+class TokenAnswer:
+    """The tokens of a completion."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.tokens: list[int] = []
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        for choice in event["choices"]:
+            self.tokens += choice.get("token_ids") or ()
 
 
 def make_cases(model: Path, count: int, seed: int) -> list[Case]:
@@ -97,15 +131,19 @@ def _answers(model: Path, asked: Sequence[tuple[list[int], dict[str, Any]]], bud
     return [tokens[f"{number}"] for number in range(len(asked))]
 
 
+class Malformed(Exception):
+    """The events of a stream contradict each other."""
+
+
 class Told(Exception):
     """The server answered with an error. `status`: of the answer; 200 where a stream had begun."""
 
-    def __init__(self, status: int, error: dict[str, Any], num_tokens: int) -> None:
+    def __init__(self, status: int, error: dict[str, Any], num_events: int) -> None:
         super().__init__(error.get("message", ""))
-        self.status, self.code, self.num_tokens = status, error.get("code"), num_tokens
+        self.status, self.code, self.num_events = status, error.get("code"), num_events
 
     def __str__(self) -> str:
-        return f"{self.status} {self.code} after {'some' if self.num_tokens else 'no'} tokens: {self.args[0][:200]}"
+        return f"{self.status} {self.code} after {'some' if self.num_events else 'no'} events: {self.args[0][:200]}"
 
 
 class Cut(Exception):
@@ -116,7 +154,7 @@ class Cut(Exception):
 class Reader:
     """How a client reads its answer."""
 
-    leave_after: float = math.inf  # tokens
+    leave_after: float = math.inf  # events
     leave_at_s: float = math.inf
     pause_s: float = 0.0  # between two reads
 
@@ -124,18 +162,19 @@ class Reader:
 class Exchange:
     """One streamed request on a connection of its own."""
 
-    def __init__(self, port: int, reader: Reader) -> None:
-        self.tokens: list[int] = []
+    def __init__(self, port: int, reader: Reader, path: str = "/v1/completions", answer: Any = None) -> None:
+        """`answer` adds up the events."""
+        self.answer = TokenAnswer() if answer is None else answer
+        self.num_events = 0
+        self.path = path
         self.own_port = 0  # of the client's end, once connected
         self.request_id = uuid.uuid4().hex
         self.longest_gap = 0.0  # seconds between two reads
         self.num_bytes = 0  # of the answer
-        self.finish_reason: str | None = None
         self.began_at = time.monotonic()
         self._port, self._reader = port, reader
         self._response = HttpResponse()
         self._rest = b""
-        self._is_done = False
 
     async def run(self, body: dict[str, Any]) -> None:
         """Send the request and read to the end of the answer, or until the reader leaves.
@@ -147,7 +186,7 @@ class Exchange:
         """
         content = json.dumps(body).encode()
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: chaos\r\nConnection: close\r\nX-Request-Id: {self.request_id}\r\n"
+            f"POST {self.path} HTTP/1.1\r\nHost: chaos\r\nConnection: close\r\nX-Request-Id: {self.request_id}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         loop, sock = asyncio.get_running_loop(), socket.socket()
@@ -163,7 +202,7 @@ class Exchange:
         except OSError as error:
             if isinstance(error, TimeoutError):
                 raise
-            raise Cut(f"{type(error).__name__} after {len(self.tokens)} tokens") from None
+            raise Cut(f"{type(error).__name__} after {self.num_events} events") from None
         finally:
             sock.close()
 
@@ -178,7 +217,7 @@ class Exchange:
             except TimeoutError:
                 if left < HUNG_S:
                     return
-                raise TimeoutError(f"hung after {len(self.tokens)} tokens") from None
+                raise TimeoutError(f"hung after {self.num_events} events") from None
             now = time.monotonic()
             self.longest_gap, last = max(self.longest_gap, now - last), now
             self.num_bytes += len(data)
@@ -190,28 +229,28 @@ class Exchange:
                 self._take(part)
             else:
                 error += part
-            if len(self.tokens) >= reader.leave_after:
+            if self.num_events >= reader.leave_after:
                 return
             if reader.pause_s:
                 await asyncio.sleep(reader.pause_s)
                 last += reader.pause_s
         if error:
             raise Told(self._response.status, json.loads(error)["error"], 0)
-        if not self._is_done:
-            raise Cut(f"status {self._response.status}, {len(self.tokens)} tokens")
+        if not self.answer.is_done:
+            raise Cut(f"status {self._response.status}, {self.num_events} events")
 
     def _take(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line == b"data: [DONE]":
-                self._is_done = True
+                self.answer.is_done = True
             elif line.startswith(b"data: "):
                 event = json.loads(line[6:])
-                if "error" in event:
-                    raise Told(200, event["error"], len(self.tokens))
-                for choice in event["choices"]:
-                    self.tokens += choice.get("token_ids") or ()
-                    self.finish_reason = choice.get("finish_reason")
+                error = event.get("error") or (event.get("response") or {}).get("error")
+                if error:
+                    raise Told(200, error, self.num_events)
+                self.num_events += 1
+                self.answer.add(event)
 
 
 @dataclass(slots=True)
@@ -230,7 +269,7 @@ class Clients:
     """Clients that stream without a pause, on a thread of their own, and the count of what became of their streams."""
 
     port: int
-    cases: Sequence[Case]
+    cases: Sequence[Any]  # `Case`, or `Conversation` of conversations.py
     habits: Habits
     seed: int
     limit: int  # streams
@@ -281,9 +320,9 @@ class Clients:
 
     async def _one(self, rng: random.Random) -> None:
         case, chance, habits = rng.choice(self.cases), rng.random(), self.habits
-        body = _body(case, rng)
+        body = case.body(rng)
         if chance < habits.hostile:
-            await self._hostile(body | rng.choice(_HOSTILE))
+            await self._hostile(body | rng.choice(_HOSTILE), case.path)
             return
         kind, reader = "complete", Reader()
         if chance < habits.hostile + habits.vanish:
@@ -297,17 +336,19 @@ class Clients:
         elif chance < habits.hostile + habits.vanish + habits.slow:
             kind, reader = "complete, read slowly", Reader(pause_s=rng.choice([0.02, 0.1, 0.3]))
         for _ in range(4):
-            exchange = Exchange(self.port, reader)
+            exchange = Exchange(self.port, reader, case.path, case.new_answer())
             outcome = await self._stream(exchange, body, case, kind)
             if outcome is None or outcome == kind:
                 return
             await asyncio.sleep(rng.uniform(0.05, 0.5))  # a client retries where it was told that it may
 
-    async def _stream(self, exchange: Exchange, body: dict[str, Any], case: Case, kind: str) -> str | None:
+    async def _stream(self, exchange: Exchange, body: dict[str, Any], case: Any, kind: str) -> str | None:
         """Count and return the outcome of one stream; None: a problem."""
         outcome: str | None = kind
+        is_whole = False
         try:
             await exchange.run(body)
+            is_whole = exchange.answer.is_done
         except Told as told:
             outcome = self._honest(told)
             problem = f"told {told}"
@@ -316,12 +357,13 @@ class Clients:
             problem = f"cut: {cut}"
         except TimeoutError as hung:
             outcome, problem = None, f"{hung}"
-        tokens, expected = exchange.tokens, case.expected
+        except Malformed as wrong:
+            outcome, problem = None, f"malformed: {wrong}"
         self.gaps.append(exchange.longest_gap)
-        if tokens != expected[: len(tokens)] or (outcome == "complete" and tokens != expected):
-            outcome, problem = None, f"wrong tokens {tokens}, not {expected}"
+        if (difference := case.difference(exchange.answer, is_whole=is_whole)) is not None:
+            outcome, problem = None, difference
         if outcome is None:
-            problem += f"; {len(case.prompt)} prompt tokens, {case.sampling}, finish {exchange.finish_reason}"
+            problem += f"; {case}"
             self._problem(f"{problem}; {exchange.request_id}: {await self._timelines(exchange.request_id)}")
         else:
             self.outcomes[outcome] += 1
@@ -331,7 +373,8 @@ class Clients:
         """Return the outcome where the error is an honest one; None: a problem."""
         if told.status == 429 and self.habits.may_refuse:
             return "429 before the first token"
-        if told.code == "suspect_request" and self.habits.may_suspect:
+        is_suspect = told.code == "suspect_request" or "replicas broke off" in told.args[0]  # not all APIs have codes
+        if is_suspect and self.habits.may_suspect:
             return "told to be suspect: several of its replicas were killed"
         return None
 
@@ -345,8 +388,8 @@ class Clients:
         is_late = not exchange.num_bytes and exchange.began_at < self.ingress_ended_at and seconds < 5
         return exchange.own_port in self.cut_ports or is_late
 
-    async def _hostile(self, body: dict[str, Any]) -> None:
-        exchange = Exchange(self.port, Reader())
+    async def _hostile(self, body: dict[str, Any], path: str) -> None:
+        exchange = Exchange(self.port, Reader(), path)
         try:
             await exchange.run(body)
         except Told as told:
@@ -374,13 +417,3 @@ class Clients:
     def _problem(self, text: str) -> None:
         self.problems.append(f"{time.monotonic() - self._started:.0f} s: {text}")
         print("PROBLEM", self.problems[-1][:3000], flush=True)
-
-
-def _body(case: Case, rng: random.Random) -> dict[str, Any]:
-    """Return the request for a case. Most have a cache of their own, so that their prompts are computed."""
-    body = {"model": "tiny", "prompt": case.prompt, "ignore_eos": True, "stream": True, "return_token_ids": True}
-    body |= case.sampling
-    body["service_tier"] = rng.choice(_CLASSES)
-    if rng.random() < 0.7:
-        body["cache_salt"] = f"{rng.getrandbits(64):x}"
-    return body

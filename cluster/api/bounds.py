@@ -8,6 +8,7 @@ BODY_PARTS = 1 << 16  # strings, lists and objects of a body; parsing that many 
 BODY_VALUES = 1 << 19  # values of a body, numbers included: token ids; about 30 ms
 
 OUTPUTS = 1024  # prompts times n
+INPUTS = 2048  # texts of a request for embeddings; OpenAI's bound
 MESSAGES = 4096  # of a chat
 MESSAGE_PARTS = 4096  # parts of content and tool calls of a chat, all messages together
 ROLE_CHARS = 64

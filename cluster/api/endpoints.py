@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.json_body import invalid_field
+from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.errors import AnthropicErrorAnswer, ApiError, ErrorAnswer, shown
 from crossdock.cluster.api.generation import Generations
 from crossdock.cluster.api.http.gateway_path import GatewayPath
@@ -23,10 +24,12 @@ from crossdock.cluster.api.http.http_json import JsonRoute
 from crossdock.cluster.api.http.keys import KeyRing
 from crossdock.cluster.api.http.limits import AskPeers, Ledger, Loan
 from crossdock.cluster.api.http.tiers import Tiers
+from crossdock.cluster.api.media.media import Media
 from crossdock.cluster.api.routes.absent_paths import why_absent
 from crossdock.cluster.api.routes.chats import Chats
 from crossdock.cluster.api.routes.completions import Completions
 from crossdock.cluster.api.routes.conversations import Conversations
+from crossdock.cluster.api.routes.embeddings import Embeddings
 from crossdock.cluster.api.routes.messages import Messages
 from crossdock.cluster.api.routes.models import Models
 from crossdock.cluster.api.routes.playground import Playground
@@ -42,7 +45,7 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.api.tracing import Tracing, otlp_exporter
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 
-_GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+_GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/messages", "/v1/responses")
 logger = logging.getLogger("ray.serve")
 
 _OPEN = ("/health", "/ready", "/metrics", "/version", "/openapi.json")  # need no key: they show no client's requests
@@ -59,16 +62,19 @@ def build_api(
     tiers: Tiers | None = None,
     *,
     defaults: GenerationDefaults | None = None,
+    embeddings: EmbeddingDefaults | None = None,
     decisions: Decisions | None = None,
     ask_peers: AskPeers | None = None,
     ask_stores: AskStores | None = None,
+    media: Media | None = None,
 ) -> FastAPI:
     """Return the ASGI application. Its `state` answers other ingresses: `lend` their `ask_peers`, `stored` their
     `ask_stores`.
 
     `tokenizer` must be that of the model that the dispatcher's replicas serve. `tiers`: their SLO classes; None: the
-    default ones. `defaults`: of sampling; None: those of OpenAI's API. `decisions`: the scaler's; None: there is no
-    scaler.
+    default ones. `defaults`: of sampling; None: those of OpenAI's API. `embeddings`: how prompts become vectors; None:
+    by their last token. `decisions`: the scaler's; None: there is no scaler. `media`: pictures; None: the model reads
+    text only.
     """
     tiers = tiers or Tiers()
     app = FastAPI(
@@ -81,7 +87,8 @@ def build_api(
         responses={"default": {"model": ErrorAnswer, "description": "Refused"}},
     )
     status = ServerStatus(dispatcher, decisions)
-    _add_endpoints(app, dispatcher, tokenizer, http, tiers, defaults or GenerationDefaults(), status, ask_stores)
+    pooling, sampling = embeddings or EmbeddingDefaults(), defaults or GenerationDefaults()
+    _add_endpoints(app, dispatcher, tokenizer, http, tiers, sampling, pooling, status, ask_stores, media)
     for path, asset in web_assets().items():
         app.add_api_route(path, partial(_asset, asset), response_model=None, include_in_schema=False)
     app.add_exception_handler(HTTPException, _no_such_route)
@@ -125,8 +132,10 @@ def _add_endpoints(
     http: HttpConfig,
     tiers: Tiers,
     defaults: GenerationDefaults,
+    pooling: EmbeddingDefaults,
     status: ServerStatus,
     ask_stores: AskStores | None,
+    media: Media | None,
 ) -> None:
     message_format = MessageFormat(
         tokenizer,
@@ -144,10 +153,20 @@ def _add_endpoints(
         tokenizer,
         trusts_templates=http.trust_request_chat_template,
         variables=http.default_chat_template_kwargs,
+        media=media,
     )
-    generations = Generations(dispatcher, tokenizer, models, tiers, defaults, max_logprobs=http.max_logprobs)
+    generations = Generations(
+        dispatcher,
+        tokenizer,
+        models,
+        tiers,
+        defaults,
+        max_logprobs=http.max_logprobs,
+        placeholder_id=None if media is None else media.placeholder_id,
+    )
     completions = Completions(generations, encoder, tokenizer, forces_usage=http.force_include_usage)
     chats = Chats(generations, encoder, tokenizer, message_format, forces_usage=http.force_include_usage)
+    embeddings = Embeddings(generations, completions, pooling)
     conversations = Conversations(generations, encoder, message_format)
     messages = Messages(conversations, models)
     responses = _responses(conversations, LogprobWriter(tokenizer, as_ids=False), http, ask_stores)
@@ -156,6 +175,7 @@ def _add_endpoints(
     for method, path, endpoint, summary in (
         ("POST", "/v1/completions", completions.create, "Continue a prompt, or several"),
         ("POST", "/v1/chat/completions", chats.create, "Answer a conversation"),
+        ("POST", "/v1/embeddings", embeddings.create, "The vectors of texts"),
         ("POST", "/v1/responses", responses.create, "Answer a conversation, in the form of OpenAI's Responses API"),
         ("GET", "/v1/responses/{name}", responses.retrieve, "A stored response"),
         ("DELETE", "/v1/responses/{name}", responses.delete, "Forget a stored response"),

@@ -81,13 +81,16 @@ class Generations:
         defaults: GenerationDefaults,
         *,
         max_logprobs: int,
+        placeholder_id: int | None = None,
     ) -> None:
+        """`placeholder_id`: the token that stands for rows of pictures; None: the model reads text only."""
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._models = models
         self._tiers = tiers
         self._defaults = defaults
         self._max_logprobs = max_logprobs
+        self._placeholder_id = placeholder_id
 
     def begin(self, request: Request, body: GenerationBody) -> Generation:
         """Begin a generation. Raises ApiError for an unknown model, or what the API key may not use."""
@@ -115,6 +118,8 @@ class Generations:
         """
         body, card, state = generation.body, generation.card, generation.state
         body.check_streaming()
+        for prompt in prompts:
+            self._check_placeholders(prompt, body)
         limits = [self._defaults.limit(output_limit(len(prompt.token_ids), body, card), body) for prompt in prompts]
         sampling = body.sampling(
             min(limits),
@@ -143,6 +148,16 @@ class Generations:
                 generation.choices.append(choice)
         state.submission_ids = {choice.submission.id for choice in generation.choices}
 
+    def _check_placeholders(self, prompt: Prompt, body: GenerationBody) -> None:
+        """Raise ApiError for a prompt with placeholders that no picture fills: its text or its token ids have them."""
+        if self._placeholder_id is None:
+            return
+        if prompt.token_ids.count(self._placeholder_id) != sum(item.num_rows for item in prompt.items):
+            name = self._tokenizer.vocabulary_name(self._placeholder_id)
+            reason = f"it contains {name!r} (token {self._placeholder_id}), which stands for pictures alone"
+            param = body.prompt_field
+            raise ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")
+
     def _choice(
         self,
         generation: Generation,
@@ -166,6 +181,8 @@ class Generations:
             generation.tier.is_promised,
             request_id=state.request_id,
             tenant="" if key is None else key.tenant,
+            returns_within_s=body.returns_within_s,
+            items=prompt.items,
         )
         skips = body.skip_special_tokens
         stream = TextStream(

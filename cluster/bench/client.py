@@ -12,6 +12,7 @@ from typing import Any
 
 from crossdock.cluster.bench.http import BenchError, Endpoint, ServerGone, TokenStream, error_text
 from crossdock.cluster.bench.metrics import Sample
+from crossdock.cluster.bench.pictures import picture_url
 from crossdock.cluster.bench.workloads import WORDS, Job, Segment
 
 
@@ -129,6 +130,8 @@ class Server:
             body["stream_options"] = {"include_usage": True}
             if dialect.continuous_usage:
                 body["stream_options"]["continuous_usage_stats"] = True
+        if job.pictures:
+            return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": self._content(job)}]}
         if dialect.token_ids:
             prompt: str | list[int] = [token for part in job.prompt for token in self._part_ids(part)]
         else:
@@ -141,6 +144,12 @@ class Server:
             ]
             return "/v1/chat/completions", {**body, "messages": messages}
         return "/v1/completions", {**body, "prompt": prompt}
+
+    def _content(self, job: Job) -> list[dict[str, Any]]:
+        """Return the parts of a chat's message: the job's pictures, then its text."""
+        urls = (picture_url(picture, f"{self.seed}/{self.salt}") for picture in job.pictures)
+        pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        return [*pictures, {"type": "text", "text": self._text(job.prompt)}]
 
     def _part_ids(self, part: Segment) -> list[int]:
         """Return the token ids of a part: an answer's own where the server has given it."""

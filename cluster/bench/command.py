@@ -44,6 +44,8 @@ class BenchFlags:
     prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of a prompt.")] = None
     output_tokens: Annotated[int | None, typer.Option(help="Tokens of an output; agents: their median.")] = None
     prefix_tokens: Annotated[int | None, typer.Option(help="Tokens of a prefix that all prompts share.")] = None
+    pictures: Annotated[int | None, typer.Option(help="images: pictures of a request.", show_default="1")] = None
+    picture_size: Annotated[int | None, typer.Option(help="Pixels on a side of a picture.", show_default="512")] = None
     burstiness: Annotated[
         float | None, typer.Option(help="Open loop: 1 is Poisson, less comes in bursts (as in vLLM).")
     ] = None
@@ -92,6 +94,9 @@ class BenchFlags:
     )
     long_prompt_tokens: Annotated[int, typer.Option(help="Tokens of a long prompt.", rich_help_panel=_LONG)] = (
         _PLAN.long_prompt_tokens
+    )
+    long_pictures: Annotated[int, typer.Option(help="Pictures of a long prompt.", rich_help_panel=_LONG)] = (
+        _PLAN.long_pictures
     )
     long_service_tier: Annotated[
         str | None,

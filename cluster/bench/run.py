@@ -47,6 +47,8 @@ class BenchOptions:
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     prefix_tokens: int | None = None
+    pictures: int | None = None  # of a request of the workload images
+    picture_size: int | None = None  # pixels on a side
     streams: int | None = None  # of the interference workload
     interference: Interference = field(default_factory=Interference)
     mix: Mix = MIXES["chat-heavy"]
@@ -88,7 +90,9 @@ class BenchOptions:
             raise ValueError(f"request_rate: the workload {self.workload} has arrivals of its own")
         if self.workload == "mix" and self.service_tier is not None:
             raise ValueError("service_tier: the workload mix has classes of its own")
-        positive = ("num_requests", "duration", "concurrency", "request_rate", "burstiness")
+        if self.pictures is not None and self.workload != "images":
+            raise ValueError("pictures: only requests of the workload images have some; see also long_pictures")
+        positive = ("num_requests", "duration", "concurrency", "request_rate", "burstiness", "pictures", "picture_size")
         for name in (*positive, "prompt_tokens", "output_tokens"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -106,6 +110,8 @@ class BenchOptions:
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "prefix_tokens": self.prefix_tokens,
+            "pictures": self.pictures if self.workload == "images" else None,
+            "picture_size": self.picture_size,
             "concurrency": self.concurrency,
             "num_requests": self.streams if self.workload == "interference" else self.num_requests,
         }

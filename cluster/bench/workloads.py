@@ -14,6 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
+from crossdock.cluster.bench.pictures import DrawnPicture
+
 Role = Literal["request", "stream", "short", "long"]
 
 MOONCAKE_BLOCK_TOKENS = 512  # one entry of hash_ids, https://github.com/kvcache-ai/Mooncake (FAST'25 traces)
@@ -57,6 +59,7 @@ class Job:
     due: float | None = None
     role: Role = "request"
     service_tier: str | None = None  # the SLO class it asks for
+    pictures: tuple[DrawnPicture, ...] = ()  # before the prompt's text; such a request is a chat
     answer: str | None = None  # the key under which later prompts repeat its answer
     follow_ups: "tuple[FollowUp, ...]" = field(default=(), repr=False, compare=False)  # sent after its end
 
@@ -82,12 +85,15 @@ class Shape:
     num_requests: int
     concurrency: int
     prefix_tokens: int = 0  # shared by all prompts
+    pictures: int = 0  # of a request
+    picture_size: int = 512  # pixels on a side
 
 
 SHAPES = {
     "chat": Shape(prompt_tokens=128, output_tokens=64, num_requests=64, concurrency=8),
     "shared-prefix": Shape(prompt_tokens=64, output_tokens=32, num_requests=16, concurrency=4, prefix_tokens=2048),
     "prefill": Shape(prompt_tokens=2048, output_tokens=1, num_requests=8, concurrency=1),
+    "images": Shape(prompt_tokens=64, output_tokens=32, num_requests=16, concurrency=4, pictures=1),
     # The streams of the interference workload; its long prompts are an Interference. The output is long so that it
     # outlasts the long prompts: the client closes the streams after the last of them.
     "interference": Shape(prompt_tokens=128, output_tokens=4096, num_requests=4, concurrency=4),
@@ -104,6 +110,8 @@ class Interference:
     long_prompts: int = 4
     long_prompt_tokens: int = 4096
     long_output_tokens: int = 4
+    long_pictures: int = 0  # of a long prompt, before its text
+    picture_size: int = 512  # pixels on a side
     interval: float = 1.0  # seconds from the end of one long prompt to the arrival of the next
     quiet: float = 4.0  # seconds measured before the first long prompt
     established_tokens: int = 4  # a stream with this many tokens is established
@@ -113,14 +121,21 @@ class Interference:
     def jobs(self) -> Iterator[Job]:
         for i in range(self.long_prompts):
             prompt = (Segment(f"long/{i}", self.long_prompt_tokens),)
-            yield Job(prompt, self.long_output_tokens, role="long", service_tier=self.service_tier)
+            pictures = _drawn(f"long/{i}", self.long_pictures, self.picture_size)
+            yield Job(prompt, self.long_output_tokens, role="long", service_tier=self.service_tier, pictures=pictures)
 
 
 def shaped_jobs(shape: Shape, role: Role = "request", name: str = "unique") -> Iterator[Job]:
     """Yield jobs of one shape without end. Prompts share the shape's prefix and nothing more."""
     prefix = (Segment("prefix", shape.prefix_tokens),) if shape.prefix_tokens else ()
     for i in itertools.count():
-        yield Job((*prefix, Segment(f"{name}/{i}", shape.prompt_tokens)), shape.output_tokens, role=role)
+        prompt = (*prefix, Segment(f"{name}/{i}", shape.prompt_tokens))
+        pictures = _drawn(f"{name}/{i}", shape.pictures, shape.picture_size)
+        yield Job(prompt, shape.output_tokens, role=role, pictures=pictures)
+
+
+def _drawn(name: str, count: int, size: int) -> tuple[DrawnPicture, ...]:
+    return tuple(DrawnPicture(f"{name}/{number}", size) for number in range(count))
 
 
 def arrival_times(rate: float, rng: random.Random, burstiness: float = 1.0) -> Iterator[float]:

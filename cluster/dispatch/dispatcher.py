@@ -57,6 +57,7 @@ class ModelCard:
     created: int  # Unix seconds
     max_model_len: int  # tokens
     vocab_size: int
+    cache_page_size: int = 0  # tokens of a page that prompts share; 0: they share none
 
 
 class Dispatcher:
@@ -99,7 +100,8 @@ class Dispatcher:
 
     def join(self, name: str, client: EngineClient, profile: SchedulingProfile) -> None:
         """Serve requests on a replica that is up. `profile`: what it advertises."""
-        self._card = ModelCard(self._model_name, self._created, profile.max_model_len, profile.vocab_size)
+        shared = profile.page_size if profile.caches_prefixes else 0
+        self._card = ModelCard(self._model_name, self._created, profile.max_model_len, profile.vocab_size, shared)
         self._connections.join(name, client, profile)
 
     # -- requests ----------------------------------------------------------------------------------------------------

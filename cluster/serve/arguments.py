@@ -13,7 +13,11 @@ from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.serve.other_flags import answer
 
 _MODEL = ("--model", "--model-path")  # other ways to give MODEL
-_LISTS = ("--served-model-name", "--api-key")  # several values may follow one of these, as in vLLM
+_LISTS = (
+    "--served-model-name",
+    "--api-key",
+    "--allowed-media-domains",
+)  # several values may follow one of these, as in vLLM
 _FILE = ("--config", "-c")
 
 _Part: TypeAlias = tuple[str, list[str]]  # an option's name, "" for an argument, and the words of the command line

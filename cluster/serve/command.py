@@ -114,11 +114,13 @@ def _require_free(host: str, port: int) -> None:
 def _prepare_model(config: ClusterConfig, console: Console) -> None:
     """Fetch or convert the model here, where progress and errors are seen, before any replica needs it."""
     from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
+    from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
     from crossdock.workers.model.checkpoint import resolve_model
 
     with console.status(f"Preparing {escape(config.model.name)}: the first time it is fetched or converted …"):
         path = resolve_model(config.model.path)
         GenerationDefaults.read(path, config.model.generation_config, config.model.override_generation_config)
+        EmbeddingDefaults.read(path, config.model.pooler_config)
         if config.model.tokenizer is not None or config.model.chat_template is not None:
             from crossdock.cluster.serve.tokenizer import load_tokenizer
 

@@ -119,12 +119,19 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             metavar="JSON",
             help="Sampling that wins over generation_config: '{\"temperature\": 0.5}'.",
         ),
+        Flag(
+            "model.pooler_config",
+            kind=str,
+            metavar="JSON",
+            help='How /v1/embeddings makes a vector of a text: \'{"pooling_type": "MEAN"}\'.',
+        ),
     ),
     "Engine (names as in vLLM)": (
         Flag("engine.max_num_batched_tokens"),
         Flag("engine.max_num_seqs"),
         Flag("engine.kv_cache_memory", ("--kv-cache-memory", "--kv-cache-memory-bytes")),
         Flag("engine.kv_cache_dtype"),
+        Flag("engine.mm_encoder_cache"),
         Flag("engine.disable_hybrid_kv_cache_manager"),
         Flag("engine.gpu_memory_utilization"),
         Flag("engine.enforce_eager"),
@@ -179,6 +186,14 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             help="Key that clients must send; given again: any of them.",
             envvar="CROSSDOCK_API_KEY",
         ),
+        Flag(
+            "http.allowed_media_domains",
+            kind=list[str],
+            help="Host that pictures may be fetched from, or .example for all hosts below; given again: any of them.",
+        ),
+        Flag("http.allowed_local_media_path"),
+        Flag("http.limit_mm_per_prompt", kind=str, metavar="JSON"),
+        Flag("http.mm_processor_kwargs", kind=str, metavar="JSON"),
         Flag("http.max_queued_requests", ("--max-queued-requests", "--max-num-queued-reqs")),
         Flag("http.vllm_metrics"),
     ),
@@ -254,8 +269,9 @@ def _overrides(values: dict[str, Any]) -> dict[str, object]:
     if names := values.get("model.served_name"):
         values["model.served_name"] = names[0]
         values |= {"http.model_aliases": names[1:]} if names[1:] else {}
-    if "http.allowed_origins" in values:
-        values["http.allowed_origins"] = [origin for each in values["http.allowed_origins"] for origin in _listed(each)]
+    for key in ("http.allowed_origins", "http.allowed_media_domains"):
+        if key in values:
+            values[key] = [member for each in values[key] for member in _listed(each, _FLAG_OF[key])]
     if (revision := values.pop("--revision", None)) is not None:
         values["model.path"] = _at_revision(values.get("model.path"), revision)
     if "pools" in values:
@@ -292,14 +308,17 @@ def _gpus_of(device: str) -> int | None:
     return numbers[device]
 
 
-def _listed(text: str) -> list[str]:
+_FLAG_OF = {"http.allowed_origins": "--allowed-origins", "http.allowed_media_domains": "--allowed-media-domains"}
+
+
+def _listed(text: str, flag: str) -> list[str]:
     """Return the members of a JSON list, or the text itself."""
     if not text.startswith("["):
         return [text]
     try:
         return [str(each) for each in json.loads(text)]
     except ValueError:
-        raise ValueError(f"--allowed-origins: {text!r} is not JSON") from None
+        raise ValueError(f"{flag}: {text!r} is not JSON") from None
 
 
 def _at_revision(model: str | None, revision: str) -> str:

@@ -14,6 +14,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
+from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.api.http.limits import Loan
@@ -23,6 +24,7 @@ from crossdock.cluster.api.routes.responses import Action
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.dispatch.client import follow_members
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.cluster.serve.media import open_media
 from crossdock.cluster.serve.tokenizer import load_tokenizer
 from crossdock.workers.model.checkpoint import resolve_model
 from crossdock.workers.replica.interpreter import prepare_interpreter
@@ -64,6 +66,9 @@ class Ingress:
         tiers = Tiers(config.engine.slo_classes, config.engine.default_slo_class)
         model = config.model
         defaults = GenerationDefaults.read(path, model.generation_config, model.override_generation_config)
+        self._media = await asyncio.to_thread(
+            open_media, path, tokenizer, config.http, self.dispatcher.metrics.registry
+        )
         decisions = None if scaler is None else partial(_decisions, scaler)
         self._api = build_api(
             self.dispatcher,
@@ -71,9 +76,11 @@ class Ingress:
             config.http,
             tiers,
             defaults=defaults,
+            embeddings=EmbeddingDefaults.read(path, model.pooler_config),
             decisions=decisions,
             ask_peers=self._ask_peers,
             ask_stores=self._ask_stores,
+            media=self._media,
         )
         follow_members(engines, self._name, self.dispatcher.join, self.dispatcher.leave)
         with suppress(TimeoutError):  # without this wait an upgrade would route requests to an ingress without replicas
@@ -99,6 +106,8 @@ class Ingress:
     async def __del__(self) -> None:  # Serve awaits it when the replica stops, after the end of the API's lifespan
         await self.dispatcher.close()
         await self.drain(_LAST_WORDS_S)
+        if self._media is not None:
+            self._media.close()
 
     async def _drain(self) -> None:
         await self.drain(self._drain_s)

@@ -1,5 +1,6 @@
 """The tokenizer of the served model, with the chat template that the configuration names."""
 
+import json
 from pathlib import Path
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
@@ -31,8 +32,18 @@ def load_tokenizer(path: Path, config: ModelConfig) -> ModelTokenizer:
             tokenizer.set_chat_template(_template(config.chat_template))
         except ValueError as error:
             raise ValueError(f"chat_template: {error}") from None
-    tokenizer.takes_parts = config.chat_template_content_format == "openai"
+    elif not tokenizer.has_chat_template and (template := _processor_template(path)) is not None:
+        tokenizer.set_chat_template(template)
+    form = config.chat_template_content_format
+    tokenizer.takes_parts = form == "openai" or (form == "auto" and tokenizer.loses_strings())
     return tokenizer
+
+
+def _processor_template(folder: Path) -> str | None:
+    """Return the chat template that older checkpoints of models with pictures keep beside their processor."""
+    file = folder / "chat_template.json"
+    found = json.loads(file.read_text()).get("chat_template") if file.is_file() else None
+    return found if isinstance(found, str) else None
 
 
 def _template(text: str) -> str:

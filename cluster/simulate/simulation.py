@@ -139,16 +139,15 @@ class Simulation:
         sample = Sample(job.role, job.output_tokens, job.prompt_tokens, now, array("d"), bytearray())
         sample.service_tier = slo_class
         self._outcome.samples.append(sample)
-        submission = Submission(
-            str(number),
-            token_ids(job),
-            _sampling(job.output_tokens),
-            slo_class=slo_class,
-            is_promised=job.service_tier is not None,  # as at the API
-        )
+        submission = self._submission(str(number), job, slo_class)
         life = RequestLife(submission, self.routers[number % len(self.routers)], now)
         request = self.requests[submission.id] = SimulatedRequest(life, sample, job.follow_ups)
         self._do(request, life.place(now), now)
+
+    def _submission(self, name: str, job: Job, slo_class: str) -> Submission:
+        is_promised = job.service_tier is not None  # as at the API
+        sampling = _sampling(job.output_tokens)
+        return Submission(name, token_ids(job), sampling, slo_class=slo_class, is_promised=is_promised)
 
     def _do(self, request: SimulatedRequest, actions: Sequence[Action], now: float) -> None:
         """Carry out what the life of a request asks for."""

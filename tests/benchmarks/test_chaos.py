@@ -144,7 +144,7 @@ def test_whole_stream_with_the_right_tokens_is_complete(streams: ModuleType) -> 
         ([HEAD, event(1, 2), DONE], "wrong tokens"),
         ([HEAD, event(1, 2, 3)], "cut"),
         ([], "cut"),
-        ([HEAD, event(1), ERROR, DONE], "told 200 service_unavailable after some tokens"),
+        ([HEAD, event(1), ERROR, DONE], "told 200 service_unavailable after some events"),
         ([REFUSED], "told 429"),
     ],
 )
@@ -157,7 +157,7 @@ def test_stream_that_is_wrong_or_broken_is_a_problem(streams: ModuleType, parts:
 def test_stream_without_progress_is_hung(streams: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "HUNG_S", 0.1)
     _, (problem,) = asyncio.run(outcomes(streams, [silent]))
-    assert "hung after 1 tokens" in problem
+    assert "hung after 1 events" in problem
 
 
 def test_refusal_where_refusals_are_allowed_is_counted_and_tried_again(streams: ModuleType) -> None:

@@ -7,7 +7,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from transformers import AutoTokenizer
 
+from crossdock.workers.model.grammar.compiler import GrammarCompiler
+from crossdock.workers.schedule.request import Grammar
 from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 
 ROOT = Path(__file__).parents[2]
@@ -26,17 +29,31 @@ def test_configs_of_our_settings_are_accepted(speculation: ModuleType) -> None:
         for name in speculation.OURS
         if speculation.SETTINGS[name]
     ]
-    assert [config.num_speculative_tokens for config in configs] == [2, 4, 8, 8]
-    assert [config.adaptive for config in configs] == [False, False, False, True]
+    assert [config.num_speculative_tokens for config in configs] == [2, 4, 8, 8, 8]
+    assert [config.adaptive for config in configs] == [False, False, False, True, True]
 
 
 def test_prompts_of_all_workloads_take_turns_and_begin_again(speculation: ModuleType) -> None:
     workloads = speculation.WORKLOADS
     assert {len(prompts) for prompts in workloads.values()} == {6}
-    found = list(islice(speculation.prompts("all"), 25))
-    assert found[:4] == [(prompts[0], name in speculation.CHATS) for name, prompts in workloads.items()]
+    found = list(islice(speculation.questions("all"), 25))
+    assert found[:4] == [(prompts[0], name in speculation.CHATS, "") for name, prompts in workloads.items()]
     assert found[24] == found[0]
     assert len(set(found[:24])) == 24
+
+
+def test_forms_are_schemas_that_a_grammar_takes_and_that_dictate_tokens(
+    speculation: ModuleType, model_dir: Path
+) -> None:
+    compiler = GrammarCompiler(model_dir, 49_152)
+    forms = list(islice(speculation.questions("forms"), 6))
+    states = [compiler.compile(Grammar("json_schema", form.schema)) for form in forms]
+    compiler.close()
+    brace_and_quote = AutoTokenizer.from_pretrained(model_dir).encode('{"')
+    for state in states:
+        for token_id in brace_and_quote:
+            state.accept(token_id)
+        assert state.forced(), "the name of the first field"
 
 
 def test_text_of_completions_and_of_chats_is_joined(speculation: ModuleType) -> None:

@@ -11,7 +11,8 @@ from crossdock.router.fleet import Fleet
 from crossdock.router.loads import Floats
 from crossdock.router.placement import LATE_WEIGHT, PAIR_CANDIDATES, Candidates, Query, SlotPair, Slots, choose
 from crossdock.router.predict import Prediction, predict
-from crossdock.workers.report.advertise import Prompts
+from crossdock.workers.report.advertise import PageChanges, Prompts
+from crossdock.workers.schedule.pages import hash_pages
 from crossdock.workers.schedule.request import Leg, Overloaded
 from tests.router.replicas import CLASSES, COST, PAGE_SIZE, Replica, fleet_of, live, place, profile, query
 
@@ -30,6 +31,26 @@ def test_cached_prefix_decides_while_it_saves_more_than_the_backlog_costs() -> N
     assert fleet.choose(request, 0.0).decode == "has it"
     fleet.hear("has it", live(3, prompts=(Prompts(0, 3, 5, 5000, 5 * backlog),)), 0.0)
     assert fleet.choose(request, 0.0).decode == "has not"
+
+
+def test_request_goes_where_it_evicts_least() -> None:
+    """Two replicas without work: "a" has the prompt's first 10 pages, and pages that are worth much; "b" has room."""
+    prompt = list(range(1000, 2000))
+    shared, cached = hash_pages(prompt[:160], PAGE_SIZE), {"eviction_seconds": 0.01, "empty_pages": 0}
+    for is_priced, expected in ((True, "b"), (False, "a")):
+        fleet = fleet_of({"a": profile(), "b": profile()}, price_evictions=is_priced)
+        fleet.hear("a", live(2, **cached), 0.0)
+        fleet.hear("b", live(2, eviction_seconds=0.01, empty_pages=100), 0.0)
+        fleet.hear_pages("a", PageChanges("first life", 1, shared))
+        assert fleet.choose(query("r", prompt=prompt), 0.0).decode == expected
+
+
+def test_empty_pages_that_are_booked_are_not_free_to_take() -> None:
+    fleet = fleet_of({"a": profile(), "b": profile()})
+    for name in "ab":
+        fleet.hear(name, live(2, eviction_seconds=0.05, empty_pages=100), 0.0)
+    placed = [place(fleet, query(str(n), 640, max_tokens=1)).decode for n in range(4)]  # 41 pages each
+    assert sorted(placed) == ["a", "a", "b", "b"]
 
 
 def test_stream_goes_where_its_tpot_is_kept_rather_than_where_it_starts_sooner() -> None:
@@ -184,7 +205,8 @@ class Problem:
             prompts = (Prompts(rng.randrange(3), length, 2, 1000, 4.0 ** (length - 3)),) if rng.random() < 0.6 else ()
             streams = (rng.randrange(9), rng.randrange(9), rng.randrange(9))
             context = 300 * sum(streams)
-            busy = live(2, prompts=prompts, streams=streams, context_tokens=context, remaining_tokens=2000)
+            cache = {"empty_pages": rng.randrange(60), "eviction_seconds": rng.choice([0.0, 1e-3, 0.1])}
+            busy = live(2, prompts=prompts, streams=streams, context_tokens=context, remaining_tokens=2000, **cache)
             self.fleet.hear(name, busy, 0.0)
         # Shorter than the shortest deadline.
         self.request: Query = query("new", rng.choice([20, 300, 900]), slo_class=rng.choice(CLASSES))

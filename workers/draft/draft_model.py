@@ -37,16 +37,18 @@ class _DraftedStream:
     seen: Request  # the request's tokens at the last call, and the drafts after them
     num_known: int = 0  # tokens of `seen` that are no drafts
 
-    def catch_up(self) -> int:
+    def catch_up(self, forced: Sequence[int] = ()) -> int:
         """Take over the request's new tokens, and return how many the small model has to compute.
 
-        Keys and values of accepted drafts stay; those of rejected ones are written over.
+        Keys and values of accepted drafts stay; those of rejected ones are written over. `forced`: tokens that will
+        follow those of the request.
         """
-        mine, num_tokens = self.seen.token_ids, len(self.tokens)
-        same, most = self.num_known, min(len(mine), num_tokens)
-        while same < most and mine[same] == self.tokens[same]:
+        mine, tokens = self.seen.token_ids, [*self.tokens, *forced] if forced else self.tokens
+        num_tokens = len(tokens)
+        same, most = min(self.num_known, num_tokens), min(len(mine), num_tokens)
+        while same < most and mine[same] == tokens[same]:
             same += 1
-        mine[same:] = self.tokens[same:]
+        mine[same:] = tokens[same:]
         self.num_known = num_tokens
         self.seen.num_computed_tokens = min(self.seen.num_computed_tokens, same, num_tokens - 1)
         return num_tokens - self.seen.num_computed_tokens
@@ -100,9 +102,10 @@ class DraftModel:
         if self._streams.pop(request_id, None) is not None:
             self.pages.release(request_id)
 
-    def match_length(self, request_id: str) -> int:
+    def match_length(self, request_id: str, forced: Sequence[int] = ()) -> int:
         """Return the same for every request whose tokens the small model can take, else 0."""
-        return _MATCH if len(self._streams[request_id].tokens) < self.model.max_model_len else 0
+        num_tokens = len(self._streams[request_id].tokens) + len(forced)
+        return _MATCH if num_tokens < self.model.max_model_len else 0
 
     def seconds(self, num_streams: int, num_tokens: int) -> float:
         """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`.
@@ -115,13 +118,13 @@ class DraftModel:
         first = cost.seconds(StepWork.of([(0, 2)] * num_streams))
         return first + (num_tokens - 1) * cost.decode_step_seconds(num_streams, context)
 
-    def propose(self, wanted: Mapping[str, int]) -> dict[str, list[int]]:
-        """Return at most so many drafts for each request.
+    def propose(self, wanted: Mapping[str, int], forced: Mapping[str, Sequence[int]] = {}) -> dict[str, list[int]]:
+        """Return at most so many drafts for each request, after its `forced` tokens.
 
         A request gets none while the small model has to compute more of its prompt than one call may, and while there
         are no pages for it: those of requests that did not draft for longest are taken first.
         """
-        parts, limits = self._catching_up(wanted)
+        parts, limits = self._catching_up(wanted, forced)
         drafts: dict[str, list[int]] = {request_id: [] for request_id in limits}
         while parts:
             for part, token in zip(parts, self._run(parts), strict=True):
@@ -133,13 +136,15 @@ class DraftModel:
             parts = [self._part(one, 1) for one in requests if len(drafts.get(one.id, ())) < limits.get(one.id, 0)]
         return drafts
 
-    def _catching_up(self, wanted: Mapping[str, int]) -> tuple[list[Scheduled], dict[str, int]]:
+    def _catching_up(
+        self, wanted: Mapping[str, int], forced: Mapping[str, Sequence[int]]
+    ) -> tuple[list[Scheduled], dict[str, int]]:
         """Return what the small model computes before it drafts, and how many drafts each request may then have.
 
         Requests with the fewest tokens to compute go first: a long prompt must not keep others from drafting.
         """
         streams = {request_id: self._streams[request_id] for request_id in wanted}
-        missing = sorted((stream.catch_up(), request_id) for request_id, stream in streams.items())
+        missing = sorted((stream.catch_up(forced.get(name, ())), name) for name, stream in streams.items())
         parts, limits, left = list[Scheduled](), dict[str, int](), CATCH_UP_TOKENS
         for num_missing, request_id in missing:
             stream = self._streams[request_id] = self._streams.pop(request_id)  # the latest to draft

@@ -6,12 +6,11 @@ from typing import Protocol
 from crossdock.workers.draft.draft_model import DraftModel
 from crossdock.workers.draft.prompt_lookup import PromptLookup
 from crossdock.workers.model.model import PagedModel
-from crossdock.workers.schedule.drafting import DraftSource
 from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 
 
-class Drafter(DraftSource, Protocol):
-    """Drafts tokens of streams."""
+class Drafter(Protocol):
+    """Drafts tokens of streams, after those that grammars dictate: forced ones."""
 
     def add(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Add a request. `token_ids` is its own list, prompt and output, which grows with each accepted token."""
@@ -19,8 +18,37 @@ class Drafter(DraftSource, Protocol):
     def remove(self, request_id: str) -> None:
         """Forget a request; one that was never added is ignored."""
 
-    def propose(self, wanted: Mapping[str, int]) -> dict[str, list[int]]:
-        """Return at most so many drafts for each request. Requests without any are left out."""
+    def seconds(self, num_streams: int, num_tokens: int) -> float:
+        """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`."""
+
+    def match_length(self, request_id: str, forced: Sequence[int] = ()) -> int:
+        """Return how many of the last tokens support the drafts after `forced`; 0: there will be none."""
+
+    def propose(self, wanted: Mapping[str, int], forced: Mapping[str, Sequence[int]] = {}) -> dict[str, list[int]]:
+        """Return at most so many drafts for each request, to follow its `forced` tokens. Requests without any are left
+        out."""
+
+
+class NoDrafter:
+    """Drafts nothing: method grammar has forced tokens alone."""
+
+    def add(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def remove(self, request_id: str) -> None:
+        """Do nothing."""
+
+    def seconds(self, num_streams: int, num_tokens: int) -> float:
+        """Return 0."""
+        return 0.0
+
+    def match_length(self, request_id: str, forced: Sequence[int] = ()) -> int:
+        """Return 0."""
+        return 0
+
+    def propose(self, wanted: Mapping[str, int], forced: Mapping[str, Sequence[int]] = {}) -> dict[str, list[int]]:
+        """Return none."""
+        return {}
 
 
 def new_drafter(config: SpeculativeConfig, target: PagedModel) -> Drafter:
@@ -31,4 +59,6 @@ def new_drafter(config: SpeculativeConfig, target: PagedModel) -> Drafter:
     Raises:
         ValueError: `config.model` cannot draft for `target`.
     """
+    if config.method == "grammar":
+        return NoDrafter()
     return DraftModel.load(config, target) if config.method == "draft_model" else PromptLookup(config)

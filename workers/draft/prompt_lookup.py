@@ -49,38 +49,41 @@ class _TextIndex:
     _bits: int = 0  # the table has 2^bits slots
     _found: tuple[int, int, int] = (-1, 0, 0)  # length of the text at the last search; length and position of the match
 
-    def search(self) -> tuple[int, int]:
+    def search(self, forced: Sequence[int] = ()) -> tuple[int, int]:
         """Return the length of the longest match of the text's end, and the position of what followed it.
 
         Of matches of one length, the latest. Length 0: the text has not had its last `shortest` tokens before.
+        `forced`: tokens that will follow the text, and count as its end.
         """
-        num_tokens = len(self.tokens)
+        num_tokens = len(self.tokens) + len(forced)
         if self._found[0] != num_tokens:
-            self._found = num_tokens, *self._search(num_tokens)
+            self._found = num_tokens, *self._search(len(self.tokens), forced)
         return self._found[1:]
 
-    def _search(self, end: int) -> tuple[int, int]:
+    def _search(self, end: int, forced: Sequence[int]) -> tuple[int, int]:
         if end <= self.shortest:
             return 0, 0
         self._extend(end)
+        ending = [*self.tokens[max(end - self.cap, 0) : end], *forced][-self.cap :]
+        ending.reverse()
         best, at = 0, 0
         if self._found[1]:  # what followed the last match may go on
-            at = self._found[2] + end - self._found[0]
-            best = self._match_length(at, end) if at < end else 0
-        position = self._heads[self._slot(end)]
+            at = self._found[2] + end + len(forced) - self._found[0]
+            best = self._match_length(at, ending) if at < end else 0
+        position = self._heads[self._slot(ending[self.shortest - 1 :: -1])]
         for _ in range(MAX_CANDIDATES):
             if position < 0 or best >= self.cap:
                 break
-            length = self._match_length(position, end)
+            length = self._match_length(position, ending)
             if length > best:
                 best, at = length, position
             position = self._earlier[position]
         return (best, at) if best >= self.shortest else (0, 0)
 
-    def _match_length(self, position: int, end: int) -> int:
-        """Return how many tokens before `position` equal those before `end`, up to the cap."""
-        tokens, length, most = self.tokens, 0, min(self.cap, position)
-        while length < most and tokens[position - 1 - length] == tokens[end - 1 - length]:
+    def _match_length(self, position: int, ending: Sequence[int]) -> int:
+        """Return how many tokens before `position` equal those of `ending`, whose last one comes first."""
+        tokens, length, most = self.tokens, 0, min(len(ending), position)
+        while length < most and tokens[position - 1 - length] == ending[length]:
             length += 1
         return length
 
@@ -90,13 +93,13 @@ class _TextIndex:
             self._rebuild(end)
             return
         for position in range(len(self._earlier), end):
-            slot = self._slot(position)
+            slot = self._slot(self.tokens[position - self.shortest : position])
             self._earlier.append(self._heads[slot])
             self._heads[slot] = position
 
-    def _slot(self, position: int) -> int:
+    def _slot(self, gram: Sequence[int]) -> int:
         code = 0
-        for token in self.tokens[position - self.shortest : position]:
+        for token in gram:
             code = (code * _MULTIPLIER + token + 1) & _MASK
         return ((code * _MULTIPLIER) & _MASK) >> (32 - self._bits)
 
@@ -114,7 +117,7 @@ class _TextIndex:
         self._heads, self._earlier = array("i", heads.tobytes()), array("i", earlier.tobytes())
 
     def _slots(self, tokens: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return what `_slot` does, for every position of `tokens` that an n-gram ends at."""
+        """Return what `_slot` does, for the n-gram that ends at each position of `tokens`."""
         multiplier, mask = np.uint64(_MULTIPLIER), np.uint64(_MASK)
         num_grams = len(tokens) - self.shortest + 1
         code = np.zeros(num_grams, np.uint64)
@@ -141,18 +144,18 @@ class PromptLookup:
         """Forget a request; one that was never added is ignored."""
         self._indexes.pop(request_id, None)
 
-    def match_length(self, request_id: str) -> int:
+    def match_length(self, request_id: str, forced: Sequence[int] = ()) -> int:
         """Return how many of the request's last tokens it has had before; 0: there is nothing to propose."""
-        return self._indexes[request_id].search()[0]
+        return self._indexes[request_id].search(forced)[0]
 
-    def propose(self, wanted: Mapping[str, int]) -> dict[str, list[int]]:
+    def propose(self, wanted: Mapping[str, int], forced: Mapping[str, Sequence[int]] = {}) -> dict[str, list[int]]:
         """Return so many drafts for each request whose text has had its last tokens before."""
         drafts = {}
         for request_id, most in wanted.items():
-            index = self._indexes[request_id]
-            length, position = index.search()
+            index, ending = self._indexes[request_id], forced.get(request_id, ())
+            length, position = index.search(ending)
             if length:
-                drafts[request_id] = _continuation(index.tokens, position, most)
+                drafts[request_id] = _continuation(index.tokens, position, ending, most)
         return drafts
 
     def seconds(self, num_streams: int, num_tokens: int) -> float:
@@ -160,9 +163,12 @@ class PromptLookup:
         return 0.0
 
 
-def _continuation(tokens: Sequence[int], position: int, most: int) -> list[int]:
-    """Return `most` tokens from `position` on. Past the end of the text, what was copied goes on as a period."""
-    copied = list(tokens[position : position + most])
+def _continuation(tokens: Sequence[int], position: int, ending: Sequence[int], most: int) -> list[int]:
+    """Return `most` tokens from `position` on. Past the end of the text, what was copied goes on as a period.
+
+    `ending`: what follows `tokens` in the text.
+    """
+    copied = [*tokens[position : position + most], *ending[: max(position + most - len(tokens), 0)]]
     period = len(copied)
     while len(copied) < most:
         copied.append(copied[-period])

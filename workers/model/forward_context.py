@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from crossdock.kernels.latent_attention import latent_attention
 from crossdock.kvtransfer.layout import LayerShape
 from crossdock.workers.model.latent import unexpanded
 from crossdock.workers.model.state_pages import StepStates
+
+if TYPE_CHECKING:
+    from crossdock.workers.model.vision import PictureRows
 
 ATTENTION_NAME = "crossdock"  # under which transformers knows our function
 
@@ -49,6 +52,7 @@ class ForwardContext:
     layer_batches: Sequence[AttentionBatch] = ()  # `batch` with each layer's own pages, where groups of layers differ
     probe_lengths: Sequence[int] = ()
     probe_calls: list[AttentionCall] = field(default_factory=list)
+    pictures: "PictureRows | None" = None  # rows of the batch that are embeddings of pictures
 
 
 _current = threading.local()
@@ -70,10 +74,9 @@ def current_context() -> ForwardContext:
     return context
 
 
-def context_if_entered() -> ForwardContext | None:
-    """Return the context of this thread's forward pass; None: transformers computes without pages."""
-    context: ForwardContext | None = getattr(_current, "context", None)
-    return context
+def context_or_none() -> ForwardContext | None:
+    """Return the context of this thread's forward pass; None: it is not one of ours."""
+    return getattr(_current, "context", None)
 
 
 def current_pages() -> tuple[Sequence[tuple[Tensor, Tensor]], AttentionBatch]:

@@ -151,6 +151,8 @@ def decoder_layers(model: Any) -> tuple[Any, nn.ModuleList]:
         NotFusableError: the model has no such module.
     """
     decoder: Any = getattr(model, "model", None)
+    for name in ("language_model", "text_model"):  # beside an encoder of pictures
+        decoder = getattr(decoder, name, decoder)
     layers: Any = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise NotFusableError("the model has no model.layers")

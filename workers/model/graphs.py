@@ -64,10 +64,12 @@ class DecodeGraphs:
         nothing = StepInputs(none, none, none, none, np.zeros(1, np.int32), none32, np.zeros((0, width), np.int32))
         self._model, self.record = model, record
         self._inputs = padded(nothing, max_num_seqs).on(model.device)
-        with model.part.alone():  # only the shape is wanted
-            self._logits = torch.empty_like(self._forward(max_num_seqs))  # one for all graphs
         self._sizes = batch_sizes(max_num_seqs)
-        self._graphs = {size: record(partial(self._compute, size)) for size in reversed(self._sizes)}
+        with model.tap.opened():
+            with model.part.alone():  # only the shape is wanted
+                self._logits = torch.empty_like(self._forward(max_num_seqs))  # one for all graphs
+            self._hidden = torch.empty_like(model.tap.hidden) if model.tap.hidden is not None else None
+            self._graphs = {size: record(partial(self._compute, size)) for size in reversed(self._sizes)}
 
     def covers(self, inputs: StepInputs) -> bool:
         """Return whether the step is one decode of each of few enough sequences, all of whose logits are wanted."""
@@ -85,9 +87,15 @@ class DecodeGraphs:
         self._graphs[size]()
         return self._logits[:num_rows]
 
+    def hidden(self, inputs: StepInputs) -> Tensor | None:
+        """Return the last hidden states [T, E] of the newest step, which the next run overwrites."""
+        return None if self._hidden is None else self._hidden[: len(inputs.token_ids)]
+
     @torch.inference_mode()
     def _compute(self, size: int) -> None:
         self._logits[:size].copy_(self._forward(size))
+        if self._hidden is not None and self._model.tap.hidden is not None:
+            self._hidden[:size].copy_(self._model.tap.hidden)
 
     def _forward(self, size: int) -> Tensor:
         first = StepTensors(*(tensor[:size] for tensor in self._inputs))

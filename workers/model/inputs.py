@@ -1,7 +1,7 @@
 """A batch as integers, and as tensors, in one copy to each device. step_messages.py sends it to other ranks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.vision import PictureEncoder, PictureRows, StepPictures
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.pages import HOLE
 
@@ -32,6 +33,7 @@ class StepInputs:
     page_table: NDArray[np.int32]  # [S, P], or [S, G, P]
     state_read: NDArray[np.int32] = field(default_factory=lambda: _NO_STATES)  # [S, n] pages; rows of -1: zeros
     state_write: NDArray[np.int32] = field(default_factory=lambda: _NO_STATES)  # [S, n]; see `StatePages`
+    pictures: StepPictures | None = None  # None: all rows are tokens
 
     @classmethod
     def of(cls, batch: Batch, page_size: int) -> "tuple[StepInputs, list[range]]":
@@ -68,6 +70,11 @@ class StepInputs:
         )
         return inputs, rows
 
+    def with_pictures(self, batch: Batch, encoder: PictureEncoder) -> "StepInputs":
+        """Return the step of `batch` with its pictures, and with the positions that prompts with pictures have."""
+        positions, pictures = encoder.of_step(batch, self.positions)
+        return replace(self, positions=positions, pictures=pictures)
+
     @property
     def max_query_len(self) -> int:
         return int(np.diff(self.query_start).max())
@@ -84,7 +91,7 @@ class StepInputs:
         `previous_tokens` [N], on `device`, are those that the previous step has drawn, if this step begins with some of
         them. A token below 0 counts as 0.
         """
-        arrays = [getattr(self, name) for name in self.__slots__]
+        arrays = [getattr(self, name) for name in StepTensors._fields]
         starts = [0, *accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
         staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
         spans = [slice(start, start + array.nbytes) for start, array in zip(starts, arrays, strict=False)]
@@ -106,7 +113,10 @@ class StepInputs:
     def run(self, model: PagedModel, previous_tokens: Tensor | None = None) -> Tensor:
         """Compute this rank's part of the step; return logits [N, vocab] on the last stage. See `on`."""
         longest = self.max_query_len, int(self.kv_len.max())
-        return self.for_rank(model, previous_tokens).run(model, *longest, self.num_decodes)
+        pictures = None
+        if self.pictures is not None and model.encoder is not None:
+            pictures = model.encoder.prepare(self.pictures, model.device)
+        return self.for_rank(model, previous_tokens).run(model, *longest, self.num_decodes, pictures)
 
     def for_rank(self, model: PagedModel, previous_tokens: Tensor | None = None) -> "StepTensors":
         """Copy the step to the device of this rank's part of `model`; see `on`.
@@ -133,12 +143,19 @@ class StepTensors(NamedTuple):
     state_read: Tensor
     state_write: Tensor
 
-    def run(self, model: PagedModel, max_query_len: int, max_kv_len: int, num_decodes: int) -> Tensor:
+    def run(
+        self,
+        model: PagedModel,
+        max_query_len: int,
+        max_kv_len: int,
+        num_decodes: int,
+        pictures: PictureRows | None = None,
+    ) -> Tensor:
         batch = AttentionBatch(
             *(self.query_start, self.kv_len, self.page_table, self.slots, max_query_len, max_kv_len, num_decodes)
         )
         states = ((self.state_read, self.state_write),) if self.state_write.shape[1] else ()
-        return model.forward(self.token_ids, self.positions, batch, self.wanted, *states)
+        return model.forward(self.token_ids, self.positions, batch, self.wanted, pictures, *states)
 
 
 def _page_table(parts: Sequence[Scheduled], page_size: int) -> NDArray[np.int32]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from crossdock.kernels.backend import Attention, choose_attention
@@ -21,7 +21,8 @@ from crossdock.workers.model.memory_fit import check_fits, used_by_all_but_torch
 from crossdock.workers.model.model import PagedModel, text_config
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.probe import UnsupportedModelError, probe, refuse_by_config
-from crossdock.workers.model.weights import load_part
+from crossdock.workers.model.vision import PictureEncoder, attention_names, is_multimodal, why_text_alone
+from crossdock.workers.model.weights import auto_model, load_part
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +78,13 @@ def _load_module(
     config: PretrainedConfig, path: Path, dtype: torch.dtype, links: Collectives | None
 ) -> tuple[Any, ModelPart | None]:
     """Return transformers' model, or this rank's part of it and which part that is."""
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_names(config)}
     try:
         if links is not None and links.position.size > 1:
             return load_part(config, path, links.position, links, **options)
         # Other formats are pickles: to load them is to run code that the checkpoint brings.
         options |= {"low_cpu_mem_usage": True, "use_safetensors": True, "trust_remote_code": False}
-        return AutoModelForCausalLM.from_pretrained(path, config=config, **options), None
+        return auto_model(config).from_pretrained(path, config=config, **options), None
     except OSError as error:
         if any(path.glob("*.safetensors")):
             raise
@@ -119,7 +120,7 @@ def wrap_module(
     config: PretrainedConfig = module.config
     refuse_by_config(config)
     module.eval().requires_grad_(False)
-    module.set_attn_implementation(ATTENTION_NAME)
+    module.set_attn_implementation(attention_names(config))
     decoder = text_config(config)
     longest = getattr(decoder, "max_position_embeddings", None)
     if max_model_len and longest and max_model_len > longest:
@@ -130,7 +131,14 @@ def wrap_module(
     attention = attention or choose_attention("auto", next(module.parameters()).device, kv_cache_dtype, cpu_kernels)
     model = PagedModel(module, config, (), max_model_len, _eos_token_ids(config, generation), part, attention)
     model.variant = variant
-    probe(model, kv_cache_dtype, cpu_kernels, kv_bytes, quantization)
+    with model.tap.opened():
+        probe(model, kv_cache_dtype, cpu_kernels, kv_bytes, quantization)
+        model.tap.is_possible = model.tap.hidden is not None
+    model.why_text_alone = why_text_alone(config, part.position.size, model.device.type)
+    if not model.why_text_alone:
+        model.encoder = PictureEncoder(module, config)
+    elif is_multimodal(config):
+        logger.warning("prompts are text alone: %s", model.why_text_alone)
     return model
 
 

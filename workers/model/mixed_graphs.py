@@ -10,6 +10,7 @@ A stream that verifies drafts is a chunk whose tokens all have logits: with spec
 import logging
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 
@@ -56,13 +57,20 @@ class MixedGraphs:
         nothing = StepInputs(none, none, none, none, np.zeros(1, np.int32), none32, np.zeros((0, width), np.int32))
         largest = self._decodes[-1], self._chunk_tokens[-1]
         self._inputs = padded_with_chunks(nothing, *largest, page_size, self._chunk_logits).on(model.device)
-        with model.part.alone():  # only the shape is wanted
-            self._logits = torch.empty_like(self._forward(*largest))  # one for all graphs
-        self._graphs = {}
+        with model.tap.opened():
+            with model.part.alone():  # only the shape is wanted
+                self._logits = torch.empty_like(self._forward(*largest))  # one for all graphs
+            self._hidden = torch.empty_like(model.tap.hidden) if model.tap.hidden is not None else None
+            self._graphs = self._record(nothing, record)
+
+    def _record(self, nothing: StepInputs, record: Record) -> dict[tuple[int, int], Callable[[], None]]:
+        """Record a graph for every pair of sizes, and return them by it. `nothing`: a step without sequences."""
+        graphs = {}
         for tokens, decodes in product(reversed(self._chunk_tokens), reversed(self._decodes)):
-            smaller = padded_with_chunks(nothing, decodes, tokens, page_size, self._chunk_logits).on(model.device)
-            self._enter(smaller, decodes, tokens)  # else its sequences would have more rows than there are
-            self._graphs[decodes, tokens] = record(partial(self._compute, decodes, tokens))
+            smaller = padded_with_chunks(nothing, decodes, tokens, self._page_size, self._chunk_logits)
+            self._enter(smaller.on(self._model.device), decodes, tokens)  # else sequences would have too many rows
+            graphs[decodes, tokens] = record(partial(self._compute, decodes, tokens))
+        return graphs
 
     @property
     def most_tokens(self) -> int:
@@ -86,13 +94,25 @@ class MixedGraphs:
     @torch.inference_mode()
     def run(self, inputs: StepInputs, previous_tokens: Tensor | None = None) -> Tensor:
         """Return logits [N, vocab], which the next run overwrites. `previous_tokens`: see `StepInputs.on`."""
-        num_decodes, _, num_tokens = _sizes(inputs)
-        decodes = self._decodes[bisect_left(self._decodes, num_decodes)]
-        tokens = self._chunk_tokens[bisect_left(self._chunk_tokens, num_tokens)]
+        decodes, tokens = self._sizes_of_graph(inputs)
         padded = padded_with_chunks(inputs, decodes, tokens, self._page_size, self._chunk_logits)
         self._enter(padded.for_rank(self._model, previous_tokens), decodes, tokens)
         self._graphs[decodes, tokens]()
         return self._logits[: len(inputs.wanted)]
+
+    def hidden(self, inputs: StepInputs) -> Tensor | None:
+        """Return the last hidden states [T, E] of the newest step."""
+        num_decodes, _, num_tokens = _sizes(inputs)
+        decodes, _ = self._sizes_of_graph(inputs)
+        if self._hidden is None:
+            return None
+        return torch.cat([self._hidden[:num_decodes], self._hidden[decodes : decodes + num_tokens]])
+
+    def _sizes_of_graph(self, inputs: StepInputs) -> tuple[int, int]:
+        """Return for how many decodes and chunk tokens the graph is that has room for the step."""
+        num_decodes, _, num_tokens = _sizes(inputs)
+        decodes = self._decodes[bisect_left(self._decodes, num_decodes)]
+        return decodes, self._chunk_tokens[bisect_left(self._chunk_tokens, num_tokens)]
 
     def _enter(self, given: StepTensors, decodes: int, tokens: int) -> None:
         """Copy a padded step to where the graph of these sizes reads."""
@@ -105,6 +125,8 @@ class MixedGraphs:
     @torch.inference_mode()
     def _compute(self, decodes: int, tokens: int) -> None:
         self._logits[: decodes + self._chunk_logits].copy_(self._forward(decodes, tokens))
+        if self._hidden is not None and self._model.tap.hidden is not None:
+            self._hidden[: decodes + tokens].copy_(self._model.tap.hidden)
 
     def _forward(self, decodes: int, tokens: int) -> Tensor:
         return self._prefixes(decodes, tokens).run(self._model, tokens, self._model.max_model_len, decodes)

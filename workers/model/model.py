@@ -15,7 +15,9 @@ from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View, group_layo
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.forward_context import ForwardContext, entered
+from crossdock.workers.model.pooling import HiddenTap
 from crossdock.workers.model.state_pages import StateLayout, StepStates
+from crossdock.workers.model.vision import PictureEncoder, PictureRows
 from crossdock.workers.schedule.layer_groups import LayerGroup
 from crossdock.workers.schedule.pages import Window
 
@@ -43,8 +45,14 @@ class PagedModel:
     kernels: str = ""  # which compute the products of fused layers, as text; empty: transformers' own code does
     graphs: str = ""  # which steps run as CUDA graphs, as text, and why others do not; empty: none, and none could
     variant: str = ""  # sets it apart from others of the same weights whose keys and values differ
+    encoder: PictureEncoder | None = None  # None: prompts are text alone, see `why_text_alone`
+    why_text_alone: str = "the model takes text alone"
     used_by_others: int = 0  # bytes of the GPU in use when loading began, without those of torch in this process
+    tap: HiddenTap = field(init=False)  # of the hidden states, for vectors of prompts
     _taker: MemoryTaker | None = None  # of the pool on a CPU
+
+    def __post_init__(self) -> None:
+        self.tap = HiddenTap(self.module)
 
     @property
     def device(self) -> torch.device:
@@ -144,14 +152,15 @@ class PagedModel:
         positions: Tensor,
         batch: AttentionBatch,
         rows: Tensor,
+        pictures: PictureRows | None = None,
         states: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Compute one flat batch. Keys and values go to the pages named by `batch`.
 
         Of a model with several groups of layers, `batch` has page tables [S, G, P] and slots [T, G]. token_ids,
-        positions: [T] int64. rows: [N] int64, the rows of the T whose logits are wanted. states: the pages of the
-        recurrent states that the step reads and those that it writes, [S, n] int32 each. Returns [N, vocab] in the
-        model's dtype; [0, vocab] on a stage that others follow.
+        positions: [T] int64. rows: [N] int64, the rows of the T whose logits are wanted. Returns [N, vocab] in the
+        model's dtype; [0, vocab] on a stage that others follow. `pictures`: rows that are no tokens' embeddings.
+        `states`: the pages of the recurrent states that the step reads, and those that it writes, [S, n] int32 each.
         """
         context = ForwardContext(self.attention, batch, self.pages, self.scales, self.part.first_layer)
         if self.states is not None:
@@ -167,6 +176,9 @@ class PagedModel:
                 for layer in layers
             }
             context.layer_batches = [batches[layer] for layer in range(len(self.layers))]
+        if pictures is not None:
+            context.pictures = pictures
+            positions = positions if pictures.positions is None else pictures.positions
         return self.run(context, token_ids, positions, rows)
 
     def run(
@@ -177,9 +189,21 @@ class PagedModel:
         rows: Tensor,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Compute one flat batch with `context` for its attention; see `forward` and `logits`."""
+        """Compute one flat batch with `context` for its attention; see `forward` and `logits`.
+
+        positions: [T], or [3, T] of a model with positions in time, height and width.
+        """
         with entered(context):
-            return self.logits(token_ids, dtype, position_ids=positions[None], logits_to_keep=rows)
+            inputs = {"position_ids": positions[..., None, :], "logits_to_keep": rows}
+            if context.pictures is not None and len(context.pictures.rows):
+                inputs["inputs_embeds"] = self._embedded(token_ids, context.pictures)
+            return self.logits(token_ids, dtype, **inputs)
+
+    def _embedded(self, token_ids: Tensor, pictures: PictureRows) -> Tensor:
+        """Return the inputs [1, T, E] of the first layer: embeddings of tokens, and of pictures in their rows."""
+        embeddings: Tensor = self.module.get_input_embeddings()(token_ids[None]).clone()  # type: ignore[operator]
+        embeddings[0, pictures.rows] = pictures.embeddings[0]
+        return embeddings
 
     def logits(self, token_ids: Tensor, dtype: torch.dtype | None = None, **inputs: Tensor) -> Tensor:
         """Return the logits [N, vocab] of transformers' own forward, or [0, vocab] on a stage that others follow.
@@ -190,6 +214,7 @@ class PagedModel:
         def forward(entering: Tensor | None) -> Tensor:
             is_ids = entering is None or stage is None or stage.needs_token_ids
             given = {"input_ids": token_ids[None]} if is_ids else {"inputs_embeds": entering}
+            given = {} if "inputs_embeds" in inputs else given
             logits: Tensor = self.module(**given, **inputs, use_cache=False).logits[0]
             return logits
 

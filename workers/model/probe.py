@@ -16,7 +16,6 @@ from transformers import PretrainedConfig
 from crossdock.kernels.linear import usable_kernels, why_not_int8
 from crossdock.kernels.options import CpuKernels, KVCacheDtype, Quantization
 from crossdock.workers.model.forward_context import (
-    ATTENTION_NAME,
     AttentionCall,
     ForwardContext,
     batch_of_one_page_each,
@@ -39,6 +38,7 @@ from crossdock.workers.model.recurrent import (
     layer_kinds,
 )
 from crossdock.workers.model.triton_layers import may_use_triton_steps, use_triton_layers
+from crossdock.workers.model.vision import attention_names, num_deep_layers
 from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
 from crossdock.workers.schedule.request import Request, SamplingParams
 
@@ -96,11 +96,11 @@ def probe(
     ours = sequences.run(model, context)
     calls = _one_call_per_layer(model, context.probe_calls)
     module: Any = model.module
-    module.set_attn_implementation("eager")
+    module.set_attn_implementation(attention_names(model.config, "eager"))
     try:
         theirs = torch.cat([model.logits(sequence) for sequence in torch.split(sequences.token_ids, _LENGTHS)])
     finally:
-        module.set_attn_implementation(ATTENTION_NAME)
+        module.set_attn_implementation(attention_names(model.config))
     tolerance = 2e-3 if model.dtype is torch.float32 else 0.1
     if not (error := _relative_error(ours, theirs)) <= tolerance:
         raise UnsupportedModelError(
@@ -172,13 +172,13 @@ def _keep_states(model: PagedModel, quantization: Quantization | None) -> None:
     if set(layer_kinds(decoder)) <= _WITHOUT_ATTENTION:
         raise UnsupportedModelError(f"{name} has no layers with attention, and so no KV pages to keep its states in")
     module: Any = model.module
-    module.set_attn_implementation("eager")
+    module.set_attn_implementation(attention_names(model.config, "eager"))
     try:
         model.states = keep_states_in_pages(module, decoder)
     except NotRecurrentError as reason:
         raise UnsupportedModelError(f"{name} has recurrent layers that are not served: {reason}") from reason
     finally:
-        module.set_attn_implementation(ATTENTION_NAME)
+        module.set_attn_implementation(attention_names(model.config))
 
 
 def _check_states(model: PagedModel, sequences: "_ProbeBatch", theirs: Tensor, tolerance: float) -> None:
@@ -329,7 +329,7 @@ def _may_fuse(model: PagedModel, cpu_kernels: CpuKernels) -> bool:
     Raises:
         ValueError: `cpu_kernels` names a kernel that cannot run here.
     """
-    if model.device.type != "cpu" or model.attention.name != "cpp":
+    if model.device.type != "cpu" or model.attention.name != "cpp" or num_deep_layers(model.config):
         return False
     usable_kernels(model.dtype, cpu_kernels)
     return model.dtype in (torch.bfloat16, torch.float32)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig
 
-from crossdock.workers.model.forward_context import context_if_entered
+from crossdock.workers.model.forward_context import context_or_none
 from crossdock.workers.model.state_pages import LayerStates, StateLayout, StateShape
 
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
@@ -134,7 +134,7 @@ class _RecurrentForward:
 
         Positions and masks are left out: no sequence is padded.
         """
-        context = context_if_entered()
+        context = context_or_none()
         if context is None:
             return self._forward(hidden_states, *args, **options)
         if context.batch is None:  # a probe of whole sequences

@@ -49,6 +49,8 @@ class Runner:
     def begin(self, batch: Batch) -> tuple[StepInputs, list[range]]:
         """Send a batch to the other ranks, which may compute it from now on."""
         step = StepInputs.of(batch, self.page_size)
+        if self.model.encoder is not None:
+            step = step[0].with_pictures(batch, self.model.encoder), step[1]
         if self.notify_ranks is not None:
             self.notify_ranks(self._sender.pack(step[0], [part.request.id for part in batch.scheduled]))
         return step
@@ -73,11 +75,27 @@ class Runner:
         inputs, rows = step
         return self.compute(inputs, previous_tokens), rows
 
+    def hidden(self, inputs: StepInputs) -> Tensor:
+        """Return the last hidden states [T, E] of the step computed last, valid until the next one.
+
+        The model's tap was open meanwhile, and is possible. Only the driver, which is on the last stage, has them.
+        """
+        if self.graphs is not None and self.graphs.covers(inputs):
+            found = self.graphs.hidden(inputs)
+        elif self.mixed_graphs is not None and self.mixed_graphs.covers(inputs):
+            found = self.mixed_graphs.hidden(inputs)
+        else:
+            found = self.model.tap.hidden
+        assert found is not None, "the engine refuses prompts that want a vector where the model gives none"
+        return found
+
     def compute(self, inputs: StepInputs, previous_tokens: Tensor | None = None) -> Tensor:
         """Compute this rank's part of a step; see `finish`.
 
         Whether it is a graph, and which one, depends on the step alone: every rank of a gang does the same.
         """
+        if inputs.pictures is not None:
+            return inputs.run(self.model, previous_tokens)
         if self.graphs is not None and self.graphs.covers(inputs):
             return self.graphs.run(inputs, previous_tokens)
         if self.mixed_graphs is not None and self.mixed_graphs.covers(inputs):

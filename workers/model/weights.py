@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, rename_source_key
 
@@ -19,6 +19,12 @@ from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
+
+
+def auto_model(config: PretrainedConfig) -> Any:
+    """Return transformers' class that loads a model with its output projection, and its encoder of pictures if any."""
+    has_pictures = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if has_pictures else AutoModelForCausalLM
 
 
 def load_part(
@@ -30,7 +36,7 @@ def load_part(
         CannotCut: the model cannot be divided among so many ranks.
         ValueError: the checkpoint lacks weights.
     """
-    whole = AutoModelForCausalLM._model_mapping[type(config)]
+    whole = auto_model(config)._model_mapping[type(config)]
     parts: list[ModelPart] = []
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # of the class made below
@@ -77,7 +83,7 @@ def measure_int8(config: PretrainedConfig, dtype: torch.dtype) -> tuple[int, int
 
 def _on_meta(config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        module = auto_model(config).from_config(config, dtype=dtype)
         cut_model(module, position, None)
     return module
 

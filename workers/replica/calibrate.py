@@ -17,6 +17,7 @@ _SWEPT_STREAMS = (1, 2, 4, 8, 16, 32, 64)
 _STREAMS_IN_CONTEXT = (1, 4, 16, 64)  # these also after longer contexts and beside a chunk
 _LONG_STEP = 0.1  # seconds
 _MOST_SCORED_FACTOR = 4.0  # more than this is the noise of a busy machine
+_SWEPT_PICTURES = ((2, 1), (8, 1), (8, 4), (16, 1), (24, 1))  # (size, number of pictures in a batch)
 _SWEPT_CONTEXT = 131_072  # tokens of all streams together
 
 
@@ -37,6 +38,8 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         sweep = remembered_sweep(engine, lambda: _sweep(engine), lambda: _check(engine))
         fit = engine.calibrate(sweep, _intervals(engine))
         engine.scheduler.learn_scored(_scored_factor(engine))
+        if pictures := _encoder_sweep(engine):
+            engine.calibrate_encoder(pictures)
     return SchedulingProfile(
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
@@ -53,6 +56,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         page_bytes=engine.page_bytes,
         tensor_parallel_size=model.part.position.tensor_size,
         pipeline_parallel_size=model.part.position.num_stages,
+        caches_prefixes=config.enable_prefix_caching,
         kernels=model.kernels,
         cost=fit.cost,
         overrun=fit.overrun,
@@ -127,6 +131,25 @@ def _scored_factor(engine: Engine) -> float:
     if plain is None or scored is None or not usual:
         return 1.0
     return min(1 + max(min(scored[1]) - min(plain[1]), 0.0) / usual, _MOST_SCORED_FACTOR)
+
+
+def _encoder_sweep(engine: Engine) -> list[tuple[list[int], float]]:
+    """Return (rows of each picture, seconds) of batches of pictures, the best of two; none where there is no encoder.
+
+    Larger pictures follow only while one takes little time: longer ones are learnt from requests.
+    """
+    encoder, measured = engine.model.encoder, list[tuple[list[int], float]]()
+    if encoder is None:
+        return measured
+    for size, number in _SWEPT_PICTURES:
+        items = [encoder.example(size)] * number
+        if items[0].num_rows > engine.model.max_model_len:
+            break
+        seconds = min(encoder.measure(items) for _ in range(2))
+        measured.append(([item.num_rows for item in items], seconds))
+        if seconds > _LONG_STEP:
+            break
+    return measured
 
 
 def _intervals(engine: Engine) -> list[tuple[float, float]]:

@@ -61,6 +61,11 @@ class EngineConfig(SchedulerConfig):
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Share of the GPU's memory that a rank may use in all, if kv_cache_memory is null."
     )
+    mm_encoder_cache: ByteSize = Field(
+        ByteSize(256 << 20),
+        gt=0,
+        description="Memory for embeddings of pictures, e.g. 256MiB. A picture is encoded once while it is in there.",
+    )
     disable_hybrid_kv_cache_manager: bool = Field(
         False, description="Keep the pages of layers with a sliding window as long as those of others, as pools must."
     )

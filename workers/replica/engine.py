@@ -18,6 +18,7 @@ from crossdock.workers.model.kv_memory import count_pages_that_fit
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.runner import Runner
+from crossdock.workers.model.vision import PromptPictures
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.device import device_of
 from crossdock.workers.replica.gang import Gang
@@ -30,6 +31,8 @@ from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.cost import StepWork
 from crossdock.workers.schedule.cost_fit import StepCostFit
 from crossdock.workers.schedule.drafting import DraftPolicy
+from crossdock.workers.schedule.encoder_cost import EncoderCostFit
+from crossdock.workers.schedule.encoding import Encoding
 from crossdock.workers.schedule.interval_share import IntervalShare
 from crossdock.workers.schedule.page_needs import PageNeeds
 from crossdock.workers.schedule.pages import PagePool, Window
@@ -50,6 +53,7 @@ class Step:
     seconds: float = 0.0
     predicted: float = 0.0  # seconds; 0 before the engine is calibrated
     interval: float = 0.0  # seconds since it began or the step before it ended, whichever was later
+    encoder_seconds: float = 0.0  # of `seconds`, for pictures
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +65,7 @@ class Engine:
     tokenizer_dir: Path | None = None  # needed for grammars only
     clock: Callable[[], float] = time.monotonic  # seconds
     cost_fit: StepCostFit | None = None  # set by `calibrate`
+    encoder_fit: EncoderCostFit | None = None  # set by `calibrate_encoder`
     intervals: IntervalShare = field(default_factory=lambda: IntervalShare(()))  # set by `calibrate`
     gang: Gang | None = None  # the other ranks, where `model` is one rank's part
     on_scheduled: Callable[[Batch], None] = lambda batch: None  # called with each step before it is executed
@@ -73,12 +78,15 @@ class Engine:
 
     def __post_init__(self) -> None:
         config, model = sized(self.config, self.model), self.model
-        if model.states is not None:
-            self._refuse_with_states()
         self.config = config
         speculative = config.speculative_config
+        if speculative is not None and model.states is not None:
+            raise ValueError(
+                f"speculative_config: {model.config.model_type} has recurrent layers, whose states cannot take back a "
+                f"rejected draft"
+            )
         drafter = new_drafter(speculative, model) if speculative is not None else None  # before pages take all memory
-        drafting = DraftPolicy(speculative, drafter) if speculative is not None and drafter is not None else None
+        drafting = DraftPolicy(speculative) if speculative is not None else None
         if self.gang is None:  # else its ranks have chosen them together
             choose_groups(model, config)
         windows = [group.window for group in model.groups] or [None]
@@ -88,8 +96,15 @@ class Engine:
         cached = retention(config.prefix_eviction, num_pages, config.page_size, windows, state_pages)
         self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows, cached, state_pages)
         depth = model.part.position.num_stages
+        encoding: Encoding | None = None
+        if model.encoder is not None:
+            model.encoder.clear()
+            encoding = Encoding(int(config.mm_encoder_cache) // model.encoder.row_bytes)
         self.scheduler = Scheduler(
-            *(config, self.pages, model.max_model_len, model.eos_token_ids), depth=depth, drafting=drafting
+            *(config, self.pages, model.max_model_len, model.eos_token_ids),
+            depth=depth,
+            drafting=drafting,
+            encoding=encoding,
         )
         self.grammars = GrammarCompiler(self.tokenizer_dir, model.vocab_size, model.eos_token_ids)
         self._sampler = StepSampler(tuple(model.eos_token_ids))
@@ -97,12 +112,6 @@ class Engine:
             self.speculation = Speculation(drafter, self.scheduler, self._sampler)
         is_ahead = self._runs_ahead()
         self.pipeline = Pipeline(self._runner(num_pages), self._sampler, self.clock, is_ahead)
-
-    def _refuse_with_states(self) -> None:
-        """Raise ValueError where a setting does not go with recurrent layers; the message names the field."""
-        name = f"{self.model.config.model_type} has recurrent layers"
-        if self.config.speculative_config is not None:
-            raise ValueError(f"speculative_config: {name}, whose states cannot take back a rejected draft")
 
     def _runner(self, num_pages: int) -> Runner:
         """Return what runs the steps, after every rank has allocated its pool and recorded its part of steps."""
@@ -172,17 +181,30 @@ class Engine:
                 raise InvalidField(
                     f"prompt has token id {token}; this model's are 0 to {self.model.vocab_size - 1}", "prompt"
                 )
+        if submission.sampling.pooling is not None and not self.model.tap.is_possible:
+            reason = f"{self.model.config.model_type}: no hidden states can be taken out of this model"
+            raise InvalidField(f"pooling: {reason}", "pooling")
         if grammar is None and submission.sampling.grammar is not None:
             grammar = self.grammars.compile(submission.sampling.grammar, submission.output_token_ids)
         request = Request.from_submission(submission, self.clock() if arrived is None else arrived)
+        pictures = self._locate(request) if request.items else None
         self.scheduler.add(request)
+        if pictures is not None and self.model.encoder is not None:
+            self.model.encoder.add(request.id, pictures)
         self._sampler.add(request, grammar)
         if self.speculation is not None:
             self.speculation.drafter.add(request.id, request.token_ids)
 
+    def _locate(self, request: Request) -> PromptPictures:
+        if self.model.encoder is None:
+            raise InvalidField(f"prompt has pictures: {self.model.why_text_alone}", "prompt")
+        return self.model.encoder.locate(request)
+
     def _forget(self, request_id: str) -> None:
-        """Drop what sampling and drafting keep of a request."""
+        """Drop what sampling, drafting and the encoder keep of a request."""
         self._sampler.remove(request_id)
+        if self.model.encoder is not None:
+            self.model.encoder.remove(request_id)
         if self.speculation is not None:
             self.speculation.drafter.remove(request_id)
 
@@ -250,7 +272,7 @@ class Engine:
             return self._execute(self.scheduler.schedule(now, drafts), now)
         if before.device_tokens is None or self.scheduler.needs_preemption:
             return False
-        predicted = self.cost_fit.cost.seconds(before.batch.work) if self.cost_fit is not None else 0.0
+        predicted = self._predicted(before.batch)
         ended = max(before.started + predicted, now)
         with self.scheduler.assume_ended(before.batch, ended):
             return self._execute(self.scheduler.schedule(ended), now)
@@ -265,17 +287,31 @@ class Engine:
         """Wait for the oldest step in flight, and update its requests."""
         step = self.pipeline.finish()
         batch, seconds = step.batch, step.ended - step.started
-        deltas = self.scheduler.update(batch, step.sampled, step.ended)
+        failed = self._fail_pictures(batch) if batch.encoder.items else []
+        deltas = failed + self.scheduler.update(batch, step.sampled, step.ended)
         for delta in deltas:
             delta.prompt_logprobs = self._sampler.take_prompt_logprobs(delta.request_id)
+            delta.embedding = self._sampler.pooler.take(delta.request_id)
             if delta.finish_reason is not None:
                 self._forget(delta.request_id)
-        return Step(batch, deltas, step.started, seconds, self._learn(step), step.interval)
+        predicted = self._learn(step)
+        return Step(batch, deltas, step.started, seconds, predicted, step.interval, step.encoder_seconds)
+
+    def _fail_pictures(self, batch: Batch) -> list[TokenDelta]:
+        """End the requests of a step whose pictures cannot be encoded, before its update indexes pages."""
+        deltas = list[TokenDelta]()
+        for request in [part.request for part in batch.scheduled if part.request.items]:
+            reason = self.model.encoder.failure(request) if self.model.encoder is not None else None
+            if reason is not None and self.scheduler.get(request.id) is request:
+                deltas.append(self.scheduler.fail(request, reason))
+        return deltas
 
     def fail_all(self, error: str) -> list[tuple[Request, TokenDelta]]:
         """End every request with an error, after a step raised. Pages are freed; the engine can go on."""
         self.pipeline.clear()
         self.scheduler.drop_steps_in_flight()
+        if self.model.encoder is not None:
+            self.model.encoder.clear()
         failed = []
         for request in self.scheduler.requests():
             self.abort(request.id)
@@ -323,15 +359,28 @@ class Engine:
         self.scheduler.learn(self.cost_fit.cost, self.cost_fit.overrun, self.intervals.share)
         return self.cost_fit
 
+    def calibrate_encoder(self, sweep: Sequence[tuple[Sequence[int], float]]) -> None:
+        """Predict the seconds of pictures from now on, beginning with measurements of batches: see `EncoderCostFit`."""
+        self.encoder_fit = EncoderCostFit(sweep)
+        self.scheduler.learn_encoder(self.encoder_fit.cost)
+
+    def _predicted(self, batch: Batch) -> float:
+        """Return the predicted seconds of a step with its pictures; 0 without a cost."""
+        encoder = self.encoder_fit.cost.seconds(batch.encoder.items) if self.encoder_fit is not None else 0.0
+        return self.cost_fit.cost.seconds(batch.work) + encoder if self.cost_fit is not None else 0.0
+
     def _learn(self, step: FinishedStep) -> float:
         """Compare a step with its prediction, and refine the next predictions. Returns the predicted seconds."""
+        if self.encoder_fit is not None and step.encoder_seconds:
+            self.encoder_fit.observe(step.batch.encoder.items, step.encoder_seconds)
+            self.scheduler.learn_encoder(self.encoder_fit.cost)
         if self.cost_fit is None:
             return 0.0
-        predicted = self.cost_fit.cost.seconds(step.batch.work)
+        predicted = self._predicted(step.batch)
         if step.batch.is_scored or not step.is_usual:
             return predicted
         if step.is_alone:
-            self.cost_fit.observe(step.batch.work, step.ended - step.started)
+            self.cost_fit.observe(step.batch.work, step.ended - step.started - step.encoder_seconds)
         elif step.is_full:
             self.intervals.observe(step.interval, predicted)
             predicted *= max(self.pipeline.depth * self.intervals.share, 1.0)

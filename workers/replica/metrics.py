@@ -13,6 +13,7 @@ from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.replica.replica_dock import ReplicaDock
 from crossdock.workers.report.timeline import Progress, Timeline, prompt_length_bucket
 from crossdock.workers.report.vllm_names import OF_REPLICAS, exposition
+from crossdock.workers.schedule.encoding import EncoderTotals
 from crossdock.workers.schedule.request import Leg, Request, Status
 from crossdock.workers.schedule.verify import DraftTotals
 
@@ -61,6 +62,12 @@ class EngineMetrics:
         self._step_tokens = self._histogram("crossdock_step_tokens", "Tokens of a step, of both kinds.", _STEP_TOKENS)
         self._step_prompt_tokens = self._histogram(
             "crossdock_step_prompt_tokens", "Prompt tokens of a step that has chunks.", _CHUNK_TOKENS
+        )
+        self._encoder_seconds = self._histogram(
+            "crossdock_encoder_seconds", "Seconds of a step in which pictures were encoded.", _STEP_SECONDS
+        )
+        self._encoder_limited = self._counter(
+            "crossdock_steps_limited_by_encoder", "Steps whose chunks end before a picture: its encoding did not fit."
         )
         decodes = self._histogram("crossdock_step_decodes", "Decodes of a step that has some.", _DECODES, "kind")
         self._step_decodes = {kind: decodes.labels(kind) for kind in _KINDS if kind != "chunks"}
@@ -172,6 +179,10 @@ class EngineMetrics:
             self._step_prompt_tokens.observe(batch.num_tokens - batch.num_decodes - batch.num_drafts)
         if batch.num_decodes:
             self._step_decodes[kind].observe(batch.num_decodes)
+        if step.encoder_seconds:
+            self._encoder_seconds.observe(step.encoder_seconds)
+        if batch.limit.startswith("encoder"):
+            self._encoder_limited.inc()
         if batch.num_skipped:
             self._skipped.inc(batch.num_skipped)
 
@@ -293,6 +304,18 @@ class _Gauges(Collector):
         text = "Requests preempted: their pages went to other requests."
         yield _counter("crossdock_preemptions", text, engine.scheduler.num_preemptions)
         yield from self._drafts()
+        yield from self._pictures()
+
+    def _pictures(self) -> Iterator[Metric]:
+        """Yield the counts of the encoder, which are 0 for a model of text alone."""
+        encoding = self._engine.scheduler.encoding
+        totals = encoding.totals if encoding is not None else EncoderTotals()
+        yield _counter("crossdock_items_encoded", "Pictures and videos that were encoded.", totals.num_encoded)
+        yield _counter("crossdock_encoder_rows", "Rows of embeddings that encoding made.", totals.num_rows)
+        text = "Pictures and videos whose embeddings were in memory when a request reached them."
+        yield _counter("crossdock_item_hits", text, totals.num_hits)
+        rows = encoding.num_rows if encoding is not None else 0
+        yield _gauge("crossdock_item_rows", "Rows of embeddings in memory.", (), {(): rows})
 
     def _drafts(self) -> Iterator[Metric]:
         """Yield the counts of verified drafts, which are 0 without speculation."""
@@ -300,11 +323,14 @@ class _Gauges(Collector):
         totals = verification.totals if verification is not None else DraftTotals()
         accepted = list(totals.num_accepted_at)
         wasted = verification.policy.wasted_s if verification is not None else 0.0
+        forced = verification.policy.forced if verification is not None else 0
         yield _counter(
             "crossdock_drafts", "Drafts that steps verified: one for each stream and step.", totals.num_drafts
         )
         yield _counter("crossdock_draft_tokens", "Drafted tokens that steps verified.", totals.num_tokens)
         yield _counter("crossdock_draft_tokens_accepted", "Drafted tokens that the model chose too.", sum(accepted))
+        text = "Drafted tokens that a grammar dictated; they are accepted."
+        yield _counter("crossdock_draft_tokens_forced", text, forced)
         text = "Predicted seconds by which drafted tokens that were rejected made steps longer."
         yield _counter("crossdock_draft_wasted_seconds", text, wasted)
         by_position = CounterMetricFamily(

@@ -18,6 +18,7 @@ from torch import Tensor
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.sampling.sampler import PendingTokens
+from crossdock.workers.model.vision import StepPictures
 from crossdock.workers.replica.step_deadline import StepDeadline
 from crossdock.workers.replica.step_sampler import StepSampler
 from crossdock.workers.schedule.batch import Batch, SampledToken
@@ -33,6 +34,7 @@ class StepInFlight:
     is_alone: bool = True  # no other step was in flight meanwhile: its duration is its cost
     is_usual: bool = True  # computed as others of its size are, see `Runner.is_usual`
     device_tokens: Tensor | None = None  # [N] sampled ids on the device; None: the next step must wait for the host
+    pictures: StepPictures | None = None
     recomputed: set[str] = field(default_factory=set)  # requests whose part began with a wrong token and is void
 
 
@@ -47,6 +49,7 @@ class FinishedStep(NamedTuple):
     is_alone: bool
     is_usual: bool
     is_full: bool  # every stage had a step to compute since the step before it ended
+    encoder_seconds: float = 0.0  # of these, for pictures
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +101,7 @@ class Pipeline:
             for other in self._steps:
                 other.is_alone = False
             step = StepInFlight(batch, now, partial(self._compute, batch, inputs), is_alone=not self._steps)
-        step.is_usual = self.runner.is_usual(inputs[0])
+        step.is_usual, step.pictures = self.runner.is_usual(inputs[0]), inputs[0].pictures
         self._steps.append(step)
 
     def finish(self) -> FinishedStep:
@@ -114,7 +117,11 @@ class Pipeline:
             for later in self._steps:
                 later.started = ended  # the device computes one step after the other
         interval, self._ended = ended - max(step.started, self._ended), ended
-        return FinishedStep(step.batch, sampled, step.started, ended, interval, step.is_alone, step.is_usual, is_full)
+        encoder_seconds = step.pictures.seconds if step.pictures is not None else 0.0
+        return FinishedStep(
+            *(step.batch, sampled, step.started, ended, interval, step.is_alone, step.is_usual, is_full),
+            encoder_seconds=encoder_seconds,
+        )
 
     def compute(self, batch: Batch) -> dict[str, SampledToken]:
         """Execute `batch` from its begin to its end, with no step in flight."""
@@ -142,7 +149,7 @@ class Pipeline:
     def _launch(self, batch: Batch, inputs: tuple[StepInputs, list[range]], now: float) -> StepInFlight:
         """Have the device compute `batch`; it begins where the tokens of the step before are known to the device."""
         previous_tokens = self.newest.device_tokens if self.newest is not None else None
-        logits, rows = self.runner.finish(inputs, previous_tokens)
+        logits, rows = self._logits(batch, inputs, previous_tokens)
         drawn = self.sampler.draw(batch, logits, previous_tokens)
         if drawn is None:
             return StepInFlight(batch, now, partial(self._sample, batch, logits, rows))
@@ -158,7 +165,19 @@ class Pipeline:
         return {id_: SampledToken(token_id) for id_, token_id in zip(ids, token_ids, strict=True)}
 
     def _compute(self, batch: Batch, inputs: tuple[StepInputs, list[range]]) -> dict[str, SampledToken]:
-        return self._sample(batch, *self.runner.finish(inputs))
+        return self._sample(batch, *self._logits(batch, inputs))
+
+    def _logits(
+        self, batch: Batch, inputs: tuple[StepInputs, list[range]], previous_tokens: Tensor | None = None
+    ) -> tuple[Tensor, list[range]]:
+        """Compute a step as `Runner.finish` does, and pool the hidden states of prompts that want a vector."""
+        pooler = self.sampler.pooler
+        if not pooler.is_needed(batch):
+            return self.runner.finish(inputs, previous_tokens)
+        with self.runner.model.tap.opened():
+            computed = self.runner.finish(inputs, previous_tokens)
+            pooler.add(batch, self.runner.hidden(inputs[0]))
+        return computed
 
     def _sample(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> dict[str, SampledToken]:
         sampled = self.sampler.sample(batch, logits, rows)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from crossdock.workers.model.grammar.state import GrammarState
+from crossdock.workers.model.pooling import Pooler
 from crossdock.workers.model.sampling.logprobs import logprobs_of
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import DrawnToken, PendingTokens, sample
@@ -21,6 +22,7 @@ class StepSampler:
     """The sampling state of every request of one engine: its row, its grammar, its prompt's logprobs so far."""
 
     eos_token_ids: tuple[int, ...]
+    pooler: Pooler = field(default_factory=Pooler)
     _rows: dict[str, SampleRow] = field(default_factory=dict)  # by request
     _grammars: dict[str, GrammarState] = field(default_factory=dict)
     _prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
@@ -42,6 +44,7 @@ class StepSampler:
         self._rows.pop(request_id, None)
         self._grammars.pop(request_id, None)
         self._prompt_logprobs.pop(request_id, None)
+        self.pooler.remove(request_id)
 
     def take_prompt_logprobs(self, request_id: str) -> list[TokenLogprobs | None] | None:
         """Return and drop the prompt logprobs of a request; None where it wants none or had them already."""
@@ -82,6 +85,14 @@ class StepSampler:
             logits = logits[torch.tensor(wanted, device=logits.device)]
         drawn = iter(sample(logits, sample_rows))
         return {part.request.id: self._accept(part, list(islice(drawn, num_rows))) for part, num_rows in parts}
+
+    def forced(self, request_ids: Sequence[str]) -> dict[str, Sequence[int]]:
+        """Return the next tokens of each request whose grammar allows no others; requests without any are left out."""
+        if not self._grammars:
+            return {}
+        grammars = [(request_id, self._grammars.get(request_id)) for request_id in request_ids]
+        forced = {request_id: grammar.forced() for request_id, grammar in grammars if grammar is not None}
+        return {request_id: tokens for request_id, tokens in forced.items() if tokens}
 
     def vetted(self, request_id: str, drafts: Sequence[int]) -> Sequence[int]:
         """Return the drafts up to the first that the request's grammar refuses."""

@@ -66,6 +66,8 @@ class LiveProfile:
     role: Role | None = None  # that the replica is assigned to now; None: the role in its static profile
     interval_share: float = 1.0  # interval of steps / seconds of one, as learnt so far, with `cost`
     gap_share: float = 1.0  # recent seconds per token of streams with drafts, as a share of those without
+    empty_pages: int = 0  # that can be taken without the eviction of a cached one
+    eviction_seconds: float = 0.0  # of prefill that one more evicted page is expected to cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,8 @@ def observe(
         role,
         scheduler.interval_share,
         scheduler.verification.gap_share if scheduler.verification is not None else 1.0,
+        scheduler.pages.num_empty,
+        scheduler.pages.cached.price(),
     )
 
 

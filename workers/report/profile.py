@@ -38,6 +38,7 @@ class SchedulingProfile(BaseModel):
     bytes_per_second: float = 1e9  # of page transfers to another replica; until one is measured
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    caches_prefixes: bool = True
     kernels: str = ""  # which compute the matrix products of fused layers on a CPU; empty: transformers' own code does
     peer: bytes = b""  # address for KV transfers; empty: the replica makes none
     cost: StepCost  # as measured at the start

@@ -1,5 +1,6 @@
 """How probable it is that a draft is accepted: learnt from every draft of every request. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _LENGTHS = 17  # matches of this many tokens and longer ones are alike
@@ -9,8 +10,7 @@ _KEPT_PER_DRAFT = 0.9  # of what a request's own drafts have taught, besides
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 64  # steps for which a stream is left alone after drafts that did not pay
 _MOST, _LEAST = 0.995, 0.001  # a probability is never certain
 
-_PRIORS = (0.0, 0.3, 0.5, 0.7, 0.75, 0.8, 0.8, 0.85)  # by match length, in tokens; beyond, `_LONG_PRIOR`
-_LONG_PRIOR = 0.93
+PRIORS = (0.0, 0.3, 0.5, 0.7, 0.75, 0.8, 0.8, 0.85, 0.93)  # by match length, in tokens; the last one of longer ones
 """The share of drafts that was accepted after matches of each length (`python benchmarks/speculation.py --offline`)."""
 
 
@@ -59,8 +59,10 @@ class Acceptance:
     third draft after a match of 4 tokens is like the first after a match of 6.
     """
 
+    priors: Sequence[float] = PRIORS  # what is assumed before there are drafts
     step: int = 0
     _by_length: list[_Tally] = field(default_factory=lambda: [_Tally() for _ in range(_LENGTHS + 1)])
+    _shares: dict[int, float] = field(default_factory=dict)  # by length, as far as known since the last change
     _records: dict[str, _Record] = field(default_factory=dict)  # by request
     _recent: _Tally = field(default_factory=_Tally)
 
@@ -72,18 +74,25 @@ class Acceptance:
     def begin_step(self) -> None:
         """Advance the clock by which old drafts are forgotten and pauses end."""
         self.step += 1
+        self._shares.clear()
 
     def shortest_match(self, needed: float) -> int:
         """Return the length from which on a match's first draft is accepted with probability `needed`."""
         return next((match for match in range(1, _LENGTHS) if self._after(match) >= needed), _LENGTHS)
 
-    def paused(self) -> set[str]:
-        """Return the requests that are not worth a look in this step."""
-        step = self.step
+    def is_paused(self, request_id: str) -> bool:
+        """Return whether a request is not worth a look in this step."""
+        record = self._records.get(request_id)
+        return record is not None and record.paused_until > self.step
+
+    def paused_next(self) -> set[str]:
+        """Return the requests that are not worth a look in the next step."""
+        step = self.step + 1
         return {request_id for request_id, record in self._records.items() if record.paused_until > step}
 
-    def is_worth(self, request_id: str, match: int, needed: float, shortest: int) -> bool:
-        """Return whether the first draft after a match is accepted with probability `needed`; if not, begin a pause.
+    def probability_if_worth(self, request_id: str, match: int, needed: float, shortest: int) -> float:
+        """Return the probability that the first draft after a match is accepted if it is at least `needed`; if not,
+        begin a pause and return 0.
 
         `shortest`: what `shortest_match` returns for `needed`. A match grows by one token a step, so a shorter one
         pauses until it can be as long. A request whose own drafts failed pauses for a few steps, then for twice as many
@@ -95,21 +104,30 @@ class Acceptance:
         record.match = match
         if match >= shortest or (match and record.factor > 1):
             record.own.at(self.step)
-            if self.probability(request_id, match) >= needed:
-                return True
+            probability = self.after(match, record.factor)
+            if probability >= needed:
+                return probability
         if match >= shortest and record.factor < 1:
             record.pause = min(max(2 * record.pause, _FIRST_PAUSE), _LONGEST_PAUSE)
             record.paused_until = self.step + record.pause
         else:
             record.paused_until = self.step + max(shortest - match, 1)
-        return False
+        return 0.0
 
     def probability(self, request_id: str, match: int) -> float:
         """Return the probability that the first draft after a match of `match` tokens is accepted."""
-        record, expected = self._records.get(request_id), self._after(match)
-        factor = record.factor if record is not None else 1.0
+        return self.after(match, self.factor(request_id))
+
+    def factor(self, request_id: str) -> float:
+        """Return by which factor a request's own drafts are accepted more often than those of others."""
+        record = self._records.get(request_id)
+        return record.factor if record is not None else 1.0
+
+    def after(self, match: int, factor: float = 1.0) -> float:
+        """Return the probability that a draft after a match of `match` tokens is accepted, with a request's factor."""
+        expected = self._after(match)
         probability = expected * factor if factor <= 1 else 1 - (1 - expected) / factor
-        return min(max(probability, _LEAST), _MOST)
+        return _LEAST if probability < _LEAST else min(probability, _MOST)
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
         """Learn from the drafts of one request in a step: the first `num_accepted` of them were accepted."""
@@ -124,11 +142,12 @@ class Acceptance:
         own.possible *= _KEPT_PER_DRAFT
         for position in range(min(num_accepted + 1, num_drafted)):  # those after the first rejected one teach nothing
             match, is_accepted = record.match + position, position < num_accepted
-            own.accepted += is_accepted
-            own.possible += self._after(match)
             of_length = self._tally(match)
+            own.accepted += is_accepted
+            own.possible += of_length.share(self._prior(match))
             of_length.accepted += is_accepted
             of_length.possible += 1
+        self._shares.clear()
         if 2 * num_accepted >= num_drafted:
             record.pause = 0
 
@@ -138,7 +157,13 @@ class Acceptance:
 
     def _after(self, match: int) -> float:
         """Return the share of all requests' drafts that is accepted after a match of `match` tokens."""
-        return self._tally(match).share(_PRIORS[match] if match < len(_PRIORS) else _LONG_PRIOR)
+        match = min(match, _LENGTHS)
+        if (share := self._shares.get(match)) is None:
+            share = self._shares[match] = self._tally(match).share(self._prior(match))
+        return share
+
+    def _prior(self, match: int) -> float:
+        return self.priors[min(match, len(self.priors) - 1)]
 
     def _tally(self, match: int) -> _Tally:
         return self._by_length[min(match, _LENGTHS)].at(self.step)

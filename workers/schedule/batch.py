@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from crossdock.workers.schedule.cost import StepWork
+from crossdock.workers.schedule.encoding import NO_ENCODER_WORK, EncoderWork
 from crossdock.workers.schedule.request import Request, TokenLogprobs
 
 
@@ -46,6 +47,7 @@ class Batch:
     num_decodes: int  # with and without drafts
     limit: str = ""  # what bounded the chunks
     num_skipped: int = 0  # streams left out in favour of more urgent ones
+    encoder: EncoderWork = NO_ENCODER_WORK  # before the forward pass; `work` does not count these seconds
 
     @property
     def num_tokens(self) -> int:

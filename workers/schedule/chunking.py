@@ -91,6 +91,7 @@ class ChunkBudget:
             tokens, seconds, floor = tokens - self.lane_tokens, seconds - self.lane_seconds, 0
         if self.lent_to and prompt.id == self.lent_to:
             seconds = max(seconds, self.lent_seconds)
+        seconds -= prompt.encoder_seconds
         if self.cost is not None and self.seconds < inf:
             now = self.cost.seconds(self.work)
             within = self.cost.tokens_within(now + (seconds - now) / prompt.factor, prompt.start, self.work)
@@ -103,6 +104,8 @@ class ChunkBudget:
         """Add a chunk of `num_tokens` of a prompt to the step."""
         self.tokens -= num_tokens
         self.floor = max(self.floor - num_tokens, 0)
+        self.seconds -= prompt.encoder_seconds
+        self.lent_seconds -= prompt.encoder_seconds
         before, self.work = self.work, self.work.plus_chunk(prompt.start, num_tokens)
         seconds = 0.0
         if self.cost is not None:
@@ -122,6 +125,7 @@ class Candidate(NamedTuple):
     is_long: bool = False  # the prompt may not use the lane
     factor: float = 1.0  # how many times as long as usual its chunks take
     id: str = ""
+    encoder_seconds: float = 0.0  # that the step takes for pictures in the chunk, beside what `StepCost` says
 
 
 def free_tokens(cost: StepCost, work: StepWork, start: int, floor: int) -> int:

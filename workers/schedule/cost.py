@@ -148,6 +148,14 @@ class StepCost(BaseModel):
         seconds = self.base + (self.per_decode * decodes + self.per_context * context)
         return seconds + self._early_seconds(decodes)
 
+    def draft_seconds(self, rows: float, context: float) -> float:
+        """Return the seconds that one more draft adds to `device_seconds` of a step of `rows` rows.
+
+        `context`: tokens before the draft's stream's newest one, and drafts of the stream before this one.
+        """
+        early = self.per_early_row * min(max(self.bend_rows - rows, 0.0), 1.0) if self.per_early_row else 0.0
+        return self.per_decode + self.per_attended * (context + 1.5) + early
+
     def chunk_seconds(self, start: int, num_tokens: float) -> float:
         """Return the seconds that a chunk of `num_tokens` after `start` tokens adds to a step of many rows.
 

@@ -1,7 +1,8 @@
 """How many drafts the next step verifies for each stream: as many as its predicted seconds pay for. Pure."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import NamedTuple, Protocol
@@ -17,16 +18,23 @@ class Stream(NamedTuple):
     id: str
     context: int  # tokens before its newest token
     most: int  # drafts that it can use at most: max_tokens, max_model_len, num_speculative_tokens
+    forced: int = 0  # the first drafts, which its grammar dictates: they are certain to be accepted
 
 
 class DraftSource(Protocol):
     """Answers what the policy asks of a drafter before it drafts."""
 
     def seconds(self, num_streams: int, num_tokens: int) -> float:
-        """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`."""
+        """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`.
+
+        Forced drafts do not count.
+        """
+
+    def forced(self, request_ids: Sequence[str]) -> Mapping[str, int]:
+        """Return how many tokens the grammar of each request dictates next; requests without any are left out."""
 
     def match_length(self, request_id: str) -> int:
-        """Return how many of the request's last tokens support its drafts; 0: there will be none."""
+        """Return how many of the request's last tokens support its drafts after forced ones; 0: there will be none."""
 
 
 class FreeDrafts:
@@ -36,25 +44,26 @@ class FreeDrafts:
         """Return 0."""
         return 0.0
 
+    def forced(self, request_ids: Sequence[str]) -> Mapping[str, int]:
+        """Return none: there are no grammars."""
+        return {}
+
     def match_length(self, request_id: str) -> int:
         """Return 1."""
         return 1
 
 
-@dataclass(slots=True)
-class _Chain:
+class _Chain(NamedTuple):
     """The drafts of one stream, each worth the probability that it and all before it are accepted."""
 
-    stream: Stream
-    match: int  # tokens that support the first draft
+    id: str  # of the stream
+    context: int  # tokens before the stream's newest one
+    forced: int  # drafts
+    most: int  # drafts
+    match: int  # tokens that support the first draft that is not forced
+    first: float  # probability that this one is accepted
+    factor: float  # by which the stream's own drafts differ from those of others
     row_seconds: float  # of each of its rows, beyond the bend
-    worth: float  # of the next draft, in tokens
-    length: int = 0
-
-    def added_to(self, work: StepWork) -> StepWork:
-        """Return the work of a step with one more of these drafts, as `StepWork.plus_drafts` does for all of them."""
-        attended = work.attended + self.stream.context + self.length + 1.5
-        return StepWork(work.prefill_tokens, attended, work.decodes, work.context, work.drafts + 1)
 
 
 class _Choice(NamedTuple):
@@ -78,14 +87,21 @@ class DraftPolicy:
     source: DraftSource = field(default_factory=FreeDrafts)  # the engine sets its drafter here
     drafted: int = 0  # tokens, in all
     accepted: int = 0
+    forced: int = 0  # of the drafted tokens
     wasted_s: float = 0.0  # predicted seconds of the rows of rejected drafts
     _acceptance: Acceptance = field(default_factory=Acceptance)
+    _is_free: bool = True  # the source takes no time
     _row_seconds: float = 0.0  # that one draft added to the last step, as a mean
+    _forced: dict[str, int] = field(default_factory=dict)  # drafts of the newest step, by request
 
     @property
     def acceptance(self) -> float:
-        """Return the share of recent drafts that were accepted; 0 before the first."""
+        """Return the share of recent drafts that were accepted, without forced ones; 0 before the first."""
         return self._acceptance.share
+
+    def paused(self, cost: StepCost | None) -> Collection[str]:
+        """Return the requests that `lengths` will not look at in the next step, but for forced drafts."""
+        return self._acceptance.paused_next() if cost is not None and self.config.adaptive else ()
 
     def lengths(
         self, streams: Sequence[Stream], work: StepWork, cost: StepCost | None, within: float = inf
@@ -96,6 +112,7 @@ class DraftPolicy:
         `adaptive` off, every stream drafts as many tokens as it may.
         """
         self._acceptance.begin_step()
+        self._note_forced(streams)
         if cost is None or not self.config.adaptive:
             most = self.config.num_speculative_tokens
             self._row_seconds = cost.per_decode if cost is not None else 0.0
@@ -110,71 +127,90 @@ class DraftPolicy:
         most = self.config.num_speculative_tokens
         # Where each position of a draft costs the drafter seconds for all streams, a second stream's first draft may be
         # worth more than a third draft of the first one: the best of each longest length is compared.
-        caps = range(1, most + 1) if self.source.seconds(1, 1) > 0 else (most,)
+        self._is_free = self.source.seconds(1, 1) <= 0
+        caps = (most,) if self._is_free else range(1, most + 1)
         best = max([self._best(chains, work, cost, within, cap) for cap in caps], key=lambda choice: choice.rate)
         self._row_seconds = best.row_seconds
         return best.lengths
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        """Learn from the drafts of one request in a step that has ended."""
+        """Learn from the drafts of one request in a step that has ended. Forced ones teach nothing."""
+        forced = min(self._forced.get(request_id, 0), num_drafted)
         self.drafted += num_drafted
         self.accepted += num_accepted
+        self.forced += forced
         self.wasted_s += (num_drafted - num_accepted) * self._row_seconds
-        self._acceptance.observe(request_id, num_drafted, num_accepted)
+        if forced <= num_accepted and forced < num_drafted:
+            self._acceptance.observe(request_id, num_drafted - forced, num_accepted - forced)
 
     def forget(self, request_id: str) -> None:
         """Drop what is known of one request."""
         self._acceptance.forget(request_id)
+        self._forced.pop(request_id, None)
+
+    def _note_forced(self, streams: Sequence[Stream]) -> None:
+        """Remember for `observe` how many drafts of each stream are forced."""
+        if self._forced:
+            for stream in streams:
+                self._forced.pop(stream.id, None)
+        self._forced |= {stream.id: stream.forced for stream in streams if stream.forced}
 
     def _chains(self, streams: Sequence[Stream], needed: float, cost: StepCost) -> list[_Chain]:
-        """Return the streams whose first draft may be accepted with probability `needed`, at which a draft pays."""
+        """Return the streams with drafts to choose from: forced ones, and those of a drafter if the first of them is
+        accepted with probability `needed`, at which a draft pays."""
         if needed >= 1:
             return []
         acceptance, match_length, chains = self._acceptance, self.source.match_length, list[_Chain]()
-        shortest, paused = acceptance.shortest_match(needed), acceptance.paused()
+        shortest = acceptance.shortest_match(needed)
         for stream in streams:
-            if stream.id in paused or stream.most <= 0:
-                continue
-            match = match_length(stream.id)
-            if acceptance.is_worth(stream.id, match, needed, shortest):
+            most, match, first = min(stream.forced, stream.most), 0, 0.0
+            if stream.most > most and not acceptance.is_paused(stream.id):
+                match = match_length(stream.id)
+                first = acceptance.probability_if_worth(stream.id, match, needed, shortest)
+                most = stream.most if first else most
+            if most > 0:
                 row_seconds = cost.per_decode + cost.per_attended * stream.context
-                chains.append(_Chain(stream, match, row_seconds, acceptance.probability(stream.id, match)))
+                factor = acceptance.factor(stream.id)
+                chains.append(_Chain(stream.id, stream.context, stream.forced, most, match, first, factor, row_seconds))
         return chains
 
-    def _best(self, begun: Sequence[_Chain], work: StepWork, cost: StepCost, within: float, cap: int) -> _Choice:
+    def _best(self, chains: Sequence[_Chain], work: StepWork, cost: StepCost, within: float, cap: int) -> _Choice:
         """Add drafts in the order of their worth for their seconds; return the best beginning of that order.
 
-        No draft has more than `cap` tokens.
+        No draft has more than `cap` tokens beside forced ones.
         """
-        chains = [replace(chain) for chain in begun]
-        num_decodes, seconds, row_seconds = work.decodes, cost.seconds(work), self._row_seconds
-        alone, tokens, order = seconds, float(num_decodes), list[str]()
+        alone = seconds = cost.seconds(work)
+        device, rows, least = cost.device_seconds(work), work.rows, cost.least_with_chunk
+        tokens, order, row_seconds = float(work.decodes), list[int](), self._row_seconds
         best_rate, best_size = tokens / seconds, 0
         num_streams = longest = 0
-        heap = [(-chain.worth / (chain.row_seconds or 1e-12), number) for number, chain in enumerate(chains)]
+        lengths, worths = [0] * len(chains), [1.0 if chain.forced else chain.first for chain in chains]
+        heap = [(-worths[number] / (chain.row_seconds or 1e-12), number) for number, chain in enumerate(chains)]
         heapify(heap)
         while heap:
             density, number = heappop(heap)
-            is_bent = work.rows >= cost.bend_rows and seconds > cost.least_with_chunk
-            if is_bent and -density <= best_rate:
+            if rows >= cost.bend_rows and seconds > least and -density <= best_rate:
                 break  # from here on, every draft costs more than it is worth
-            chain = chains[number]
-            longer = chain.added_to(work)
-            num_with, longest_with = num_streams + (chain.length == 0), max(longest, chain.length + 1)
-            longer_seconds = cost.seconds(longer) + self.source.seconds(num_with, longest_with)
-            if longer_seconds > within:
+            chain, length = chains[number], lengths[number]
+            device_with = device + cost.draft_seconds(rows, chain.context + length)
+            longer = max(device_with, least)
+            num_with, longest_with = num_streams + (length == chain.forced), max(longest, length + 1 - chain.forced)
+            if not self._is_free:
+                longer += self.source.seconds(num_with, longest_with)
+            if longer > within:
                 continue
-            work, seconds, num_streams, longest = longer, longer_seconds, num_with, longest_with
-            tokens += chain.worth
-            order.append(chain.stream.id)
+            device, seconds, rows, num_streams, longest = device_with, longer, rows + 1, num_with, longest_with
+            tokens += worths[number]
+            order.append(number)
             if tokens / seconds > best_rate:
                 best_rate, best_size = tokens / seconds, len(order)
                 row_seconds = (seconds - alone) / best_size
-            chain.length += 1
-            chain.worth *= self._acceptance.probability(chain.stream.id, chain.match + chain.length)
-            if chain.length < min(chain.stream.most, cap):
-                heappush(heap, (-chain.worth / (chain.row_seconds or 1e-12), number))
-        lengths: dict[str, int] = {}
-        for request_id in order[:best_size]:
-            lengths[request_id] = lengths.get(request_id, 0) + 1
-        return _Choice(best_rate, lengths, row_seconds)
+            lengths[number] = length = length + 1
+            if length == chain.forced:
+                worths[number] = chain.first
+            elif length > chain.forced:
+                worths[number] *= self._acceptance.after(chain.match + length - chain.forced, chain.factor)
+            if length < min(chain.most, chain.forced + cap):
+                heappush(heap, (-worths[number] / (chain.row_seconds or 1e-12), number))
+        counts = Counter(order[:best_size])
+        return _Choice(best_rate, {chains[number].id: count for number, count in counts.items()}, row_seconds)

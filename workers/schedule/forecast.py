@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from crossdock.workers.schedule.chunking import LEAST_SHARE, share_of_chunk, share_of_prompts
 from crossdock.workers.schedule.cost import StepCost, StepWork
+from crossdock.workers.schedule.encoding import Encoding
 from crossdock.workers.schedule.order import is_starving
 from crossdock.workers.schedule.request import Leg, Request
 from crossdock.workers.schedule.table import RequestTable
@@ -41,6 +42,7 @@ class Forecast:
     overrun: float = 1.0  # factor by which some steps take longer than predicted, see `StepCostFit.overrun`
     depth: int = 1  # steps in flight, the number of pipeline stages
     interval_share: float = 1.0  # interval of steps / seconds of one, see `IntervalShare`; 1 where `depth` is 1
+    encoding: Encoding | None = None  # None: no request has items
     scored_factor: float = 1.0  # how many times as long a chunk takes that needs log-probabilities of its tokens
     _queue: list[Request] = field(default_factory=list)  # the waiting requests at the last look
     _seconds: list[float] = field(default_factory=list)  # of their prompts
@@ -93,7 +95,9 @@ class Forecast:
         """
         if self.cost is None:
             return 0.0
-        return self.factor(request) * self.interval_share * self.cost.prefill_seconds(*self._rest(request))
+        encoder_seconds = self.encoding.seconds_left(request) if self.encoding is not None else 0.0
+        seconds = self.factor(request) * self.cost.prefill_seconds(*self._rest(request)) + encoder_seconds
+        return self.interval_share * seconds
 
     def seconds_alone(self, request: Request) -> float:
         """Return the seconds until the rest of a request's prompt is computed on an idle replica; 0 without a cost."""

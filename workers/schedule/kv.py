@@ -13,7 +13,7 @@ def match_prefix(table: RequestTable, request: Request) -> PrefixHit:
     At least one token is left to compute, because its logits are needed.
     """
     pages = table.pages
-    if not pages.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
+    if not pages.enable_prefix_caching or request.sampling.needs_whole_prompt:
         return pages.match_prefix(())
     hashes = _page_hashes(request, pages.page_size)[: (request.num_tokens - 1) // pages.page_size]
     if request.leg is Leg.RECEIVE:  # with the transfer comes the state, and what windows see
@@ -231,5 +231,7 @@ def _next_victim(requests: Sequence[Request]) -> Request:
 def _page_hashes(request: Request, page_size: int) -> Sequence[PageHash]:
     """Return the hashes of the request's full pages; each page is hashed once."""
     if len(request.page_hashes) < request.num_tokens // page_size:
-        request.page_hashes = hash_pages(request.token_ids, page_size, request.cache_salt, request.page_hashes)
+        request.page_hashes = hash_pages(
+            request.token_ids, page_size, request.cache_salt, request.page_hashes, request.items
+        )
     return request.page_hashes

@@ -17,6 +17,7 @@ class PageNeeds:
     windows: Sequence[Window]  # of each group
     chunk: int  # tokens
     state_pages: int = 0  # of one request's state
+    num_drafts: int = 0  # of a stream in a step at most
 
     @cached_property
     def most(self) -> Sequence[int | None]:
@@ -29,7 +30,8 @@ class PageNeeds:
     @cached_property
     def most_decoding(self) -> Sequence[int | None]:
         """Return how many pages each group holds of one stream at most; a page goes one step after the window."""
-        return [None if window is None else self.spanned(window + 1) for window in self.windows]
+        beyond = 1 + self.num_drafts
+        return [None if window is None else self.spanned(window + beyond) for window in self.windows]
 
     def spanned(self, num_tokens: int) -> int:
         """Return on how many pages so many tokens in a row lie at most."""

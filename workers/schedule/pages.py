@@ -20,18 +20,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from crossdock.workers.schedule.retention import LeastRecentlyUsed, Retention
+from crossdock.workers.schedule.items import NO_ITEMS, Item, page_key
+from crossdock.workers.schedule.retention import NO_HINT, LeastRecentlyUsed, Retention, ReturnHint
 
 PageHash: TypeAlias = bytes
 """Names the content of a full page and of all pages before it: equal hashes mean equal prefixes and equal salts."""
 
 
 def hash_pages(
-    token_ids: Sequence[int], page_size: int, salt: str = "", known: Sequence[PageHash] = ()
+    token_ids: Sequence[int],
+    page_size: int,
+    salt: str = "",
+    known: Sequence[PageHash] = (),
+    items: Sequence[Item] = NO_ITEMS,
 ) -> list[PageHash]:
     """Return the chained hashes of the full pages of `token_ids`.
 
-    `known`: hashes of the first pages, computed before. blake2b, because tenants share an index: with a hash whose
+    `known`: hashes of the first pages, computed before. `items`: the pictures among the tokens, whose content counts in
+    every page that holds a token of theirs. blake2b, because tenants share an index: with a hash whose
     collisions can be constructed, one tenant could read another's prompt.
     """
     hashes = list(known)
@@ -39,7 +45,9 @@ def hash_pages(
     content = array("I", token_ids[len(hashes) * page_size : len(token_ids) - len(token_ids) % page_size]).tobytes()
     page_bytes = page_size * array("I").itemsize
     for start in range(0, len(content), page_bytes):
-        parent = hashlib.blake2b(parent + content[start : start + page_bytes], digest_size=16).digest()
+        first = len(hashes) * page_size
+        extra = page_key(items, first, first + page_size) if items else b""
+        parent = hashlib.blake2b(parent + content[start : start + page_bytes] + extra, digest_size=16).digest()
         hashes.append(parent)
     return hashes
 
@@ -157,7 +165,12 @@ class PagePool:
     @property
     def num_available(self) -> int:
         """Return how many pages `allocate` could hand out now: free ones, and cached ones that can be evicted."""
-        return len(self._new) + len(self._free) + len(self.cached)
+        return self.num_empty + len(self.cached)
+
+    @property
+    def num_empty(self) -> int:
+        """Return how many pages `allocate` could hand out before it evicts a cached one."""
+        return len(self._new) + len(self._free)
 
     @property
     def num_groups(self) -> int:
@@ -223,7 +236,7 @@ class PagePool:
 
     def counts(self) -> PageCounts:
         """Count the pages in each state."""
-        free, cached = len(self._new) + len(self._free), len(self.cached)
+        free, cached = self.num_empty, len(self.cached)
         owned = sum(1 for owners in self._num_owners if owners)
         return PageCounts(free, owned, cached, self.num_quarantined, self.num_pages)
 
@@ -467,11 +480,12 @@ class PagePool:
                     self._note(group, page_hash, True)
                 parent = index.get(page_hash)
 
-    def release(self, owner: str) -> int:
+    def release(self, owner: str, hint: ReturnHint = NO_HINT) -> int:
         """Take all pages from `owner`, and return how many of them have no owner now. Unknown owners have none.
 
         Indexed pages stay in the index until they are evicted, the ends of prefixes first. A checkpoint goes before the
         pages in front of it: each is useless without the other, and pages behind the last checkpoint are useless.
+        `hint`: of the client, that it will ask for the pages again.
         """
         groups, state = self._owned.pop(owner, ()), self._states.pop(owner, None)
         num_unowned = 0
@@ -479,13 +493,13 @@ class PagePool:
             num_unowned += self._give_back(state.pages())
             for num_pages, page_hash in reversed(state.used):
                 for held in groups:
-                    num_unowned += self._give_back(held.live(num_pages))
+                    num_unowned += self._give_back(held.live(num_pages), hint)
                     del held.pages[num_pages:]
                 checkpoint = self._checkpoints.get(page_hash, ())
                 if checkpoint and checkpoint[0] in self.cached:
                     self.cached.share(checkpoint)
                     self.cached.add(checkpoint)
-        return num_unowned + sum(self._give_back(held.live()) for held in groups)
+        return num_unowned + sum(self._give_back(held.live(), hint) for held in groups)
 
     def trim(self, owner: str, num_pages: int) -> None:
         """Take from `owner` each group's pages after the first `num_pages`: no token is in them."""
@@ -532,7 +546,7 @@ class PagePool:
             self._forget(checkpoint[0])
         return num_cached
 
-    def _give_back(self, pages: Sequence[int]) -> int:
+    def _give_back(self, pages: Sequence[int], hint: ReturnHint = NO_HINT) -> int:
         num_unowned = 0
         cached = []
         for page in reversed(pages):  # the end of a prefix is evicted first: without its beginning it is useless
@@ -543,7 +557,7 @@ class PagePool:
                     self._free.append(page)
                 else:
                     cached.append(page)
-        self.cached.add(cached)
+        self.cached.add(cached, hint)
         return num_unowned
 
     def _evict(self) -> int:

@@ -15,6 +15,7 @@ from crossdock.workers.schedule.chunking import (
     fixed_chunk_budget,
     longest_step,
 )
+from crossdock.workers.schedule.encoding import ItemChunk
 from crossdock.workers.schedule.forecast import Forecast
 from crossdock.workers.schedule.order import order_prefills, prefill_reason
 from crossdock.workers.schedule.pace import lent_due
@@ -54,7 +55,6 @@ class PrefillScheduler:
         """
         config = self.table.config
         budget = self._budget(decodes, skipped, prefills[0])
-        limit = budget.reason
         if config.prefill_order == "response_ratio" and config.enable_chunked_prefill:
             short = sum(request.num_uncached_tokens for request in prefills if not is_long(self.table, request))
             budget.reserve_lane(config.short_lane_share, short)
@@ -63,7 +63,7 @@ class PrefillScheduler:
             budget.release_lane()
             served = {part.request.id for part in chunks}
             chunks += self._fill(budget, [request for request in prefills if request.id not in served])
-        return chunks, limit
+        return chunks, budget.reason
 
     def _budget(self, decodes: Sequence[Scheduled], skipped: Collection[str], first: Request) -> ChunkBudget:
         """Return the budget for the chunks beside `decodes`. `first`: the request whose chunk comes first."""
@@ -137,13 +137,17 @@ class PrefillScheduler:
                     continue
             start = request.num_scheduled_tokens
             prompt = self._prompt(request, start)
-            num_tokens = self._chunk(request, start, budget)
+            num_tokens, limit = self._chunk(request, start, budget)
             if self.table.pages.has_windows:
                 num_tokens = kv.chunk_within(self.table, request, start, num_tokens)
             if self.states is not None:
                 num_tokens = self.states.chunk_within(request, start, num_tokens)
+            budget.reason = limit or budget.reason
             if num_tokens:
                 chunks.append(self._part(request, start, num_tokens))
+                if request.items and self.forecast.encoding is not None:
+                    encoder_seconds = self.forecast.encoding.take(request, start, num_tokens)
+                    prompt = prompt._replace(encoder_seconds=encoder_seconds)
                 budget.take(prompt, num_tokens)
                 self._count(request, start, num_tokens)
         return chunks
@@ -153,19 +157,31 @@ class PrefillScheduler:
         table = self.table
         hit = kv.match_prefix(table, request)
         request.expected_cached_tokens = start = hit.num_pages * table.pages.page_size
-        num_tokens = self._chunk(request, start, budget)
+        num_tokens, limit = self._chunk(request, start, budget)
         if not num_tokens:
+            budget.reason = limit or budget.reason
             return False
         if start + num_tokens < request.num_tokens and not may_be_partial(table, request):
             return False
         return kv.admit(table, request, hit) or None
 
-    def _chunk(self, request: Request, start: int, budget: ChunkBudget) -> int:
-        table, config, end = self.table, self.table.config, request.num_tokens
-        if not config.enable_chunked_prefill:
-            return end - start if end - start <= budget.tokens else 0
+    def _chunk(self, request: Request, start: int, budget: ChunkBudget) -> tuple[int, str]:
+        """Return how many tokens from `start` on to compute now, and whether a picture is why there are not more."""
+        table, config = self.table, self.table.config
         threshold = 0 if self._is_one_request_alone() else config.long_prefill_token_threshold
-        return budget.chunk(self._prompt(request, start), threshold, table.pages.page_size)
+        prompt, page_size = self._prompt(request, start), table.pages.page_size
+
+        def size_of(end: int, encoder_seconds: float) -> int:
+            if not config.enable_chunked_prefill:
+                return end - start if end - start <= budget.tokens else 0
+            return budget.chunk(prompt._replace(encoder_seconds=encoder_seconds), threshold, page_size)
+
+        if not request.items or self.forecast.encoding is None:
+            return size_of(request.num_tokens, 0.0), ""
+        chunk: ItemChunk = self.forecast.encoding.chunk(request, start, size_of, page_size)
+        if not config.enable_chunked_prefill and start + chunk.num_tokens < request.num_tokens:
+            return 0, chunk.limit
+        return chunk.num_tokens, chunk.limit
 
     def _prompt(self, request: Request, start: int) -> Candidate:
         priority = -1 if self.table.is_starving(request) else request.priority

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from crossdock.workers.schedule.items import NO_ITEMS, Item
 from crossdock.workers.schedule.pages import PageHash
+from crossdock.workers.schedule.retention import NO_HINT, ReturnHint
 from crossdock.workers.schedule.slo import DEFAULT_CLASS
 
 
@@ -92,6 +94,12 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0  # always set: the ingress draws one if the client gave none
     grammar: Grammar | None = None
+    pooling: str | None = None  # the prompt's vector is wanted: of its `last` token, or the `mean` of all
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Return whether every token of the prompt has to be computed, so that cached pages are of no use."""
+        return self.prompt_logprobs is not None or self.pooling == "mean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +121,8 @@ class Submission:
     peer: bytes = b""  # address of the replica that does the other leg, as it advertises it
     may_refuse: bool = True  # False once a replica has accepted the request: no later attempt is refused as too late
     waited_s: float = 0.0  # seconds since the first attempt: the request starves no later for being placed again
+    returns_within_s: float = 0.0  # the client's hint that it will continue this prompt; 0: none
+    items: Sequence[Item] = NO_ITEMS  # pictures and videos in the prompt, by `start`
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +139,9 @@ class TokenLogprobs:
 class TokenDelta:
     """The tokens that one engine step adds to one request's output.
 
-    The first delta has `num_cached_tokens` and, if asked for, `prompt_logprobs` (None for the first prompt token). The
-    last one has `finish_reason`. `stop_token_id` is the token that ended the request, if one did; it is also the last
-    of `token_ids`.
+    The first delta has `num_cached_tokens` and, if asked for, `prompt_logprobs` (None for the first prompt token) and
+    `embedding`. The last one has `finish_reason`. `stop_token_id` is the token that ended the request, if one did; it
+    is also the last of `token_ids`.
     """
 
     request_id: str
@@ -144,6 +154,7 @@ class TokenDelta:
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     error: str | None = None  # with FinishReason.ERROR
+    embedding: bytes | None = None  # the pooled hidden states, [E] float32 in little-endian order
 
 
 @dataclass(slots=True, eq=False)
@@ -166,6 +177,8 @@ class Request:
     epoch: int = 0
     may_refuse: bool = True
     waited_s: float = 0.0  # seconds that the client had waited at `arrival_time`
+    return_hint: ReturnHint = NO_HINT  # of the client
+    items: Sequence[Item] = NO_ITEMS  # as in `Submission`
     arrival_time: float = 0.0  # seconds, on the scheduler's clock
     priority: int = 0  # of its class; 0 is the most urgent
     arrival_work: int = 0  # prompt tokens the scheduler had scheduled when the request arrived
@@ -208,6 +221,8 @@ class Request:
             epoch=submission.epoch,
             may_refuse=submission.may_refuse,
             waited_s=submission.waited_s,
+            return_hint=ReturnHint(submission.tenant, submission.returns_within_s),
+            items=submission.items,
             arrival_time=now,
         )
 

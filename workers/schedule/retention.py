@@ -9,11 +9,11 @@ which the page could be kept (the Gittins index), so that a page is kept through
 """
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from math import expm1
-from typing import Literal, Protocol, TypeAlias
+from math import expm1, log2
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from crossdock.workers.schedule.cost import StepCost
 
@@ -27,6 +27,19 @@ _PRIOR = 4.0  # observations of a kind that all other kinds together count like
 _REFRESH = 16  # observations, after which the chances are computed again
 _LEAST_HEAP = 64  # entries that no heap is worth searching for old ones
 _NUM_DEPTHS = 24  # powers of two of pages before a page
+_NUM_KINDS = (_MOST_TURNS + 1) * _NUM_DEPTHS  # of sessions with one label
+_MOST_LABELS = 64  # hints that are learnt apart; sessions with further ones count as without
+_HINTED_PART = 4  # of all pages, that are kept by the hints of one tenant: a quarter
+
+
+class ReturnHint(NamedTuple):
+    """A client's announcement that its session returns: evidence, believed as far as such hints have come true."""
+
+    tenant: str
+    seconds: float  # within which it returns
+
+
+NO_HINT = ReturnHint("", 0.0)
 
 
 class Retention(Protocol):
@@ -48,7 +61,7 @@ class Retention(Protocol):
     def forget(self, page: int) -> None:
         """Note that a page, which is not cached any more, is not indexed any more."""
 
-    def add(self, pages: Sequence[int]) -> None:
+    def add(self, pages: Sequence[int], hint: ReturnHint = NO_HINT) -> None:
         """Keep indexed pages that have lost their last owner, a request. The end of its prefix is first."""
 
     def share(self, pages: Sequence[int]) -> None:
@@ -57,12 +70,64 @@ class Retention(Protocol):
     def evict(self) -> int:
         """Let go of one page, and return it. There must be one."""
 
+    def price(self) -> float:
+        """Return the seconds of prefill that the eviction of one more page costs, as expected now."""
+
+
+class EvictionPrice:
+    """Learns what the eviction of one more page costs: the seconds of prefill that it saves, times the chance that it
+    is used again.
+
+    A page is *old* once it is unused for half of the time after which pages are evicted. Old pages are used again or
+    evicted. The price is the seconds saved by the former, per page of both.
+    """
+
+    def __init__(self, num_pages: int = 1, page_tokens: float = 1.0) -> None:
+        """`page_tokens`: of a page, divided by the groups of layers that need a page for the same tokens."""
+        self._page_tokens = page_tokens
+        self._most = 2.0 * num_pages  # pages that are remembered
+        self._first_token, self._next_token = 0.0, 0.0  # seconds of a token, and how much longer the next one takes
+        self._eviction_age = 0.0  # mean seconds from the last use to the eviction
+        self._num_old = 0.0  # that were used again or evicted
+        self._saved_s = 0.0  # by those that were used again
+
+    def learn(self, cost: StepCost) -> None:
+        self._first_token, self._next_token = cost.per_prefill_token, cost.per_attended
+
+    def used(self, number: int, age: float) -> None:
+        """Count page `number` of a prefix, which is used again after `age` seconds."""
+        if self._eviction_age and 2 * age >= self._eviction_age:
+            tokens = self._page_tokens
+            self._saved_s += tokens * (self._first_token + self._next_token * tokens * number)
+            self._count()
+
+    def evicted(self, age: float) -> None:
+        """Count a page that is evicted after `age` seconds without a use."""
+        self._eviction_age += (age - self._eviction_age) / min(self._num_old + 1, self._most)
+        self._count()
+
+    def at(self, oldest: float) -> float:
+        """Return the price if the next page to be evicted has been unused for `oldest` seconds.
+
+        Beyond the usual time the chance of a use falls with one over the age.
+        """
+        if not self._num_old:
+            return 0.0
+        return self._saved_s / self._num_old * min(self._eviction_age / oldest if oldest > 0 else 1.0, 1.0)
+
+    def _count(self) -> None:
+        self._num_old += 1
+        if self._num_old >= self._most:
+            self._num_old, self._saved_s = self._num_old / 2, self._saved_s / 2
+
 
 class LeastRecentlyUsed:
     """Evicts the page whose last use is longest ago."""
 
-    def __init__(self) -> None:
-        self._pages: OrderedDict[int, None] = OrderedDict()  # least recently used first
+    def __init__(self, price: EvictionPrice | None = None) -> None:
+        self._price = price if price is not None else EvictionPrice()
+        self._now = 0.0
+        self._pages: OrderedDict[int, float] = OrderedDict()  # by page: its last use; least recently used first
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -71,10 +136,10 @@ class LeastRecentlyUsed:
         return page in self._pages
 
     def pass_time(self, now: float) -> None:
-        """Do nothing: the order of uses decides."""
+        self._now = max(self._now, now)
 
     def learn(self, cost: StepCost) -> None:
-        """Do nothing: all pages count alike."""
+        self._price.learn(cost)
 
     def index(self, page: int, parent: int | None) -> None:
         """Do nothing: a page counts from its release."""
@@ -82,17 +147,24 @@ class LeastRecentlyUsed:
     def forget(self, page: int) -> None:
         """Do nothing: the page has been let go before."""
 
-    def add(self, pages: Sequence[int]) -> None:
+    def add(self, pages: Sequence[int], hint: ReturnHint = NO_HINT) -> None:
         for page in pages:
-            self._pages[page] = None
+            self._pages[page] = self._now
 
     def share(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            self._pages.pop(page, None)
+        for number, page in enumerate(pages):
+            used = self._pages.pop(page, None)
+            if used is not None:
+                self._price.used(number, self._now - used)
 
     def evict(self) -> int:
-        page, _ = self._pages.popitem(last=False)
+        page, used = self._pages.popitem(last=False)
+        self._price.evicted(self._now - used)
         return page
+
+    def price(self) -> float:
+        oldest = next(iter(self._pages.values()), self._now)
+        return self._price.at(self._now - oldest)
 
 
 class Returns:
@@ -143,10 +215,48 @@ def chances(hazards: Sequence[float]) -> list[float]:
     return [_best_ratio(passed[number:]) for number in range(_NUM_BINS)]
 
 
+class Hints:
+    """Numbers the hints of clients from 1 on, so that sessions are learnt apart by hint and tenant.
+
+    0 stands for no hint, and for hints beyond a tenant's part of the pages.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._most_pages = num_pages // _HINTED_PART
+        self._labels: dict[tuple[str, int], int] = {}  # by tenant and bin
+        self._kept: list[tuple[str, int]] = [("", 0)]  # by label
+        self._num_pages = Counter[str]()  # that are cached by hints, by tenant
+
+    def label(self, hint: ReturnHint, num_pages: int) -> int:
+        """Return the label of `num_pages` pages that are cached with a hint, and count them."""
+        if hint.seconds <= 0 or self._num_pages[hint.tenant] + num_pages > self._most_pages:
+            return 0
+        key = hint.tenant, bin_of(hint.seconds)
+        label = self._labels.get(key, 0)
+        if not label:
+            if len(self._labels) >= _MOST_LABELS:
+                return 0
+            label = self._labels[key] = len(self._kept)
+            self._kept.append(key)
+        self._num_pages[hint.tenant] += num_pages
+        return label
+
+    def let_go(self, label: int) -> None:
+        """Note that a page with a label is not cached any more."""
+        if label:
+            self._num_pages[self._kept[label][0]] -= 1
+
+    def prior(self, label: int, hazards: Sequence[float]) -> list[float]:
+        """Return the chances per second of a return, by bin, before a label's sessions are observed."""
+        _, last = self._kept[label]
+        return [max(hazard, _UNSEEN[number]) if number <= last else hazard for number, hazard in enumerate(hazards)]
+
+
 class LeastValuable:
     """Evicts the page of least value among the ends of prefixes. Each call takes logarithmic time in the pages."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
+        self._price = EvictionPrice(num_pages, page_size)
         self._page_size = page_size
         self._now = 0.0
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -160,10 +270,13 @@ class LeastValuable:
         self._is_shared_end = bytearray(num_pages)  # a request has begun with the prefix that ends here
         self._is_first_new = bytearray(num_pages)  # a request computed it after such a prefix
         self._is_watched = bytearray(num_pages)  # it is the first new page of the turn that was released last
-        self._kind = array("i", [0]) * num_pages  # of the session that released it last: its turn and its depth then
+        self._kind = array("i", [0]) * num_pages  # of the session that released it last: its label, turn and depth
+        self._hints = Hints(num_pages)
         self._returns: dict[int, Returns] = {}  # by kind
+        self._label_returns: dict[int, Returns] = {}  # by label, of those with a hint
         self._all_returns = Returns()
         self._chances: dict[int, list[float]] = {}  # by kind
+        self._label_chances: dict[int, list[float]] = {}  # by label, of kinds without observations
         self._unknown = chances(_UNSEEN)  # of kinds without observations
         self._num_new = 0  # observations since the chances were computed
         self._page_seconds = [1.0] * _NUM_DEPTHS  # of computing a page, by depth
@@ -180,6 +293,7 @@ class LeastValuable:
         self._now = max(self._now, now)
 
     def learn(self, cost: StepCost) -> None:
+        self._price.learn(cost)
         size = self._page_size
         middles = [size * 1.5 * 2 ** (number - 1) for number in range(_NUM_DEPTHS)]
         self._page_seconds = [size * (cost.per_prefill_token + cost.per_attended * middle) for middle in middles]
@@ -206,10 +320,11 @@ class LeastValuable:
             if not self._num_children[parent] and parent in self._cached:
                 self._push(parent)
 
-    def add(self, pages: Sequence[int]) -> None:
+    def add(self, pages: Sequence[int], hint: ReturnHint = NO_HINT) -> None:
         if not pages:
             return
-        kind = self._turn[pages[0]] * _NUM_DEPTHS + self._depth_of(pages[0]) // 2
+        label = self._hints.label(hint, len(pages)) if hint.seconds else 0
+        kind = label * _NUM_KINDS + self._turn[pages[0]] * _NUM_DEPTHS + self._depth_of(pages[0]) // 2
         for page in pages:
             self._cached[page] = None
             self._used[page], self._kind[page] = self._now, kind
@@ -220,8 +335,10 @@ class LeastValuable:
             self._is_watched[first] = 1
 
     def share(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            self._cached.pop(page, None)
+        for number, page in enumerate(pages):
+            if page in self._cached:
+                self._let_go(page)
+                self._price.used(number, self._now - self._used[page])
             if self._is_watched[page]:
                 self._observe(page, has_returned=True)
         if pages:
@@ -231,10 +348,24 @@ class LeastValuable:
         page = self._pop_end()
         if page is None:  # every cached page has an owned page after it, which another copy of it precedes
             page = next(iter(self._cached))
-        del self._cached[page]
+        self._let_go(page)
+        self._price.evicted(self._now - self._used[page])
         if self._is_watched[page]:
             self._observe(page, has_returned=False)
         return page
+
+    def price(self) -> float:
+        return self._price.at(0.0)
+
+    def _chances_of_label(self, label: int) -> list[float]:
+        """Return the chances of a label's kinds that have no observations."""
+        if label and label not in self._label_chances:
+            self._label_chances[label] = chances(self._hints.prior(label, self._all_returns.hazards(_UNSEEN)))
+        return self._label_chances[label] if label else self._unknown
+
+    def _let_go(self, page: int) -> None:
+        del self._cached[page]
+        self._hints.let_go(self._kind[page] // _NUM_KINDS)
 
     def _push(self, page: int) -> None:
         key = self._kind[page], self._depth_of(page)
@@ -269,12 +400,14 @@ class LeastValuable:
             self._num_new = 0
             self._learn_chances()
         best, least = None, 0.0
-        for key in self._ends:
+        for key in [*self._ends]:
             head = self._head(key)
-            if head is not None:
+            if head is None:
+                del self._ends[key]
+            else:
                 kind, depth = key
-                by_age = self._chances.get(kind, self._unknown)
-                value = self._page_seconds[depth] * by_age[bin_of(self._now - head[0])]
+                by_age = self._chances.get(kind) or self._chances_of_label(kind // _NUM_KINDS)
+                value = self._page_seconds[depth] * chance_at(by_age, self._now - head[0])
                 if best is None or value < least:
                     best, least = (key, head[0]), value
         return best
@@ -290,20 +423,38 @@ class LeastValuable:
 
     def _observe(self, page: int, has_returned: bool) -> None:
         self._is_watched[page] = 0
-        returns = self._returns.setdefault(self._kind[page], Returns())
-        returns.observe(self._now - self._used[page], has_returned)
-        self._all_returns.observe(self._now - self._used[page], has_returned)
+        kind = self._kind[page]
+        observed = [self._returns.setdefault(kind, Returns())]
+        if label := kind // _NUM_KINDS:
+            observed.append(self._label_returns.setdefault(label, Returns()))
+        else:
+            observed.append(self._all_returns)
+        for returns in observed:
+            returns.observe(self._now - self._used[page], has_returned)
         self._num_new += 1
 
     def _learn_chances(self) -> None:
-        hazards = self._all_returns.hazards(_UNSEEN)
-        self._unknown = chances(hazards)
-        self._chances = {kind: chances(returns.hazards(hazards)) for kind, returns in self._returns.items()}
+        priors = {0: self._all_returns.hazards(_UNSEEN)}
+        self._unknown = chances(priors[0])
+        for label, returns in self._label_returns.items():
+            priors[label] = returns.hazards(self._hints.prior(label, priors[0]))
+            self._label_chances[label] = chances(priors[label])
+        self._chances = {
+            kind: chances(returns.hazards(priors[kind // _NUM_KINDS])) for kind, returns in self._returns.items()
+        }
 
 
 def bin_of(age: float) -> int:
     """Return the number of the bin of an age in seconds."""
     return min(int(age / _FIRST_BIN_S).bit_length(), _NUM_BINS - 1) if age > 0 else 0
+
+
+def chance_at(by_bin: Sequence[float], age: float) -> float:
+    """Return the chance at an age, between those of two bins: without steps, or all ages of a bin would be alike."""
+    place = log2(age / _FIRST_BIN_S) + 0.5 if age > _FIRST_BIN_S / 2 else 0.0  # the middle of bin n is at n
+    number = min(int(place), _NUM_BINS - 2)
+    share = min(place - number, 1.0)
+    return by_bin[number] * (1 - share) + by_bin[number + 1] * share
 
 
 def retention(
@@ -315,8 +466,9 @@ def retention(
     so that a page without the pages before it is worth as much as others. So too where layers are recurrent: pages
     behind the last checkpoint are worth nothing, and those in front of one are worth something together alone.
     """
-    by_value = policy == "value" and not any(windows) and not state_pages
-    return LeastValuable(num_pages, page_size) if by_value else LeastRecentlyUsed()
+    if policy == "value" and not any(windows) and not state_pages:
+        return LeastValuable(num_pages, page_size)
+    return LeastRecentlyUsed(EvictionPrice(num_pages, page_size / max(len(windows), 1)))
 
 
 def _edges(number: int) -> tuple[float, float]:

@@ -5,12 +5,15 @@ There is no prefill phase: every request has tokens that are not computed yet, a
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from crossdock.workers.schedule import admission, ahead, handoff, kv, stretch
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.drafting import DraftPolicy
+from crossdock.workers.schedule.encoder_cost import EncoderCost
+from crossdock.workers.schedule.encoding import Encoding
 from crossdock.workers.schedule.forecast import Forecast
 from crossdock.workers.schedule.outputs import append_sampled, new_delta
 from crossdock.workers.schedule.pace import next_due, skip_decodes
@@ -51,6 +54,7 @@ class Scheduler:
         depth: int = 1,
         interval_share: float = 1.0,
         drafting: DraftPolicy | None = None,
+        encoding: Encoding | None = None,
     ) -> None:
         """Create a scheduler without requests.
 
@@ -64,6 +68,7 @@ class Scheduler:
             depth: most steps in flight, the number of pipeline stages.
             interval_share: interval of the steps of a full pipeline / seconds that one takes, see `IntervalShare`.
             drafting: how many drafts streams get. Without it none do.
+            encoding: the cache of pictures' embeddings. Without it no request may have items.
 
         Raises:
             ValueError: a request of `max_model_len` could not be served, or there are drafts and recurrent layers.
@@ -76,8 +81,10 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.depth = depth
-        self._table = RequestTable(config, pages, max_model_len)
-        self._forecast = Forecast(self._table, cost, overrun, depth, interval_share)
+        self.encoding = encoding
+        num_drafts = drafting.config.num_speculative_tokens if drafting is not None else 0
+        self._table = RequestTable(config, pages, max_model_len, num_drafts)
+        self._forecast = Forecast(self._table, cost, overrun, depth, interval_share, encoding)
         self._states = RecurrentStates(self._table, self._forecast) if pages.state_pages else None
         self._prefills = PrefillScheduler(self._table, self._forecast, self._states)
         self.verification: Verification | None = None
@@ -87,6 +94,7 @@ class Scheduler:
         if cost is not None:
             pages.cached.learn(cost)
         self._computed_chunks = False  # in the last step; used without mixed_chunks
+        self._chosen: tuple[list[Request], set[str]] | None = None  # by `wanted_drafts`, for the next step
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -106,6 +114,10 @@ class Scheduler:
                 f"(max_model_len is {self.max_model_len})",
                 "prompt",
             )
+        if request.items and self.encoding is None:
+            raise InvalidField("prompt has pictures, and this replica encodes none", "prompt")
+        if request.items and self.encoding is not None:
+            self.encoding.check(request, self.config.enable_chunked_prefill)
         if self._table.get(request.id) is not None:
             raise InvalidField(f"request_id {request.id!r} is already being served", "request_id")
         if request.priority_in_class and self.config.prefill_order == "fcfs":
@@ -126,6 +138,13 @@ class Scheduler:
             self._table.end(request, FinishReason.ABORT)
         return request
 
+    def fail(self, request: Request, error: str) -> TokenDelta:
+        """End a request with an error, and free its pages once no step uses them. Returns its last delta."""
+        delta = new_delta(request)
+        delta.finish_reason, delta.error = FinishReason.ERROR, error
+        self._table.end(request, FinishReason.ERROR)
+        return delta
+
     def drop_steps_in_flight(self) -> None:
         """Forget the steps in flight, which will have no update: every request is where it was before them.
 
@@ -133,6 +152,8 @@ class Scheduler:
         router, see `take_returned`.
         """
         self._table.drop_flights()
+        if self.encoding is not None:
+            self.encoding.clear()
 
     def learn(self, cost: StepCost, overrun: float, interval_share: float = 1.0) -> None:
         """Predict with a new cost from now on, with the factor by which some steps overrun it, and the share of it
@@ -140,6 +161,11 @@ class Scheduler:
         self._forecast.cost, self._forecast.overrun = cost, overrun
         self._forecast.interval_share = interval_share
         self.pages.cached.learn(cost)
+
+    def learn_encoder(self, cost: EncoderCost) -> None:
+        """Predict the seconds of pictures with a new cost from now on."""
+        if self.encoding is not None:
+            self.encoding.cost = cost
 
     def learn_scored(self, factor: float) -> None:
         """Assume from now on that a chunk takes `factor` times as long if its tokens need log-probabilities."""
@@ -150,12 +176,13 @@ class Scheduler:
     def wanted_drafts(self, now: float) -> dict[str, int]:
         """Return how many drafts each running stream may profit from in the step that begins at `now`; 0 is left out.
 
-        Ask a drafter for these, and give what it finds to `schedule`.
+        Ask a drafter for these, and give what it finds to `schedule`, before anything else changes.
         """
         if self.verification is None:
             return {}
         self._table.begin_step(now)
-        return self.verification.wanted(self._choose_streams()[0])
+        self._chosen = self._choose_streams()
+        return self.verification.wanted(self._chosen[0])
 
     def schedule(self, now: float, drafts: Mapping[str, Sequence[int]] | None = None) -> Batch:
         """Return the next step, empty if there is nothing to do. `now`: seconds on the clock of arrival times.
@@ -164,7 +191,10 @@ class Scheduler:
         """
         self._table.begin_step(now)
         self._table.needs_preemption = False
-        streams, skipped = self._choose_streams()
+        if self.encoding is not None:
+            self.encoding.begin_step()
+        streams, skipped = self._chosen or self._choose_streams()
+        self._chosen = None
         decodes = self._grow(streams)
         prefills = self._prefills.candidates()
         if self.config.mixed_chunks or not decodes or not prefills:
@@ -175,6 +205,8 @@ class Scheduler:
             batch = self.verification.with_drafts(batch, drafts)
         if self._states is not None:
             batch = self._states.with_states(batch)
+        if batch and self.encoding is not None:
+            batch = replace(batch, encoder=self.encoding.take_work())
         for part in batch.scheduled:
             part.request.num_in_flight_tokens += part.num_tokens
         return batch

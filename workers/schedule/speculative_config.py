@@ -4,9 +4,9 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
-Method: TypeAlias = Literal["ngram", "suffix", "draft_model"]
+Method: TypeAlias = Literal["ngram", "suffix", "draft_model", "grammar"]
 
-METHODS: tuple[Method, ...] = ("ngram", "suffix", "draft_model")
+METHODS: tuple[Method, ...] = ("ngram", "suffix", "draft_model", "grammar")
 _HEADS = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator")
 _FIELDS_OF_OTHERS = {  # field: the methods that read it
     "model": ("draft_model",),
@@ -23,7 +23,8 @@ class SpeculativeConfig(BaseModel):
 
     method: Method = Field(
         description="ngram: the longest of the last tokens that the text has had before, and what followed there; "
-        "suffix: the same with a match of any length; draft_model: a small model with the same vocabulary."
+        "suffix: the same with a match of any length; draft_model: a small model with the same vocabulary; grammar: "
+        "only what a request's grammar dictates, which every other method drafts too."
     )
     num_speculative_tokens: int = Field(8, ge=1, le=64, description="Most drafts of one stream in a step.")
     adaptive: bool = Field(

@@ -36,6 +36,7 @@ class RequestTable:
     config: SchedulerConfig
     pages: PagePool
     max_model_len: int  # tokens, prompt and output together
+    num_drafts: int = 0  # of a stream in a step at most
     waiting: list[Request] = field(default_factory=list)  # in order of arrival, preempted ones first
     running: list[Request] = field(default_factory=list)  # in order of admission
     held: list[Request] = field(default_factory=list)  # their pages are being transferred, in or out
@@ -57,9 +58,8 @@ class RequestTable:
     _ended_in_flight: list[Request] = field(default_factory=list)  # a step in flight still uses their pages
 
     def __post_init__(self) -> None:
-        pages = self.pages
-        most_tokens = self.config.max_num_batched_tokens
-        self.needs = PageNeeds(pages.page_size, pages.windows, most_tokens, pages.state_pages)
+        pages, chunk = self.pages, self.config.max_num_batched_tokens
+        self.needs = PageNeeds(pages.page_size, pages.windows, chunk, pages.state_pages, self.num_drafts)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class RequestTable:
         """
         self._room = None
         self.running.remove(request)
-        self.pages.release(request.owner)
+        self.pages.release(request.owner, request.return_hint)
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._requeue(request, 0, self.now)
@@ -244,7 +244,7 @@ class RequestTable:
         elif request.leg is Leg.SEND:
             self._read = [*self._still_read(), request.owner]
         elif not request.num_in_flight_tokens:
-            self.pages.release(request.owner)
+            self.pages.release(request.owner, request.return_hint)
         if request.num_in_flight_tokens:
             self._ended_in_flight.append(request)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -260,7 +260,7 @@ class RequestTable:
         """Release the pages of a request that ended in flight, once no step writes to them and no transfer reads."""
         is_used = request.num_in_flight_tokens or request.leg is Leg.SEND
         if request.status is Status.FINISHED and not is_used:
-            self.pages.release(request.owner)
+            self.pages.release(request.owner, request.return_hint)
         if not request.num_in_flight_tokens and request in self._ended_in_flight:
             self._ended_in_flight.remove(request)
 

@@ -4,7 +4,7 @@ A draft never makes a stream late that would be in time without. It takes no pag
 decode or a chunk, for it is added to the step after both.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -60,8 +60,20 @@ class Verification:
             return {}
         self._note_last_step()
         work = StepWork(decodes=len(streams), context=sum([stream.num_computed_tokens for stream in streams]))
-        seen = [Stream(stream.id, stream.num_computed_tokens, self._most(stream)) for stream in streams]
-        return self.policy.lengths(seen, work, self.forecast.cost, self._seconds(work))
+        cost, policy = self.forecast.cost, self.policy
+        forced = policy.source.forced([stream.id for stream in streams])
+        if policy.config.method == "grammar":
+            looked_at = [stream for stream in streams if stream.id in forced]
+        else:
+            paused = policy.paused(cost)
+            looked_at = [stream for stream in streams if stream.id not in paused or stream.id in forced]
+        seen = [
+            Stream(stream.id, stream.num_computed_tokens, self._most(stream), forced.get(stream.id, 0))
+            for stream in looked_at
+        ]
+        if policy.config.method == "grammar":
+            seen = [stream._replace(most=min(stream.most, stream.forced)) for stream in seen]
+        return policy.lengths(seen, work, cost, self._seconds(work) if seen else inf)
 
     def with_drafts(self, batch: Batch, drafts: Mapping[str, Sequence[int]]) -> Batch:
         """Return the step with the drafts that fit. Where not all do, the last ones of the longest are left out:
@@ -103,8 +115,9 @@ class Verification:
 
     def _most(self, stream: Request) -> int:
         """Return how many drafts a stream can use: the step makes one token more than it accepts drafts."""
-        left = stream.sampling.max_tokens - stream.num_output_tokens
-        left = min(left, self.table.max_model_len - stream.num_tokens)
+        num_tokens = len(stream.token_ids)  # not by properties: this runs for many streams in every step
+        left = stream.sampling.max_tokens + len(stream.prompt_token_ids) - num_tokens
+        left = min(left, self.table.max_model_len - num_tokens)
         return max(min(left - 1, self.policy.config.num_speculative_tokens), 0)
 
     def _seconds(self, work: StepWork, has_chunks: bool = False) -> float:
@@ -117,9 +130,11 @@ class Verification:
         if cost is None:
             return inf
         alone, now = cost.seconds(work), table.now
-        dues: Iterable[float] = (stream.due for stream in table.running if stream.is_decoding)
-        arriving = (self.forecast.second_token_due(each, now) for each in table.arriving())
-        slack = min([due - now for due in (*dues, *arriving) if due - now >= alone], default=inf)
+        arriving = [self.forecast.second_token_due(each, now) for each in table.arriving()]
+        slack = min([due - now for due in arriving if due - now >= alone], default=inf)
+        for stream in table.running:  # each step looks at all of them: at few for longer than at their deadline
+            if alone <= stream.due - now < slack and stream.is_decoding:
+                slack = stream.due - now
         seconds = longest_step(slack, self.forecast.overrun_when_full)
         return min(seconds, (1 + FREE_SHARE) * alone) if has_chunks else seconds
 

@@ -64,8 +64,9 @@ class CompletionRequest(GenerationBody):
             if kinds == {list} and all(item and {type(token) for token in item} == {int} for item in prompt):
                 return prompt
         raise ApiError(
-            "Invalid value for 'prompt': it must be a string, a list of token ids, or a list of either, and not empty.",
-            param="prompt",
+            f"Invalid value for '{self.prompt_field}': it must be a string, a list of token ids, or a list of either, "
+            "and not empty.",
+            param=self.prompt_field,
             code="invalid_value",
         )
 

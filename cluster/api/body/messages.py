@@ -1,25 +1,30 @@
-"""Messages of a chat as chat templates expect them: content as text, arguments of past tool calls as objects."""
+"""Messages of a chat as chat templates expect them: content as text or parts, calls' arguments as objects."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json
 
+from crossdock.cluster.api.body.pictures import TYPES, Picture, picture_of, refusal, wrong_picture
 from crossdock.cluster.api.bounds import MESSAGE_PARTS, ROLE_CHARS
 from crossdock.cluster.api.errors import ApiError
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]], *, keeps_parts: bool = False) -> list[dict[str, Any]]:
+def template_messages(
+    messages: Sequence[Mapping[str, Any]], *, keeps_parts: bool = False, pictures: list[Picture] | None = None
+) -> list[dict[str, Any]]:
     """Return the messages for a template. Raises ApiError, which names the part of the message at fault.
 
     `keeps_parts`: content is a list of parts, {"type": "text", "text": …}, for templates that were written for these.
+    Content with pictures is one in any case: {"type": "image"} is the place of a picture. `pictures`: the list to which
+    they are added, in their order; None: the model takes text only.
     """
     lists = (message.get(name) for message in messages for name in ("content", "tool_calls"))
     num_parts = sum(len(parts) for parts in lists if isinstance(parts, list))
     if num_parts > MESSAGE_PARTS:
         reason = f"{num_parts} parts and tool calls are more than the {MESSAGE_PARTS} that are accepted"
         raise ApiError(f"Invalid value for 'messages': {reason}.", param="messages", code="invalid_value")
-    return [_template_message(message, f"messages[{i}]", keeps_parts) for i, message in enumerate(messages)]
+    return [_template_message(message, f"messages[{i}]", keeps_parts, pictures) for i, message in enumerate(messages)]
 
 
 def last_assistant_text(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -27,11 +32,13 @@ def last_assistant_text(messages: Sequence[Mapping[str, Any]]) -> str:
     last = messages[-1]
     if last.get("role") != "assistant":
         return ""
-    text: str = _template_message(last, f"messages[{len(messages) - 1}]", keeps_parts=False)["content"]
+    text: str = _template_message(last, f"messages[{len(messages) - 1}]", keeps_parts=False, pictures=None)["content"]
     return text
 
 
-def _template_message(message: Mapping[str, Any], param: str, keeps_parts: bool) -> dict[str, Any]:
+def _template_message(
+    message: Mapping[str, Any], param: str, keeps_parts: bool, pictures: list[Picture] | None
+) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ApiError(f"'{param}.role' must be a string.", param=f"{param}.role", code="invalid_value")
@@ -45,32 +52,40 @@ def _template_message(message: Mapping[str, Any], param: str, keeps_parts: bool)
             raise ApiError(f"'{param}.content' is missing.", param=f"{param}.content", code="invalid_value")
         content = ""
     if isinstance(content, list):
-        texts = [_part_text(part, f"{param}.content[{i}]") for i, part in enumerate(content)]
+        parts = [_template_part(part, role, f"{param}.content[{i}]", pictures) for i, part in enumerate(content)]
     elif isinstance(content, str):
-        texts = [content]
+        parts = [{"type": "text", "text": content}]
     else:
         raise ApiError(
             f"'{param}.content' must be a string or a list of parts.", param=f"{param}.content", code="invalid_value"
         )
-    parts = [{"type": "text", "text": text} for text in texts]
-    result = {**message, "content": parts if keeps_parts else "\n".join(texts)}
+    is_text = all(part["type"] == "text" for part in parts)
+    result = {
+        **message,
+        "content": parts if keeps_parts or not is_text else "\n".join(part["text"] for part in parts),
+    }
     if calls is not None:
         result["tool_calls"] = _template_calls(calls, f"{param}.tool_calls")
     return result
 
 
-def _part_text(part: Any, param: str) -> str:
+def _template_part(part: Any, role: str, param: str, pictures: list[Picture] | None) -> dict[str, Any]:
+    """Return a part of content as templates read it. A picture is added to `pictures`."""
     if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text"):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__.lower()
+    param = part.param if isinstance(part, Picture) else param
+    if isinstance(part, dict) and kind in ("text", "input_text", "output_text"):
         text = part.get("text")
         if isinstance(text, str):
-            return text
+            return {"type": "text", "text": text}
         raise ApiError(f"'{param}.text' must be a string.", param=f"{param}.text", code="invalid_value")
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise ApiError(
-        f"'{param}' is of type {str(kind)[:100]!r}; this model takes text only.", param=param, code="invalid_value"
-    )
+    if pictures is None or not (isinstance(part, Picture) or kind in TYPES):
+        raise refusal(kind, param, takes_pictures=pictures is not None)
+    if role == "assistant":
+        raise wrong_picture(param, "messages of the assistant have no pictures; send it in one of the user's")
+    pictures.append(part if isinstance(part, Picture) else picture_of(part, param))
+    return {"type": "image"}
 
 
 def _template_calls(calls: Any, param: str) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The body of Anthropic's Messages API, and the chat that it becomes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -14,7 +14,9 @@ from crossdock.cluster.api.body.conversation_body import (
     text_of,
     wrong,
 )
+from crossdock.cluster.api.body.generation_body import SHORT_RETENTION_S
 from crossdock.cluster.api.body.other_fields import RefusedField, check_other_fields
+from crossdock.cluster.api.body.pictures import Picture
 from crossdock.cluster.api.errors import ApiError
 
 _Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=bounds.MESSAGES)]
@@ -25,6 +27,8 @@ _PARTS = {  # of fields
     "thinking": ("budget_tokens", "display", "type"),
     "tool_choice": ("disable_parallel_tool_use", "name", "type"),
 }
+_TTLS_S = {"5m": SHORT_RETENTION_S, "1h": 3600.0}  # of a cache_control
+_MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # of tools, in Anthropic's words and OpenAI's
 
 
@@ -37,6 +41,11 @@ class MessagesChat(ConversationChat):
         "stop": "stop_sequences",
         "thinking_token_budget": "thinking.budget_tokens",
     }
+    cache_ttl_s: float = 0.0  # the longest of its cache_controls
+
+    @property
+    def returns_within_s(self) -> float:
+        return self.cache_ttl_s
 
 
 class CountTokensRequest(ConversationBody):
@@ -56,9 +65,13 @@ class CountTokensRequest(ConversationBody):
     output_config: dict[str, Any] | None = Field(
         None, description="`format`: a JSON schema. `effort`: the template's variable `reasoning_effort`."
     )
+    cache_control: dict[str, Any] | None = Field(
+        None,
+        description="Here and in blocks and tools, `ephemeral` with a `ttl` of 5m or 1h: a hint that the conversation "
+        "is continued within that time, for `--prefix-eviction value`.",
+    )
 
     no_effect: ClassVar[Mapping[str, str]] = {
-        "cache_control": "the router finds the replica that has the prefix in its cache",
         "context_management": "the conversation is answered as it was sent",
         "diagnostics": "timelines are at /v1/requests",
         "inference_geo": "requests are computed in this cluster",
@@ -87,6 +100,7 @@ class CountTokensRequest(ConversationBody):
             "messages": [*system, *_chat_messages(self.messages)],
             "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools)],
             "chat_template_kwargs": self._template_variables(),
+            "cache_ttl_s": max(map(_ttl_s, self._cache_controls()), default=0.0),
             **self._choice(),
             **self._reasoning(),
             **self._format(),
@@ -104,6 +118,16 @@ class CountTokensRequest(ConversationBody):
     def _answer(self) -> dict[str, Any]:
         """Return the fields of the chat that bound its answer."""
         return {}
+
+    def _cache_controls(self) -> Iterator[tuple[str, Any]]:
+        """Yield every cache_control of the body, with the name of its place."""
+        yield "cache_control", self.cache_control
+        blocks = [("tools", tool) for tool in self.tools]
+        contents = [("system", self.system), *(("messages", message.get("content")) for message in self.messages)]
+        blocks += [(name, block) for name, content in contents if isinstance(content, list) for block in content]
+        for name, block in blocks:
+            if isinstance(block, dict):
+                yield f"{name}.cache_control", block.get("cache_control")
 
     def _template_variables(self) -> dict[str, Any]:
         variables: dict[str, Any] = {}
@@ -178,16 +202,16 @@ def _chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _input_messages(role: str, blocks: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Return a message for the result of each tool, then one with all text."""
-    results, texts = [], []
+    """Return a message for the result of each tool, then one with all text and pictures."""
+    results, parts = [], []
     for i, block in enumerate(blocks):
         if block.get("type") == "tool_result" and role == "user":
-            content = _texts(block.get("content") or "", f"{where}[{i}].content")
+            content = _contents(block.get("content") or "", f"{where}[{i}].content")
             name = text_of(block.get("tool_use_id"), f"{where}[{i}].tool_use_id")
             results.append({"role": "tool", "tool_call_id": name, "content": content})
         else:
-            texts.append(_text_part(block, f"{where}[{i}]"))
-    return results + ([{"role": role, "content": texts}] if texts or not results else [])
+            parts.append(_part(block, f"{where}[{i}]"))
+    return results + ([{"role": role, "content": parts}] if parts or not results else [])
 
 
 def _assistant_message(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
@@ -218,11 +242,47 @@ def _texts(content: Any, where: str) -> str | list[dict[str, Any]]:
     return [_text_part(block, f"{where}[{i}]") for i, block in enumerate(objects_of(content, where))]
 
 
+def _contents(content: Any, where: str) -> str | list[Any]:
+    if isinstance(content, str):
+        return content
+    return [_part(block, f"{where}[{i}]") for i, block in enumerate(objects_of(content, where))]
+
+
+def _part(block: Mapping[str, Any], where: str) -> dict[str, Any] | Picture:
+    """Return a block of text or a picture as chats have them."""
+    return _picture(block, where) if block.get("type") == "image" else _text_part(block, where)
+
+
+def _picture(block: Mapping[str, Any], where: str) -> Picture:
+    source = object_of(block.get("source"), f"{where}.source")
+    kind = source.get("type")
+    if kind == "url":
+        return Picture(text_of(source.get("url"), f"{where}.source.url"), where)
+    if kind != "base64":
+        raise wrong(f"{where}.source.type", "it must be 'base64' or 'url'; files are not stored here")
+    media_type = text_of(source.get("media_type"), f"{where}.source.media_type")
+    if media_type not in _MEDIA_TYPES:
+        raise wrong(f"{where}.source.media_type", f"it must be one of {', '.join(_MEDIA_TYPES)}")
+    return Picture(f"data:{media_type};base64,{text_of(source.get('data'), f'{where}.source.data')}", where)
+
+
 def _text_part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     if block.get("type") != "text":
         kind = str(block.get("type"))[:100]
-        raise wrong(where, f"a block of type {kind!r} is not accepted here; this model takes text only")
+        raise wrong(where, f"a block of type {kind!r} is not accepted here, only text; pictures, in messages of users")
     return {"type": "text", "text": text_of(block.get("text"), f"{where}.text")}
+
+
+def _ttl_s(control: tuple[str, Any]) -> float:
+    """Return the seconds of a named cache_control; 0 if there is none. Raises ApiError."""
+    name, value = control
+    if value is None:
+        return 0.0
+    fields = object_of(value, name)
+    ttl = fields.get("ttl", "5m")
+    if fields.get("type") != "ephemeral" or not isinstance(ttl, str) or ttl not in _TTLS_S:
+        raise wrong(name, "its type must be 'ephemeral', and its ttl '5m' or '1h'")
+    return _TTLS_S[ttl]
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:

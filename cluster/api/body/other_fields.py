@@ -13,8 +13,7 @@ from typing import Any
 from crossdock.cluster.api.errors import ApiError, shown
 
 _LONGEST_NAME = 40  # characters; a longer unknown name resembles none
-_TEXT_ONLY = "this server takes and makes text alone"
-_NO_MEDIA = f"{_TEXT_ONLY}, so there are no media to process"
+_TEXT_ONLY = "answers are text alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +30,7 @@ NO_EFFECT: Mapping[str, str] = {
     "metadata": "completions and chats are not stored, so there is nothing to label",
     "mm_payload": "for vLLM's render endpoints alone",
     "prediction": "it makes OpenAI's answers faster, not different",
-    "prompt_cache_key": "the router finds the replica that has the prefix in its cache",
     "prompt_cache_options": "cached pages stay until their place is needed",
-    "prompt_cache_retention": "cached pages stay until their place is needed",
     "return_mm_kwargs": "for vLLM's render endpoints alone",
     "routed_experts_prompt_start": "answers have no data on experts",
     "safety_identifier": "nothing is kept about end users",
@@ -49,7 +46,7 @@ REFUSED: Mapping[str, RefusedField] = {
     "detokenize": RefusedField("answers always have text; 'return_token_ids' adds the token ids", (True,)),
     "documents": RefusedField("completions have no template; write the documents into the prompt", ([],)),
     "early_stopping": RefusedField("there is no beam search; use 'n' with a temperature", (False,)),
-    "ec_transfer_params": RefusedField(_NO_MEDIA, ({},)),
+    "ec_transfer_params": RefusedField("pictures are encoded where the prompt is computed", ({},)),
     "function_call": RefusedField("use 'tools' and 'tool_choice'", ("none", "auto")),
     "functions": RefusedField("use 'tools'", ([],)),
     "guided_whitespace_pattern": RefusedField("write the white space into a 'guided_grammar' or 'guided_regex'"),
@@ -57,8 +54,8 @@ REFUSED: Mapping[str, RefusedField] = {
     "kv_transfer_params": RefusedField("pages travel between pools by themselves", ({},)),
     "length_penalty": RefusedField("there is no beam search; use 'n' with a temperature", (1,)),
     "logits_processors": RefusedField("use 'logit_bias', 'bad_words' or 'allowed_token_ids'", ([],)),
-    "media_io_kwargs": RefusedField(_NO_MEDIA, ({},)),
-    "mm_processor_kwargs": RefusedField(_NO_MEDIA, ({},)),
+    "media_io_kwargs": RefusedField("pictures are decoded in one way; 'detail' makes one smaller", ({},)),
+    "mm_processor_kwargs": RefusedField("the server's --mm-processor-kwargs hold for all requests", ({},)),
     "modalities": RefusedField(_TEXT_ONLY, (["text"],)),
     "moderation": RefusedField("there is no moderation model; call one yourself"),
     "prompt_embeds": RefusedField("send the prompt as text or token ids"),

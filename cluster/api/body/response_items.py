@@ -8,6 +8,7 @@ from pydantic_core import from_json
 
 from crossdock.cluster.api import bounds
 from crossdock.cluster.api.body.conversation_body import objects_of, text_of, wrong
+from crossdock.cluster.api.body.pictures import Picture, picture_of
 
 Item: TypeAlias = dict[str, Any]
 
@@ -25,15 +26,17 @@ def input_items(given: Any) -> list[Item]:
     return [_item(item, f"input[{i}]") for i, item in enumerate(items)]
 
 
-def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
+def chat_messages(instructions: str | None, items: Sequence[Item], num_own: int) -> list[dict[str, Any]]:
     """Return the chat that `instructions` and items of `input_items` or of an answer are.
+
+    `num_own`: how many of the last items are the request's own, so that errors about pictures can name them.
 
     What comes before the first other message becomes one system message: most templates have place for one alone.
     """
     system = [] if instructions is None else [instructions]
     messages: list[dict[str, Any]] = []
     thoughts: list[str] = []
-    for item in items:
+    for i, item in enumerate(items, start=num_own - len(items)):
         kind = item["type"]
         if kind == "reasoning":
             thoughts += [part["text"] for part in item["content"] or item["summary"]]
@@ -45,7 +48,7 @@ def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[
             message = {"role": "assistant", "content": _text(item)}
             messages.append(message | _thoughts(thoughts))
         elif item["role"] == "user":
-            messages.append({"role": "user", "content": _text(item)})
+            messages.append({"role": "user", "content": _content(item, i)})
         elif messages:
             messages.append({"role": "system", "content": _text(item)})
         else:
@@ -66,7 +69,9 @@ def check_size(items: Sequence[Item]) -> None:
 
 def _num_chars(item: Item) -> int:
     parts = [*item.get("content", ()), *item.get("summary", ())]
-    return sum(len(part["text"]) for part in parts) + len(item.get("arguments", "")) + len(item.get("output", ""))
+    return (
+        sum(len(part.get("text", "")) for part in parts) + len(item.get("arguments", "")) + len(item.get("output", ""))
+    )
 
 
 def item_id(prefix: str, response_id: str, index: int) -> str:
@@ -106,6 +111,18 @@ def _text(item: Item) -> str:
     return "\n".join(part["text"] for part in item["content"])
 
 
+def _content(item: Item, index: int) -> str | list[Any]:
+    """Return the content of a user's message: text, or parts if there are pictures. `index`: below 0 for an earlier
+    response's."""
+    if all(part["type"] != "input_image" for part in item["content"]):
+        return _text(item)
+    parts: list[dict[str, Any] | Picture] = []
+    for i, part in enumerate(item["content"]):
+        where = f"input[{index}].content[{i}]" if index >= 0 else "previous_response_id"
+        parts.append(picture_of(part, where) if part["type"] == "input_image" else part)
+    return parts
+
+
 def _item(item: Mapping[str, Any], where: str) -> Item:
     kind = item.get("type") or "message"
     if kind == "message":
@@ -139,10 +156,13 @@ def _check_json(text: str, where: str) -> None:
 def _message(role: Any, content: Any, where: str, given_id: Any) -> Item:
     if role not in ("user", "assistant", "system", "developer"):
         raise wrong(f"{where}.role", "it must be 'user', 'assistant', 'system' or 'developer'")
-    texts = _part_texts(content, where if where == "input" else f"{where}.content")
     extra: Item = {"annotations": []} if role == "assistant" else {}
     kind = "output_text" if role == "assistant" else "input_text"
-    parts = [{"type": kind, "text": text, **extra} for text in texts]
+    inside = where if where == "input" else f"{where}.content"
+    if role == "user" and isinstance(content, list):
+        parts = [_user_part(part, f"{inside}[{i}]") for i, part in enumerate(_bounded(content, inside))]
+    else:
+        parts = [{"type": kind, "text": text, **extra} for text in _part_texts(content, inside)]
     name = _id({"id": given_id}, "msg")
     return {"id": name, "type": "message", "role": role, "status": "completed", "content": parts}
 
@@ -151,16 +171,32 @@ def _part_texts(content: Any, where: str, kind: str | None = None) -> list[str]:
     """Return the texts of a string or of a list of parts. `kind`: the only type of part that is accepted here."""
     if isinstance(content, str):
         return [content]
-    parts = objects_of(content, where)
-    if len(parts) > bounds.MESSAGE_PARTS:
-        raise wrong(where, f"{len(parts)} parts are more than the {bounds.MESSAGE_PARTS} that are accepted")
     texts = []
-    for i, part in enumerate(parts):
+    for i, part in enumerate(_bounded(content, where)):
         if part.get("type") not in (_TEXT_PARTS if kind is None else (kind,)):
-            reason = f"a part of type {str(part.get('type'))[:100]!r} is not accepted here; this model takes text only"
+            reason = f"a part of type {str(part.get('type'))[:100]!r} is not accepted here, only text"
             raise wrong(f"{where}[{i}]", reason)
         texts.append(text_of(part.get("text"), f"{where}[{i}].text"))
     return texts
+
+
+def _bounded(content: Any, where: str) -> Sequence[Mapping[str, Any]]:
+    """Return the parts of content. Raises ApiError for too many."""
+    parts = objects_of(content, where)
+    if len(parts) > bounds.MESSAGE_PARTS:
+        raise wrong(where, f"{len(parts)} parts are more than the {bounds.MESSAGE_PARTS} that are accepted")
+    return parts
+
+
+def _user_part(part: Mapping[str, Any], where: str) -> Item:
+    """Return a part of a user's message, text or a picture, in one form each."""
+    kind = part.get("type")
+    if kind == "input_image":
+        picture = picture_of(part, where)
+        return {"type": kind, "image_url": picture.url, "detail": picture.detail}
+    if kind not in _TEXT_PARTS:
+        raise wrong(where, f"a part of type {str(kind)[:100]!r} is not accepted here, only text and pictures")
+    return {"type": "input_text", "text": text_of(part.get("text"), f"{where}.text")}
 
 
 def _id(item: Mapping[str, Any], prefix: str) -> str:

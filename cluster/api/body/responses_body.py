@@ -14,6 +14,7 @@ from crossdock.cluster.api.body.conversation_body import (
     text_of,
     wrong,
 )
+from crossdock.cluster.api.body.generation_body import CacheKey, CacheRetention
 from crossdock.cluster.api.body.other_fields import NO_EFFECT, RefusedField, check_other_fields
 from crossdock.cluster.api.body.response_items import Item, chat_messages, check_size
 from crossdock.cluster.api.body.tool_calls import allowed_tools
@@ -73,15 +74,15 @@ class ResponsesRequest(ConversationBody):
     truncation: Literal["disabled"] | None = None
     stream_options: dict[str, Any] | None = None
     stop: str | list[str] | None = None
+    prompt_cache_key: CacheKey | None = Field(None, description="As in chats.")
+    prompt_cache_retention: CacheRetention | None = Field(None, description="As in chats.")
 
     no_effect: ClassVar[Mapping[str, str]] = {
         "client_metadata": "nothing is kept about clients",
     } | {
         name: NO_EFFECT[name]
         for name in (
-            "prompt_cache_key",
             "prompt_cache_options",
-            "prompt_cache_retention",
             "safety_identifier",
             "stream_options.include_obfuscation",
             "user",
@@ -91,22 +92,27 @@ class ResponsesRequest(ConversationBody):
         "access_programs": RefusedField("there are no access programs"),
         "context_management": RefusedField("send what the model should still know as 'input'", ([],)),
         "conversation": RefusedField("use 'previous_response_id'"),
-        "image": RefusedField("this server takes and makes text alone"),
+        "image": RefusedField("send pictures as parts of the type 'input_image'"),
         "moderation": RefusedField("there is no moderation model; call one yourself"),
         "prompt": RefusedField("templates are not stored; send 'instructions' and 'input'"),
         "text.verbosity": RefusedField("ask for it in 'instructions'", ("medium",)),
     }
 
-    def chat(self, items: Sequence[Item]) -> ResponsesChat:
-        """Return the chat of a whole conversation, from its first item on. Raises ApiError, which names the field."""
+    def chat(self, items: Sequence[Item], num_own: int) -> ResponsesChat:
+        """Return the chat of a whole conversation, from its first item on. Raises ApiError, which names the field.
+
+        `num_own`: how many of the last items are this request's own.
+        """
         self._check()
         check_size(items)
         tools, choice = self._tools_and_choice()
         has_logprobs = LOGPROBS in self.include
         fields = {
             **self.passed(),
-            "messages": chat_messages(self.instructions, items),
+            "messages": chat_messages(self.instructions, items, num_own),
             "max_completion_tokens": self.max_output_tokens,
+            "prompt_cache_key": self.prompt_cache_key,
+            "prompt_cache_retention": self.prompt_cache_retention,
             "tools": tools,
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,

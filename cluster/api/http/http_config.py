@@ -1,6 +1,8 @@
 """The settings of the HTTP API."""
 
-from typing import Any
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -89,6 +91,26 @@ class HttpConfig(BaseModel):
         False, description="Accept chat templates in requests. A template is a program: trust every client first."
     )
 
+    allowed_media_domains: tuple[str, ...] = Field(
+        (),
+        description="Hosts that pictures may be fetched from: images.example, or .example for all hosts below it.",
+    )
+    allowed_local_media_path: str | None = Field(
+        None, description="Folder of the ingress's machine below which requests may name pictures by file:// URLs."
+    )
+    limit_mm_per_prompt: dict[Literal["image", "video", "audio"], Annotated[int, Field(ge=0)]] = Field(
+        {"image": 32}, description='Most pictures of a request: {"image": 8}. Videos and sound are not supported: 0.'
+    )
+    mm_processor_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description='Arguments of the image processor: {"max_pixels": 1003520}.'
+    )
+    media_max_bytes: int = Field(20 << 20, ge=1, description="Largest file of a picture.")
+    media_max_pixels: int = Field(32 << 20, ge=1, description="Most pixels of a picture, before it is decoded.")
+    media_timeout_s: float = Field(10.0, gt=0, description="How long a picture may take to be fetched, redirects too.")
+    media_cache_bytes: int = Field(
+        256 << 20, ge=0, description="Memory of an ingress for processed pictures; 0: every one is processed again."
+    )
+
     enable_auto_tool_choice: bool = Field(
         True, description="Read the calls that the model writes by itself. Without it they stay text."
     )
@@ -110,6 +132,28 @@ class HttpConfig(BaseModel):
     def _check_reasoning_parser(cls, name: str) -> str:
         family_of(name, REASONING_PARSERS)
         return name
+
+    @field_validator("allowed_media_domains")
+    @classmethod
+    def _check_domains(cls, domains: tuple[str, ...]) -> tuple[str, ...]:
+        for domain in domains:
+            if re.fullmatch(r"\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", domain) is None:
+                raise ValueError(f"{domain!r} is not the name of a host, such as images.example or .example")
+        return tuple(domain.lower() for domain in domains)
+
+    @field_validator("limit_mm_per_prompt")
+    @classmethod
+    def _check_kinds(cls, limits: dict[str, int]) -> dict[str, int]:
+        if others := [kind for kind, limit in limits.items() if kind != "image" and limit]:
+            raise ValueError(f"{others[0]} is not supported, so its limit must be 0")
+        return limits
+
+    @field_validator("allowed_local_media_path")
+    @classmethod
+    def _check_folder(cls, path: str | None) -> str | None:
+        if path is not None and (not Path(path).is_absolute() or len(Path(path).parts) < 2):
+            raise ValueError("must be an absolute path, and not that of the root")
+        return path
 
     @field_validator("default_chat_template_kwargs")
     @classmethod

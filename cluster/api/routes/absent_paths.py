@@ -2,7 +2,6 @@
 
 _TEXT = "this server's models write text"
 _REASONS = {  # by the path, or by its beginning up to a slash
-    "/v1/embeddings": f"{_TEXT}, not embeddings",
     "/v1/responses": "responses are created, fetched, continued, cancelled and deleted here, and nothing else",
     "/v1/messages": "of Anthropic's API, /v1/messages and /v1/messages/count_tokens are served",
     "/v1/moderations": f"{_TEXT}, not classes",

@@ -13,11 +13,11 @@ from crossdock.cluster.api.errors import to_json
 from crossdock.cluster.api.generation import Generation, Generations
 from crossdock.cluster.api.http.answers import DONE, SILENCE_S, AnswerEvents
 from crossdock.cluster.api.http.http_json import event_stream, json_answer, long_json, long_json_answer
-from crossdock.cluster.api.text.choices import Output, Prompt
+from crossdock.cluster.api.text.choices import Output
 from crossdock.cluster.api.text.logprobs import LogprobWriter, num_entries
 from crossdock.cluster.api.text.message_format import MessageFormat
 from crossdock.cluster.api.text.message_parser import ChatMessage
-from crossdock.cluster.api.text.prompts import PromptEncoder, truncate
+from crossdock.cluster.api.text.prompts import PromptEncoder, truncate_chat
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 
 _LONG_EVENT = 4096  # log-probabilities, or tokens of a prompt: a longer event is written in slices
@@ -45,8 +45,8 @@ class Chats:
         generation = self._generations.begin(request, body)
         body.check_logprobs()
         truncates = body.truncate_prompt_tokens is not None
-        token_ids = await self._encoder.encode_chat(body, body.template_tools(), generation.card, truncates=truncates)
-        prompt = Prompt(truncate(token_ids, body, generation.card))
+        whole = await self._encoder.encode_chat(body, body.template_tools(), generation.card, truncates=truncates)
+        prompt = truncate_chat(whole, body, generation.card)
         reading = self._format.reading(body, prompt.token_ids)
         await self._generations.add_choices(generation, [prompt], reading)
         writer = LogprobWriter(self._tokenizer, as_ids=body.return_tokens_as_token_ids)

@@ -39,7 +39,7 @@ class Completions:
         body = body.with_usage() if self._forces_usage else body
         generation = self._generations.begin(request, body)
         body.check_supported()
-        prompts = await self._prompts(body, generation.card)
+        prompts = await self.prompts(body, generation.card, OUTPUTS)
         await self._generations.add_choices(generation, prompts)
         head = generation.head("cmpl", "text_completion")
         writer = LogprobWriter(self._tokenizer, as_ids=body.return_tokens_as_token_ids)
@@ -53,11 +53,12 @@ class Completions:
         answer = {**head, "choices": choices, "usage": generation.usage()}
         return json_answer(answer) if body.is_answer_plain else await long_json_answer(answer)
 
-    async def _prompts(self, body: CompletionRequest, card: ModelCard) -> list[Prompt]:
+    async def prompts(self, body: CompletionRequest, card: ModelCard, most: int) -> list[Prompt]:
+        """Return the prompts of a body. Raises ApiError for one that cannot be served, or more than `most` outputs."""
         given = body.prompts()
-        if len(given) * body.n > OUTPUTS:
-            reason = f"{len(given)} prompts times n={body.n} is more than {OUTPUTS} outputs."
-            raise ApiError(reason, param="prompt", code="invalid_value")
+        if len(given) * body.n > most:
+            reason = f"{len(given)} prompts times n={body.n} is more than {most} outputs."
+            raise ApiError(reason, param=body.prompt_field, code="invalid_value")
         prompts: list[Prompt] = []
         num_read = 0  # characters or tokens since other requests were served
         for one in given:
@@ -73,12 +74,12 @@ class Completions:
             token_ids = await self._encoder.encode(
                 given,
                 card,
-                "prompt",
+                body.prompt_field,
                 add_special_tokens=body.add_special_tokens,
                 truncates=body.truncate_prompt_tokens is not None,
             )
         else:
-            check_token_ids(given, card.vocab_size, "prompt")
+            check_token_ids(given, card.vocab_size, body.prompt_field)
             token_ids = given
         prompt = Prompt(truncate(token_ids, body, card))
         if body.echo:

@@ -9,10 +9,10 @@ from fastapi import Request
 from crossdock.cluster.api.body.conversation_body import ConversationChat
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.generation import Generation, Generations
-from crossdock.cluster.api.text.choices import Choice, Output, Prompt
+from crossdock.cluster.api.text.choices import Choice, Output
 from crossdock.cluster.api.text.message_format import MessageFormat
 from crossdock.cluster.api.text.message_parser import ChatMessage, Piece
-from crossdock.cluster.api.text.prompts import PromptEncoder, truncate
+from crossdock.cluster.api.text.prompts import PromptEncoder, truncate_chat
 from crossdock.cluster.dispatch.dispatcher import ModelCard
 
 
@@ -53,21 +53,20 @@ class Conversations:
     async def count(self, chat: ConversationChat, card: ModelCard) -> int:
         """Return the number of tokens of the prompt, however many the context has."""
         try:
-            return len(await self._encoder.encode_chat(chat, chat.template_tools(), card, truncates=True))
+            prompt = await self._encoder.encode_chat(chat, chat.template_tools(), card, truncates=True)
         except ApiError as error:
             raise chat.renamed(error) from None
+        return len(prompt.token_ids)
 
     async def begin(self, request: Request, chat: ConversationChat) -> BegunChat:
         """Begin a chat. Raises ApiError where /v1/chat/completions would refuse it."""
         try:
             generation = self._generations.begin(request, chat)
             chat.check_logprobs()
-            token_ids = await self._encoder.encode_chat(chat, chat.template_tools(), generation.card, truncates=False)
-            generation.body = _within_context(chat, len(token_ids), generation.card)
-            reading = self._format.reading(self._with_possible_budget(chat), token_ids)
-            await self._generations.add_choices(
-                generation, [Prompt(truncate(token_ids, chat, generation.card))], reading
-            )
+            whole = await self._encoder.encode_chat(chat, chat.template_tools(), generation.card, truncates=False)
+            generation.body = _within_context(chat, len(whole.token_ids), generation.card)
+            reading = self._format.reading(self._with_possible_budget(chat), whole.token_ids)
+            await self._generations.add_choices(generation, [truncate_chat(whole, chat, generation.card)], reading)
         except ApiError as error:
             raise chat.renamed(error) from None
         return BegunChat(chat, generation, reading.message())

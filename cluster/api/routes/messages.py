@@ -165,11 +165,14 @@ def _reasons(begun: BegunChat, output: Output, blocks: _Blocks) -> dict[str, Any
 
 
 def _usage(begun: BegunChat) -> dict[str, Any]:
-    """Count tokens. Anthropic counts those of the prompt that were in the cache apart from the others."""
-    choice = begun.choice
+    """Count tokens. Anthropic counts those of the prompt that were in the cache, and those that are in it now because
+    a `cache_control` asked for that, apart from the others."""
+    choice, size = begun.choice, begun.generation.card.cache_page_size
+    uncached = len(choice.prompt.token_ids) - choice.num_cached_tokens
+    written = max(uncached - len(choice.prompt.token_ids) % size, 0) if size and begun.chat.returns_within_s else 0
     return {
-        "input_tokens": len(choice.prompt.token_ids) - choice.num_cached_tokens,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": uncached - written,
+        "cache_creation_input_tokens": written,
         "cache_read_input_tokens": choice.num_cached_tokens,
         "output_tokens": choice.num_tokens,
     }

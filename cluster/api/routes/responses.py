@@ -13,7 +13,7 @@ from fastapi import Query, Request, Response
 from crossdock.cluster.api import bounds
 from crossdock.cluster.api.body.conversation_body import text_of, wrong
 from crossdock.cluster.api.body.response_items import Item, input_items, new_id, referred_response
-from crossdock.cluster.api.body.responses_body import ResponsesRequest
+from crossdock.cluster.api.body.responses_body import ResponsesChat, ResponsesRequest
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.http.answers import SILENCE_S
 from crossdock.cluster.api.http.http_guard import as_api_error
@@ -55,9 +55,9 @@ class Responses:
     async def create(self, request: Request, body: ResponsesRequest) -> Response:
         own = input_items(await self._resolved(request, body.input))
         items = [*await self._items_before(request, body), *own]
-        chat = body.chat(items)
+        chat = body.chat(items, len(own))
         if body.background:
-            return await self._create_in_background(request, body, items)
+            return await self._create_in_background(request, body, items, chat)
         begun = await self._conversations.begin(request, chat)
         answer = ResponseAnswer(self._head(body, begun), body.namespaces())
         if body.stream:
@@ -164,7 +164,9 @@ class Responses:
             items.append(item)
         return items
 
-    async def _create_in_background(self, request: Request, body: ResponsesRequest, items: list[Item]) -> Response:
+    async def _create_in_background(
+        self, request: Request, body: ResponsesRequest, items: list[Item], chat: ResponsesChat
+    ) -> Response:
         if self._store is None:
             reason = "'background' is not supported: this server stores no responses (http.response_store_bytes is 0)."
             raise ApiError(reason, param="background", code="unsupported_parameter")
@@ -175,7 +177,7 @@ class Responses:
         if charge is not None:
             charge = request.state.account = charge.hand_over()
         try:
-            begun = await self._conversations.begin(request, body.chat(items))
+            begun = await self._conversations.begin(request, chat)
         except BaseException:
             _end(charge)
             raise

@@ -34,7 +34,7 @@ class Tokenization:
             adds = body.add_special_tokens is not False
             token_ids = await self._encoder.encode(body.prompt, card, "prompt", add_special_tokens=adds, truncates=True)
         else:
-            token_ids = await self._encoder.encode_chat(body, body.tools or None, card, truncates=True)
+            token_ids = (await self._encoder.encode_chat(body, body.tools or None, card, truncates=True)).token_ids
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": card.max_model_len,

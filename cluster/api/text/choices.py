@@ -10,6 +10,7 @@ from crossdock.cluster.api.http.limits import Charge
 from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.text.tokenizer import TextStream
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost
+from crossdock.workers.schedule.items import NO_ITEMS, Item
 from crossdock.workers.schedule.request import FinishReason, Submission, TokenDelta, TokenLogprobs
 
 _Item = TypeVar("_Item")
@@ -30,6 +31,7 @@ class Output:
     )  # token ids, their log-probabilities
     offsets: list[int] = field(default_factory=list)  # where each position's token begins in the text, in characters
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    embedding: bytes | None = None  # of the prompt, as in `TokenDelta`
     finish_reason: str | None = None
     num_tokens: int = 0  # of the choice, up to the end of this part
     stop_reason: int | str | None = None  # the stop string or stop token id that ended the choice (vLLM's field)
@@ -49,6 +51,7 @@ class Output:
         self.positions += more.positions
         self.offsets += more.offsets
         self.prompt_logprobs = self.prompt_logprobs or more.prompt_logprobs
+        self.embedding = self.embedding or more.embedding
         self.finish_reason = more.finish_reason
         self.num_tokens = more.num_tokens
         self.stop_reason = more.stop_reason
@@ -61,6 +64,7 @@ class Prompt:
     token_ids: list[int]
     echo: str | None = None  # the prompt as text, where the answer repeats it
     offsets: list[int] = field(default_factory=list)  # where each of its tokens begins in that text, in characters
+    items: Sequence[Item] = NO_ITEMS  # its pictures, by `start`
 
 
 @dataclass(slots=True)
@@ -116,6 +120,7 @@ class Choice:
         self.has_begun = True
         self.num_cached_tokens = delta.num_cached_tokens
         output.prompt_logprobs = delta.prompt_logprobs
+        output.embedding = delta.embedding
         if self.prompt.echo is None:
             return
         output.texts.append(self.prompt.echo)

@@ -3,16 +3,20 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest, TokenizeRequest, check_tools
 from crossdock.cluster.api.body.generation_body import GenerationBody
 from crossdock.cluster.api.body.messages import template_messages
+from crossdock.cluster.api.body.pictures import Picture
 from crossdock.cluster.api.bounds import TEMPLATE_CHARS, TRUNCATED_CHARS, TRUNCATED_PER_TOKEN
 from crossdock.cluster.api.errors import ApiError, shown, to_json
 from crossdock.cluster.api.heap import Heap
 from crossdock.cluster.api.http.http_config import NOT_TEMPLATE_VARIABLES
+from crossdock.cluster.api.media.media import Media, place
+from crossdock.cluster.api.text.choices import Prompt
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
 
@@ -26,12 +30,19 @@ class PromptEncoder:
     """Encodes texts and chats.
 
     `trusts_templates`: requests may bring chat templates of their own. `variables`: those of the template in all chats.
+    `media`: pictures; None: the model reads text only.
     """
 
     def __init__(
-        self, tokenizer: ModelTokenizer, *, trusts_templates: bool, variables: Mapping[str, Any] | None = None
+        self,
+        tokenizer: ModelTokenizer,
+        *,
+        trusts_templates: bool,
+        variables: Mapping[str, Any] | None = None,
+        media: Media | None = None,
     ) -> None:
         self._variables = dict(variables or {})
+        self._media = media
         self._tokenizer = tokenizer
         self._trusts_templates = trusts_templates
         self._huge = ThreadPoolExecutor(1, "huge-texts")
@@ -88,17 +99,41 @@ class PromptEncoder:
         card: ModelCard,
         *,
         truncates: bool,
-    ) -> list[int]:
-        """Return the tokens of the prompt that the chat template makes of the messages."""
+    ) -> Prompt:
+        """Return the prompt that the chat template makes of the messages, with their pictures."""
         self._check_template_fields(body)
-        render = partial(self._render, body, tools)
-        prompt = render() if _is_short(body) else await asyncio.to_thread(render)
-        adds_special_tokens = bool(body.add_special_tokens)
-        return await self.encode(prompt, card, "messages", add_special_tokens=adds_special_tokens, truncates=truncates)
+        pictures: list[Picture] | None = None if self._media is None else []
+        render = partial(self._render, body, tools, pictures)
+        text = render() if _is_short(body) else await asyncio.to_thread(render)
+        encode = partial(
+            self.encode,
+            card=card,
+            param="messages",
+            add_special_tokens=bool(body.add_special_tokens),
+            truncates=truncates,
+        )
+        if self._media is None or not pictures:
+            return Prompt(await encode(text))
+        pieces = text.split(self._media.written)
+        if len(pieces) - 1 != len(pictures):
+            raise _misplaced(self._media, len(pieces) - 1, len(pictures))
+        ready = await self._media.prepare(pictures, None if truncates else card.max_model_len)
+        parts = [part for piece, picture in zip(pieces, ready, strict=False) for part in (piece, picture.text)]
+        try:
+            token_ids, items = place(await encode("".join([*parts, pieces[-1]])), self._media.placeholder_id, ready)
+        except ValueError:
+            raise _misplaced(self._media, None, len(pictures)) from None
+        return Prompt(token_ids, items=items)
 
-    def _render(self, body: ChatCompletionRequest | TokenizeRequest, tools: list[dict[str, Any]] | None) -> str:
-        """Return the text that the chat template makes of the messages."""
-        messages = template_messages(body.messages or (), keeps_parts=self._tokenizer.takes_parts)
+    def _render(
+        self,
+        body: ChatCompletionRequest | TokenizeRequest,
+        tools: list[dict[str, Any]] | None,
+        pictures: list[Picture] | None,
+    ) -> str:
+        """Return the text that the chat template makes of the messages. Their pictures are added to `pictures`."""
+        takes_parts = self._tokenizer.takes_parts
+        messages = template_messages(body.messages or (), keeps_parts=takes_parts, pictures=pictures)
         variables = self._variables | body.chat_template_kwargs
         if isinstance(body, ChatCompletionRequest):
             variables = self._variables | self._template_fields(body) | body.chat_template_kwargs
@@ -163,6 +198,15 @@ def _is_short(body: ChatCompletionRequest | TokenizeRequest) -> bool:
     return len(texts) == len(messages) and sum(map(len, texts)) <= LONG_TEXT
 
 
+def truncate_chat(prompt: Prompt, body: GenerationBody, card: ModelCard) -> Prompt:
+    """Do the same as `truncate` for the prompt of a chat. Raises ApiError where the prompt has pictures."""
+    token_ids = truncate(prompt.token_ids, body, card)
+    if prompt.items and len(token_ids) != len(prompt.token_ids):
+        reason = "'truncate_prompt_tokens' is not supported where it would cut a chat that has pictures."
+        raise ApiError(reason, param="truncate_prompt_tokens", code="unsupported_value")
+    return replace(prompt, token_ids=token_ids)
+
+
 def truncate(token_ids: list[int], body: GenerationBody, card: ModelCard) -> list[int]:
     """Return the part of the prompt that `truncate_prompt_tokens` keeps: its end, or with `right` its beginning.
 
@@ -188,6 +232,17 @@ def output_limit(num_prompt_tokens: int, body: GenerationBody, card: ModelCard) 
         raise _too_long(card, str(num_prompt_tokens), body.prompt_field, limit)
     limit = _limit(body)
     return left if limit is None else min(limit, left)
+
+
+def _misplaced(media: Media, num_places: int | None, num_pictures: int) -> ApiError:
+    """Return the error for a prompt whose pictures have no places of their own."""
+    names = " and ".join(f"'{token}'" for token in dict.fromkeys((media.written, media.placeholder)))
+    found = "other places" if num_places is None else f"{num_places} places"
+    reason = (
+        f"Invalid value for 'messages': the chat template makes {found} for {num_pictures} pictures. Texts must not "
+        f"contain {names}, and the messages with pictures must be of roles whose pictures the template shows."
+    )
+    return ApiError(reason, param="messages", code="invalid_value")
 
 
 def _limit(body: GenerationBody) -> int | None:

@@ -20,6 +20,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ONE_EACH = "crossdock.one_each"
 # Like the ByteFallback decoder: one U+FFFD for every byte that belongs to no character.
 codecs.register_error(_ONE_EACH, lambda error: ("\ufffd" * (error.end - error.start), error.end))  # type: ignore[attr-defined]
+_PROBE = "crossdock-probe"  # a text that no chat template writes by itself
 _PRIMING = 4  # tokens; no UTF-8 character is longer than four bytes
 
 
@@ -65,6 +66,16 @@ class ModelTokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
+
+    def loses_strings(self) -> bool:
+        """Return whether the chat template shows a content in parts, and loses one that is a string."""
+        shown = []
+        for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
+            try:
+                shown.append(_PROBE in self.render_chat([{"role": "user", "content": content}]))
+            except ValueError:
+                shown.append(False)
+        return shown == [False, True]
 
     @property
     def has_token_bytes(self) -> bool:

@@ -13,6 +13,7 @@ import yaml
 
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionRequest
 from crossdock.cluster.api.body.constraints import STRUCTURED_OUTPUTS
+from crossdock.cluster.api.body.embedding_body import EmbeddingRequest
 from crossdock.cluster.api.body.generation_body import StreamOptions
 from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.body.messages_body import MessagesRequest
@@ -69,6 +70,8 @@ def tables() -> str:
                     for name, field in sorted(REFUSED.items())
                 ),
             ),
+            "\n## /v1/embeddings\n",
+            *_states(EmbeddingRequest),
             "\n## /v1/responses\n",
             *_states(ResponsesRequest),
             "\n## /v1/messages\n",

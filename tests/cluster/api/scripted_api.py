@@ -32,6 +32,7 @@ class ScriptedDispatcher:
     def __init__(self, tokenizer: ModelTokenizer, max_model_len: int = MAX_MODEL_LEN) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
+        self.cache_page_size = 0
         self.eos = tokenizer.encode("<|im_end|>")[0]
         self.is_ready = True
         self.script: Script = self.story
@@ -41,7 +42,7 @@ class ScriptedDispatcher:
 
     @property
     def model(self) -> ModelCard:
-        return ModelCard("tiny", 1_700_000_000, self.max_model_len, VOCAB_SIZE)
+        return ModelCard("tiny", 1_700_000_000, self.max_model_len, VOCAB_SIZE, self.cache_page_size)
 
     def ready(self) -> bool:
         return self.is_ready

@@ -360,6 +360,10 @@ def test_tokens_are_counted_as_the_prompt_has_them(
         ({"output_config": {"effort": 7}}, "'output_config.effort'"),
         ({"service_tier": "gold"}, "'service_tier'"),
         ({"container": "c"}, "'container'"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "'cache_control'"),
+        ({"cache_control": {"type": "ephemeral", "ttl": ["5m"]}}, "'cache_control'"),
+        ({"tools": [{**MOVE, "cache_control": {"type": "lasting"}}]}, "'tools.cache_control'"),
+        ({"system": [{"type": "text", "text": "a", "cache_control": 5}]}, "'system.cache_control'"),
         ({"mcp_servers": [{}]}, "'mcp_servers'"),
         ({"speed": "fast"}, "'speed'"),
         ({"stop": ["a"]}, "'stop'. Did you mean 'top_p'?"),
@@ -374,10 +378,35 @@ def test_wrong_field_is_named_in_anthropics_shape(
     assert not engine.submissions
 
 
+def test_cache_controls_are_a_hint_of_the_longest_ttl(http: httpx.Client, engine: ScriptedDispatcher) -> None:
+    short, hour = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
+    system = [{"type": "text", "text": "Be brief", "cache_control": hour}]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": short}]}]
+    for fields in ({}, {"cache_control": short}, {"messages": messages}, {"messages": messages, "system": system}):
+        assert ask(http, **fields).status_code == 200
+    assert [submission.returns_within_s for submission in engine.submissions] == [0.0, 300.0, 300.0, 3600.0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_counts_what_a_cache_control_has_written(
+    http: httpx.Client, engine: ScriptedDispatcher, stream: bool
+) -> None:
+    """The scripted replica finds 4 tokens in its cache, a page. A page that is not full is not cached."""
+    engine.cache_page_size = 4
+    system = "Answer with a story of several words"
+    for control in (None, {"type": "ephemeral"}):
+        answer = ask(http, system=system, stream=stream, cache_control=control)
+        usage = events(answer)[0]["message"]["usage"] if stream else answer.json()["usage"]
+        num_tokens = len(engine.submissions[-1].prompt_token_ids)
+        counts = [usage[f"{name}input_tokens"] for name in ("cache_read_", "cache_creation_", "")]
+        written = num_tokens // 4 * 4 - 4 if control else 0
+        assert written > 0 or not control
+        assert counts == [4, written, num_tokens - 4 - written]
+
+
 def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
     fields = {
         "metadata": {"user_id": "u"},
-        "cache_control": {"type": "ephemeral"},
         "context_management": {"edits": []},
         "speed": "standard",
         "service_tier": "standard_only",

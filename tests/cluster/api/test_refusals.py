@@ -121,7 +121,6 @@ def test_other_content_type_is_refused(http: httpx.Client, content_type: str) ->
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        ("/v1/embeddings", "This server's models write text, not embeddings."),
         ("/v1/responses/resp_1/steer", "Responses are created, fetched, continued, cancelled and deleted here"),
         ("/v1/images/generations", "not pictures."),
         ("/v1/filesystem", "POST /v1/filesystem"),
@@ -136,7 +135,7 @@ def test_path_of_other_servers_is_refused_with_what_to_use_instead(http: httpx.C
 
 
 def test_unknown_path_and_wrong_method_are_refused(http: httpx.Client) -> None:
-    for path in ("/", "/v1", "/v1/", "/v1/embeddings", "/docs", "/v1/completions/"):
+    for path in ("/", "/v1", "/v1/", "/v1/embedding", "/docs", "/v1/completions/"):
         refused(http.post(path, json={}), 404, type="invalid_request_error")
         refused(http.get(path), 404)
     answer = http.get("/v1/completions")

@@ -495,7 +495,7 @@ def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
     fields = {
         "user": "u",
         "safety_identifier": "s",
-        "prompt_cache_key": "k",
+        "prompt_cache_options": {},
         "max_tool_calls": 3,
         "stream_options": {"include_obfuscation": False},
         "include": ["reasoning.encrypted_content"],

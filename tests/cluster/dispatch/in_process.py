@@ -28,9 +28,12 @@ IN_TURN = RouterConfig(policy="round-robin")
 class InProcess:
     """An `EngineClient` without a process between: `replica.py` does the same behind a Serve handle."""
 
-    def __init__(self, config: EngineConfig | None = None, role: Role = "mixed") -> None:
+    def __init__(
+        self, config: EngineConfig | None = None, role: Role = "mixed", *, engine: Engine | None = None
+    ) -> None:
+        """`engine`: None makes one with `config` on a small random model."""
         config = config or EngineConfig(kv_cache_memory=ByteSize(4 << 20))
-        engine = Engine(wrap_module(build("llama", {})), config)
+        engine = engine or Engine(wrap_module(build("llama", {})), config)
         self.profile = warm_up(engine)
         if role == "mixed":
             self.engine_thread = EngineThread(engine)

@@ -22,6 +22,10 @@ OLD = """
     --scheduler-delay-factor --swap-space --task --use-v2-block-manager
 """  # of vLLM before 0.32
 VALUES = {  # an example of a value, as vLLM or SGLang take it; others take none
+    "--allowed-local-media-path": "/pictures",
+    "--allowed-media-domains": "images.example",
+    "--limit-mm-per-prompt": '{"image": 4, "video": 0}',
+    "--mm-processor-kwargs": '{"max_pixels": 1003520}',
     "--allowed-origins": '["*"]',
     "--tool-call-parser": "hermes",
     "--reasoning-parser": "qwen3",
@@ -29,6 +33,7 @@ VALUES = {  # an example of a value, as vLLM or SGLang take it; others take none
     "--attention-backend": "torch",
     "--block-size": "32",
     "--override-generation-config": '{"temperature": 0.5}',
+    "--pooler-config": '{"pooling_type": "MEAN"}',
     "--page-size": "32",
     "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}',
     "--chat-template": "{{ messages }}",

@@ -55,6 +55,41 @@ def test_drafts_are_what_followed_a_longest_match(start: list[int], more: list[l
         assert not drafts or drafts in copies
 
 
+@given(TEXTS, st.lists(TEXTS, max_size=5), TEXTS, st.integers(1, 4), st.integers(0, 4), st.integers(1, 9))
+def test_match_of_a_text_with_forced_tokens_is_the_longest_that_the_text_itself_continues(
+    start: list[int], more: list[list[int]], forced: list[int], shortest: int, extra: int, most: int
+) -> None:
+    drafting, text, longest = lookup(shortest, shortest + extra), list(start), shortest + extra
+    drafting.add("a", text)
+    for tokens in more:
+        text += tokens
+        num_forced = min(len(forced), len(tokens))  # each time some tokens fewer are forced
+        whole = text + forced[:num_forced]
+        drafting.remove("a")
+        drafting.add("a", text)
+        lengths = [match_length(whole, position, longest) for position in range(1, len(text))]
+        best = max(lengths, default=0) if len(text) > shortest else 0
+        if sum(length >= shortest for length in lengths) > MAX_CANDIDATES:
+            continue
+        best = best if best >= shortest else 0
+        assert drafting.match_length("a", forced[:num_forced]) == best
+        drafts = drafting.propose({"a": most}, {"a": forced[:num_forced]}).get("a", [])
+        ends = [position for position, length in enumerate(lengths, 1) if length >= best]
+        assert not best or drafts in [(whole + drafts)[position : position + most] for position in ends]
+
+
+def test_search_after_forced_tokens_leaves_the_index_of_the_text_right() -> None:
+    drafting, text = lookup(1, 4), [1, 2, 3, 4, 1]
+    drafting.add("a", text)
+    assert drafting.propose({"a": 2}, {"a": [2, 3]}) == {"a": [4, 1]}
+    text += [2]  # a step verified the first of the forced tokens alone
+    assert drafting.propose({"a": 2}) == {"a": [3, 4]}
+    assert drafting.propose({"a": 2}, {"a": [3]}) == {"a": [4, 1]}
+    text += [3, 4, 9]
+    assert drafting.propose({"a": 2}) == {}
+    assert drafting.propose({"a": 3}, {"a": [4]}) == {"a": [9, 4, 9]}
+
+
 def test_latest_of_equal_matches_is_taken() -> None:
     drafting = lookup()
     drafting.add("a", [1, 2, 7, 0, 1, 2, 8, 0, 5, 1, 2])

@@ -50,7 +50,7 @@ def through_pages(model: PagedModel, prompts: list[Tensor], steps: list[list[tup
         owners_of_parts = [s for s, _, _ in parts]
         fresh = torch.tensor([start == 0 for _, start, _ in parts])[:, None]
         states = (old[owners_of_parts].masked_fill(fresh, -1), new[owners_of_parts])
-        flat = model.forward(ids, positions, batch, torch.arange(len(ids)), *((states,) if width else ()))
+        flat = model.forward(ids, positions, batch, torch.arange(len(ids)), *((None, states) if width else ()))
         old[owners_of_parts], new[owners_of_parts] = new[owners_of_parts], old[owners_of_parts]
         if not model.part.position.is_last_stage:
             continue

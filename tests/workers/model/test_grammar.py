@@ -1,6 +1,7 @@
 """Structured output: whatever the logits are, the text parses, and it may end exactly where the grammar may."""
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,28 @@ def test_random_text_follows_the_schema(
         jsonschema.validate(json.loads(text), schema)
         texts.add(text)
     assert len(texts) > 1
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_forced_tokens_are_those_that_each_mask_allows_alone(
+    name: str, compiler: GrammarCompiler, closers: torch.Tensor
+) -> None:
+    num_forced, is_closer = 0, closers.bool()
+    for seed in range(4):
+        state, draw = compiler.compile(Grammar("json_schema", json.dumps(SCHEMAS[name]))), random.Random(seed)
+        for _ in range(60):
+            forced = state.forced()
+            masks = state.masks(forced)[: len(forced)]
+            assert [mask.nonzero().flatten().tolist() for mask in masks] == [[token_id] for token_id in forced]
+            num_forced += len(forced)
+            if state.finished:
+                break
+            allowed = state.mask()
+            if draw.random() < 0.5 and (allowed & is_closer).any():
+                allowed &= is_closer
+            state.accept(draw.choice(allowed.nonzero().flatten().tolist()))
+            assert state.error is None
+    assert num_forced > 0 or name == "reference", "that one allows any other field"
 
 
 def test_random_text_of_json_object_is_an_object(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.inputs import StepInputs, StepTensors
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
 from crossdock.workers.schedule.pages import PagePool
@@ -23,7 +23,7 @@ def mixed_step() -> StepInputs:
 def test_tensors_equal_the_integers() -> None:
     step = mixed_step()
     tensors = step.on(torch.device("cpu"))
-    for name in StepInputs.__slots__:
+    for name in StepTensors._fields:
         array, tensor = getattr(step, name), getattr(tensors, name)
         assert tensor.dtype == getattr(torch, array.dtype.name)
         assert np.array_equal(tensor.numpy(), array), name
@@ -37,7 +37,7 @@ def test_tensors_equal_the_integers() -> None:
     assert step.kv_len.tolist() == [21, 21]
     assert step.page_table.tolist() == [[3, 1, 2], [5, 0, 4]]
     assert (step.max_query_len, step.num_decodes) == (13, 1)
-    assert [getattr(step, name).dtype for name in StepInputs.__slots__] == [np.int64] * 4 + [np.int32] * 5
+    assert [getattr(step, name).dtype for name in StepTensors._fields] == [np.int64] * 4 + [np.int32] * 5
 
 
 def test_model_is_told_how_many_decodes_come_first() -> None:
@@ -65,7 +65,7 @@ def test_pages_of_a_pool_are_those_of_a_list() -> None:
     of_pool = StepInputs.of(Batch([Scheduled(request, 5, 20, pool.pages_of("a"), True)], 0), 8)[0]
     of_list = StepInputs.of(Batch([Scheduled(request, 5, 20, [7, 8, 9, 10], True)], 0), 8)[0]
     pool.allocate("a", 9)
-    for name in StepInputs.__slots__:
+    for name in StepTensors._fields:
         assert np.array_equal(getattr(of_pool, name), getattr(of_list, name)), name
     assert of_pool.slots.tolist() == list(range(7 * 8 + 5, 7 * 8 + 25))
 

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.inputs import StepInputs, StepTensors
 from crossdock.workers.model.step_messages import StepReceiver, StepSender
 from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
 from crossdock.workers.schedule.request import Request, SamplingParams
@@ -27,7 +27,7 @@ def step_of(parts: list[tuple[str, int, int, list[int]]], num_groups: int = 1) -
 
 
 def check(received: StepInputs, sent: StepInputs, num_pages: int) -> None:
-    for name in set(StepInputs.__slots__) - {"page_table"}:
+    for name in set(StepTensors._fields) - {"page_table"}:
         assert np.array_equal(getattr(received, name), getattr(sent, name)), name
         assert getattr(received, name).dtype == getattr(sent, name).dtype
     assert received.page_table.shape == sent.page_table.shape

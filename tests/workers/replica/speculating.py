@@ -86,7 +86,7 @@ class Oracle:
     def remove(self, request_id: str) -> None:
         self.streams.pop(request_id, None)
 
-    def propose(self, wanted: Mapping[str, int]) -> dict[str, list[int]]:
+    def propose(self, wanted: Mapping[str, int], forced: Mapping[str, Sequence[int]] = {}) -> dict[str, list[int]]:
         return {name: self._guess(name, most) for name, most in wanted.items()}
 
     def _guess(self, name: str, most: int) -> list[int]:
@@ -100,7 +100,7 @@ class Oracle:
     def seconds(self, num_streams: int, num_tokens: int) -> float:
         return 0.0
 
-    def match_length(self, request_id: str) -> int:
+    def match_length(self, request_id: str, forced: Sequence[int] = ()) -> int:
         return 5
 
 

@@ -1,6 +1,7 @@
 """An engine that verifies drafts gives the tokens of one that does not, whatever is drafted."""
 
 import asyncio
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from crossdock.workers.schedule.request import SamplingParams, TokenDelta
+from crossdock.workers.schedule.request import Grammar, SamplingParams, Submission, TokenDelta
 from tests.workers.gangs import ganged
 from tests.workers.ranks import Ranks, saved
 
@@ -115,6 +116,54 @@ def test_engine_whose_drafts_come_from_a_model_gives_the_tokens_without(tmp_path
     assert engine.scheduler.verification is not None
     totals = engine.scheduler.verification.totals
     assert sum(totals.num_accepted_at) > 0.9 * totals.num_tokens > 100
+
+
+@pytest.mark.parametrize("method", ["grammar", "ngram", "suffix", "draft_model"])
+@pytest.mark.parametrize("num_pages", [8, 200])
+def test_tokens_that_grammars_dictate_are_drafted_and_accepted_under_every_method(
+    tmp_path: Path, method: str, num_pages: int
+) -> None:
+    """With 8 pages, requests wait for each other's pages, or are preempted and computed again."""
+    model = {"model": str(saved(module(), tmp_path))} if method == "draft_model" else {}
+    config = {"method": method, "num_speculative_tokens": 6, **model}
+    works = forms()
+    history = History(works, [*range(len(works))], {})
+    reference = serve(engine_of(), history)[0]
+    for adaptive in (False, True):
+        engine = engine_of(num_pages, speculative_config={**config, "adaptive": adaptive}, max_num_seqs=4)
+        found = serve(engine, history)[0]
+        for name, deltas in reference.items():
+            check_request(found[name], deltas, was_aborted=False)
+        assert engine.scheduler.verification is not None
+        policy = engine.scheduler.verification.policy
+        assert policy.forced > 100
+        assert policy.accepted >= 0.9 * policy.forced, "some come after the last token that a request may have"
+        assert method != "grammar" or policy.drafted == policy.forced
+
+
+def forms() -> list[Submission]:
+    """Return requests whose grammars dictate much, under several kinds of sampling."""
+    names = {"type": "object", "additionalProperties": False, "required": ["first_name", "married"]}
+    names["properties"] = {"first_name": {"type": "string", "maxLength": 3}, "married": {"type": "boolean"}}
+    grammars = [
+        Grammar("json_schema", json.dumps(names)),
+        Grammar("choice", '["the first of two long choices", "the first of many", "a third"]'),
+        Grammar("regex", "(dictated text [0-9]{1,2}, ){2,3}end"),
+    ]
+    samplings: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.5, "logprobs": 1},
+        {"repetition_penalty": 1.4, "top_p": 0.8},
+        {"temperature": 1.0, "max_tokens": 13},
+    ]
+    return [
+        Submission(
+            f"{number}",
+            [3 + number] * (5 + 7 * number),
+            SamplingParams(**{"max_tokens": 60, "seed": number, "grammar": grammars[number % 3], **sampling}),
+        )
+        for number, sampling in enumerate(3 * samplings)
+    ]
 
 
 def test_requests_shipped_to_a_replica_with_drafts_have_the_tokens_of_one_without() -> None:

@@ -168,13 +168,11 @@ def test_replica_with_states_is_calibrated(model: PagedModel) -> None:
     assert engine.pages.counts().owned == 0
 
 
-def test_settings_that_need_earlier_states_or_send_them_are_refused() -> None:
+def test_speculation_is_refused_with_the_reason() -> None:
     model = wrap_module(build("lfm2 conv", SERVED["lfm2 conv"]))
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
     with pytest.raises(ValueError, match="speculative_config: lfm2 has recurrent layers"):
         engine_on(model, 300, speculative_config=speculative)
-    with pytest.raises(ValueError, match="states are not sent to other replicas"):
-        Engine(model, EngineConfig(page_size=8))
 
 
 def test_pool_too_small_for_a_state_is_refused_with_numbers() -> None:

@@ -67,13 +67,25 @@ def test_live_profile_counts_every_kind_of_request() -> None:
         free_pages=(400 - 4 - 6, 400 - 4 - 6 - 8, 400 - 4 - 6 - 8 - 11),
         step_seconds=0.25,
         done_seconds=COST.chunk_seconds(0, 9),
+        empty_pages=400 - 3,
     )
     assert LENGTHS[0] <= live.prompts[0].seconds < LENGTHS[1]
 
 
 def test_live_profile_of_an_idle_replica_is_empty() -> None:
     assert observe(new_replica().scheduler, "me", 1, 0.25) == LiveProfile(
-        "me", 1, COST.coefficients, (), (0, 0, 0), 0, 0, (0, 0, 0), (0, 0, 0), (8, 6, 6), (400, 400, 400)
+        "me",
+        1,
+        COST.coefficients,
+        (),
+        (0, 0, 0),
+        0,
+        0,
+        (0, 0, 0),
+        (0, 0, 0),
+        (8, 6, 6),
+        (400, 400, 400),
+        empty_pages=400,
     )
 
 

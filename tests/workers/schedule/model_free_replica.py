@@ -9,6 +9,7 @@ from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost import StepCost, StepWork
 from crossdock.workers.schedule.drafting import DraftPolicy
+from crossdock.workers.schedule.encoding import Encoding
 from crossdock.workers.schedule.pages import PagePool, Window
 from crossdock.workers.schedule.request import Leg, Request, SamplingParams, TokenDelta
 from crossdock.workers.schedule.retention import retention
@@ -75,6 +76,7 @@ def new_scheduler(
     windows: Sequence[Window] = (None,),
     drafting: DraftPolicy | None = None,
     state_pages: int = 0,
+    encoding: Encoding | None = None,
     **config: Any,
 ) -> Scheduler:
     """Return a small scheduler: pages of 4 tokens, 8 places, 32 tokens in a step, unless `config` differs."""
@@ -87,6 +89,7 @@ def new_scheduler(
         depth=depth,
         interval_share=interval_share,
         drafting=drafting,
+        encoding=encoding,
     )
 
 
@@ -138,6 +141,8 @@ class ModelFreeReplica:
         started = self.now
         batch = self.scheduler.schedule(started)
         self.now += self.seconds(batch.work)
+        if self.scheduler.encoding is not None:
+            self.now += self.scheduler.encoding.seconds(batch.encoder.items)
         sampled = {
             part.request.id: SampledToken(self.sample(part.request.token_ids))
             for part in batch.scheduled

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Mapping
 from math import inf, prod
 
 from hypothesis import given
@@ -28,7 +29,7 @@ COSTS = st.builds(
 class Matches(FreeDrafts):
     """A source with matches of given lengths, and with a price for each position."""
 
-    def __init__(self, lengths: dict[str, int], position_seconds: float = 0.0) -> None:
+    def __init__(self, lengths: Mapping[str, int], position_seconds: float = 0.0) -> None:
         self.lengths = lengths
         self.position_seconds = position_seconds
 
@@ -64,20 +65,28 @@ def rate(policy: DraftPolicy, streams: list[Stream], lengths: dict[str, int], co
     """Return the expected tokens per second of a step, by the policy's own probabilities."""
     tokens = float(len(streams))
     for request_id, length in lengths.items():
-        match = policy.source.match_length(request_id)
-        chain = [policy._acceptance.probability(request_id, match + position) for position in range(length)]
-        tokens += sum(prod(chain[: end + 1]) for end in range(length))
+        match, forced = policy.source.match_length(request_id), min(streams[int(request_id)].forced, length)
+        chain = [policy._acceptance.probability(request_id, match + position) for position in range(length - forced)]
+        tokens += forced + sum(prod(chain[: end + 1]) for end in range(length - forced))
     seconds = cost.seconds(speculating(streams, lengths))
-    return tokens / (seconds + policy.source.seconds(len(lengths), max(lengths.values(), default=0)))
+    found = [length - streams[int(request_id)].forced for request_id, length in lengths.items()]
+    num_found, longest = sum(length > 0 for length in found), max(found, default=0)
+    return tokens / (seconds + (policy.source.seconds(num_found, longest) if num_found else 0.0))
 
 
-@given(COSTS, st.lists(st.integers(0, 9), min_size=1, max_size=3), st.sampled_from([0.0, 0.001, 0.003]))
-def test_drafts_are_the_best_of_all_choices(cost: StepCost, matches: list[int], position_seconds: float) -> None:
-    streams = streams_of(len(matches), most=3)
-    lengths = {stream.id: match for stream, match in zip(streams, matches, strict=True)}
-    policy = policy_of(Matches(lengths, position_seconds))
+@given(
+    COSTS,
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from([0, 0, 1, 2, 5])), min_size=1, max_size=3),
+    st.sampled_from([0.0, 0.001, 0.003]),
+)
+def test_drafts_are_the_best_of_all_choices(
+    cost: StepCost, kinds: list[tuple[int, int]], position_seconds: float
+) -> None:
+    """`kinds`: of each stream, the tokens of its match and how many its grammar dictates."""
+    streams = [Stream(str(number), 100, 3, forced) for number, (_, forced) in enumerate(kinds)]
+    policy = policy_of(Matches({str(number): match for number, (match, _) in enumerate(kinds)}, position_seconds))
     chosen = policy.lengths(streams, work_of(streams), cost)
-    choices = itertools.product(*(range(4 if match else 1) for match in matches))
+    choices = itertools.product(*(range(4 if match else min(forced, 3) + 1) for match, forced in kinds))
     rates = [
         rate(policy, streams, {stream.id: n for stream, n in zip(streams, choice, strict=True) if n}, cost)
         for choice in choices
@@ -174,13 +183,48 @@ def test_totals_count_what_was_drafted_accepted_and_wasted() -> None:
     assert abs(policy.wasted_s - rows * (lengths["0"] - 1) / lengths["0"]) < 1e-9
 
 
+def test_forced_drafts_are_drafted_without_a_match_and_teach_nothing() -> None:
+    policy = policy_of(Matches({"0": 0}))
+    streams = [Stream("0", 100, MOST, 3)]
+    for _ in range(50):
+        assert policy.lengths(streams, work_of(streams), COSTLY) == {"0": 3}
+        policy.observe("0", 3, 3)
+    assert (policy.drafted, policy.accepted, policy.forced, policy.acceptance) == (150, 150, 150, 0)
+    assert policy._acceptance.probability("0", 6) == policy_of()._acceptance.probability("0", 6)
+
+
+def test_stream_whose_drafts_fail_keeps_its_forced_ones() -> None:
+    policy = policy_of(Matches({"0": 6}))
+    drafts_over(policy, 100, accepted=False)
+    streams = [Stream("0", 100, MOST, 2)]
+    lengths = [policy.lengths(streams, work_of(streams), COSTLY)["0"] for _ in range(20)]
+    assert 2 in lengths, "the drafter is left alone, the grammar is not"
+    assert min(lengths) == 2
+
+
+def test_drafts_after_forced_ones_are_learnt_from_alone() -> None:
+    policy, other = policy_of(Matches({"0": 6})), policy_of(Matches({"0": 6}))
+    streams, plain = [Stream("0", 100, MOST, 2)], streams_of(1)
+    for _ in range(10):
+        assert policy.lengths(streams, work_of(streams), FREE_ROWS) == {"0": MOST}
+        policy.observe("0", MOST, 3)  # two forced, one found and one rejected
+        assert other.lengths(plain, work_of(plain), FREE_ROWS) == {"0": MOST}
+        other.observe("0", 2, 1)
+    assert policy.acceptance == other.acceptance == 0.5
+    for match in range(12):
+        assert policy._acceptance.probability("0", match) == other._acceptance.probability("0", match)
+
+
 def test_forgotten_request_leaves_no_record() -> None:
     policy = policy_of()
     policy.lengths(streams_of(3), work_of(streams_of(3)), FREE_ROWS, inf)
     for stream in streams_of(3):
         policy.forget(stream.id)
     policy.forget("unknown")
+    policy.lengths([Stream("0", 100, MOST, 2)], work_of(streams_of(1)), FREE_ROWS, inf)
+    policy.forget("0")
     assert not policy._acceptance._records
+    assert not policy._forced
 
 
 def test_acceptance_is_that_of_recent_drafts() -> None:

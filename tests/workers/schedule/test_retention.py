@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.pages import PageHash, PagePool, hash_pages
-from crossdock.workers.schedule.retention import LeastValuable, Returns, chances
+from crossdock.workers.schedule.retention import (
+    NO_HINT,
+    EvictionPrice,
+    LeastRecentlyUsed,
+    LeastValuable,
+    ReturnHint,
+    Returns,
+    chances,
+)
 
 SIZE = 4
 COST = StepCost(base=0.0, per_prefill_token=1e-3, per_attended=1e-5)
@@ -23,7 +31,7 @@ class Sessions:
         self.pool = PagePool(num_pages, SIZE, cached=self.cached)
         self.count = 0
 
-    def run(self, tokens: list[int], now: float, seconds: float = 0.0) -> int:
+    def run(self, tokens: list[int], now: float, seconds: float = 0.0, hint: ReturnHint = NO_HINT) -> int:
         """Serve one request, and return how many of its pages were cached."""
         self.cached.pass_time(now)
         hashes = self.hashes(tokens)
@@ -34,7 +42,7 @@ class Sessions:
         self.pool.allocate(owner, len(hashes) - hits.num_pages)
         self.pool.index(owner, hashes, hits.num_pages)
         self.cached.pass_time(now + seconds)
-        self.pool.release(owner)
+        self.pool.release(owner, hint)
         return hits.num_pages
 
     def num_found(self, tokens: list[int]) -> int:
@@ -140,10 +148,76 @@ def test_any_history_keeps_prefixes_whole_and_every_page_in_one_state(seed: int,
     for _ in range(40):
         now += rng.choice((0.0, 0.3, 5.0, 700.0))
         if prompts:
-            sessions.run(rng.choice(prompts), now, rng.choice((0.0, 2.0)))
+            hint = ReturnHint(rng.choice("ab"), rng.choice((0.0, 300.0, 3600.0)))
+            sessions.run(rng.choice(prompts), now, rng.choice((0.0, 2.0)), hint)
         if rng.random() < 0.03:
             sessions.pool.clear_cache()
+        hinted = [sessions.cached._hints._num_pages[tenant] for tenant in "ab"]
+        assert all(0 <= pages <= num_pages // 4 for pages in hinted)
+        assert 0 <= sessions.cached.price() <= max(sessions.cached._page_seconds[:6])
         counts = sessions.pool.counts()
         assert (counts.owned, counts.free + counts.cached) == (0, num_pages)
         found = {page for tokens in prompts for page in sessions.pool.match_prefix(sessions.hashes(tokens)).pages}
         assert len(found) == counts.cached == len(sessions.pool.findable())
+
+
+def test_hinted_session_is_kept_until_its_hints_have_not_come_true() -> None:
+    """Nobody returns. At first the hinted prompt outlives one that is used after it; at last it is the other way."""
+    sessions, kept = Sessions(24), list[bool]()
+    for turn in range(120):
+        now = 100.0 * turn
+        sessions.run(prompt(1000 + turn, 6), now, hint=ReturnHint("a", 300.0))
+        sessions.run(prompt(2000 + turn, 6), now + 1.0)
+        for number in range(3):
+            sessions.run(prompt(3000 + 3 * turn + number, 6), now + 2.0 + number)
+        kept.append(sessions.num_found(prompt(1000 + turn, 6)) > sessions.num_found(prompt(2000 + turn, 6)))
+    assert not any(kept[-20:])
+
+
+def test_hints_of_one_tenant_keep_at_most_a_quarter_of_the_pages() -> None:
+    sessions = Sessions(40)
+    for number in range(10):
+        sessions.run(prompt(100 + number, 4), float(number), hint=ReturnHint("greedy", 3600.0))
+    assert sessions.cached._hints._num_pages["greedy"] == 8
+    sessions.pool.clear_cache()
+    assert sessions.cached._hints._num_pages["greedy"] == 0
+
+
+@pytest.mark.parametrize("policy", [LeastRecentlyUsed, LeastValuable])
+def test_price_is_the_share_of_old_pages_that_are_used_again_times_their_seconds(policy: type) -> None:
+    """Of 40 sessions in turn, each of 4 pages, 8 fit: half of the pages are used again after 7 others."""
+    rng, cost = random.Random(3), StepCost(base=0.0, per_prefill_token=1e-3)
+    price = EvictionPrice(32, SIZE)
+    cached = policy(price) if policy is LeastRecentlyUsed else policy(32, SIZE)
+    cached.learn(cost)
+    pool, num_used, num_evicted, now = PagePool(32, SIZE, cached=cached), 0, 0, 0.0
+    recent: list[int] = []
+    for number in range(400):
+        now += 1.0
+        cached.pass_time(now)
+        name = recent[-8] if len(recent) > 8 and rng.random() < 0.5 else 1000 + number
+        recent.append(name)
+        hashes = hash_pages(prompt(name, 4), SIZE)
+        hit = pool.match_prefix(hashes)
+        evicted = max(4 - hit.num_pages - pool.num_empty, 0)
+        if number > 300:
+            num_used, num_evicted = num_used + hit.num_pages, num_evicted + evicted
+        pool.share(str(number), hit)
+        pool.allocate(str(number), 4 - hit.num_pages)
+        pool.index(str(number), hashes, hit.num_pages)
+        pool.release(str(number))
+    assert num_evicted > 50
+    assert cached.price() == pytest.approx(SIZE * 1e-3 * num_used / (num_used + num_evicted), rel=0.5)
+
+
+def test_price_is_zero_before_any_eviction_and_falls_with_the_age_of_the_oldest() -> None:
+    price = EvictionPrice(100, SIZE)
+    price.learn(COST)
+    price.used(3, 5.0)
+    assert price.at(1.0) == 0.0
+    price.evicted(10.0)
+    price.used(0, 6.0)
+    expected = SIZE * COST.per_prefill_token / 2
+    assert [price.at(oldest) for oldest in (0.0, 10.0, 40.0)] == pytest.approx([expected, expected, expected / 4])
+    price.used(0, 4.0)  # a page that is not old
+    assert price.at(10.0) == pytest.approx(expected)

@@ -8,7 +8,8 @@ import pytest
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.drafting import DraftPolicy
-from crossdock.workers.schedule.request import FinishReason, Request
+from crossdock.workers.schedule.page_needs import PageNeeds
+from crossdock.workers.schedule.request import FinishReason, Request, Status
 from crossdock.workers.schedule.scheduler import Scheduler
 from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 from tests.workers.schedule.model_free_replica import CLASSES, new_request, new_scheduler
@@ -95,6 +96,22 @@ def test_drafts_preempt_no_request_and_take_the_pages_that_are_left() -> None:
     batch = scheduler.schedule(0.0, {"a": [5] * 6, "b": [6] * 6})  # 8 tokens in 2 pages each, so that one page is left
     assert [(part.request.id, len(part.drafts)) for part in batch.scheduled] == [("b", 0), ("a", 4)]
     assert scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("window", [5, 8, 9])
+def test_stream_with_drafts_holds_no_more_window_pages_than_are_counted(window: int) -> None:
+    stream = new_request("a", [1, 2, 3], max_tokens=90)
+    scheduler = scheduler_of(stream, windows=(None, window))
+    most = scheduler._table.needs.most_decoding[1]
+    assert most is not None
+    held = []
+    while stream.status is not Status.FINISHED:
+        accepted = stream.num_tokens % 7
+        batch = scheduler.schedule(0.0, {"a": [11, 12, 13, 14, 15, 16]})
+        held.append(scheduler.pages.num_held(stream.owner, 1))
+        land(scheduler, batch, {"a": accepted})
+    assert max(held) <= most
+    assert max(held) > PageNeeds(4, (None, window), 32).most_decoding[1], "without drafts it holds fewer"
 
 
 def test_drafts_beside_a_prompt_leave_its_chunk_as_it_is() -> None:

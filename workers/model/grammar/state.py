@@ -26,9 +26,9 @@ class MaskBudget:
 
     overdraft: float = 0.0  # seconds of CPU time
 
-    def spend(self, seconds: float) -> None:
-        """Note the CPU time of one mask."""
-        self.overdraft = max(0.0, self.overdraft + seconds - _ALLOWED_SECONDS)
+    def spend(self, seconds: float, allowed: float = _ALLOWED_SECONDS) -> None:
+        """Note the CPU time of one mask, of which `allowed` is no overdraft."""
+        self.overdraft = max(0.0, self.overdraft + seconds - allowed)
 
     @property
     def is_spent(self) -> bool:
@@ -46,6 +46,7 @@ class GrammarState:
         self._vocab_size = vocab_size
         self.budget = budget
         self._is_too_slow = False
+        self._forced: Sequence[int] | None = None  # see `forced`; None: not computed since the last token
 
     def mask(self) -> Tensor:
         """Return the tokens that may come next, [V] bool on the CPU.
@@ -79,6 +80,18 @@ class GrammarState:
             masks.append(ahead.mask())
         return masks
 
+    def forced(self) -> Sequence[int]:
+        """Return the next tokens as far as the grammar allows one alone at each place.
+
+        Where a text is dictated, `mask` allows only the first token of its usual tokens. The last tokens of that text
+        are missing where the text after it could be merged with them.
+        """
+        if self._forced is None:
+            started = time.thread_time()
+            self._forced = () if self.finished else self._matcher.compute_ff_tokens()
+            self.budget.spend(time.thread_time() - started, allowed=0.0)
+        return self._forced
+
     def num_allowed(self, drafts: Sequence[int]) -> int:
         """Return how many of `drafts` the grammar allows, one after the other; 0 where one is no token at all."""
         return int(self._matcher.deep_copy().validate_tokens(list(drafts)))  # a copy: an unknown id makes it fail
@@ -86,6 +99,9 @@ class GrammarState:
     def accept(self, token_id: int) -> None:
         """Advance by the sampled token. A token that `mask` does not allow sets `error`."""
         self._matcher.consume_token(token_id)
+        forced, self._forced = self._forced, None
+        if forced and len(forced) > 1 and forced[0] == token_id:
+            self._forced = forced[1:]
 
     @property
     def finished(self) -> bool:

@@ -1,0 +1,134 @@
+"""Which server answers coding agents soonest with little KV memory: ours with either eviction, on one replica or two,
+or vLLM?
+
+    python benchmarks/agents.py                                             # lru and value, one replica: 6 minutes
+    python benchmarks/agents.py --settings lru-2 lru-2-unpriced             # a core for each of two replicas
+    python benchmarks/agents.py --settings value vllm --repeats 2 --venvs VENVS   # after peers/vllm.sh install
+
+The load is `crossdock bench -w agents`: sessions of many turns, each of which repeats all before it. All settings get
+the same sessions and the same KV memory, `--kv-tokens` in all; two replicas have half each. `unpriced`: the router does
+not count what a request evicts. Agents wait for answers, so
+a slow server gets fewer turns: look at the turns as well as at the times.
+
+Settings run one at a time, each on a server of its own, and alternate in every repeat. Run nothing else beside them.
+"""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+from servers import OtherLoad, RunningServer, add_server_options, crossdock_command, log_of, serving
+from tables import Row, hardware, medians, table, today, write
+from transformers import AutoConfig
+
+from crossdock.cluster.bench.agents import Agents
+from crossdock.cluster.bench.http import BenchError
+from crossdock.cluster.bench.metrics import spread_ms
+from crossdock.cluster.bench.run import BenchOptions, run_bench
+from crossdock.workers.model.checkpoint import default_model_dir
+
+HERE = Path(__file__).resolve().parent
+SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {  # replicas, and flags
+    "lru": (1, ("--prefix-eviction", "lru")),
+    "value": (1, ("--prefix-eviction", "value")),
+    "lru-2": (2, ("--prefix-eviction", "lru")),
+    "value-2": (2, ("--prefix-eviction", "value")),
+    "lru-2-unpriced": (2, ("--prefix-eviction", "lru", "--set", "router.price_evictions=false")),
+    "vllm": (1, ()),
+}
+VLLM_PAGE = 32  # tokens: its attention on CPUs takes multiples of 32 alone; ours has 16
+
+
+def token_bytes(model: Path) -> int:
+    """Return the bytes of keys and values of one token, in bfloat16."""
+    config = AutoConfig.from_pretrained(model)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head)
+
+
+def command(name: str, args: argparse.Namespace) -> list[str]:
+    """Return the command that serves the model with one setting."""
+    if name == "vllm":
+        script = [str(HERE / "peers" / "vllm.sh"), "serve", str(args.model), "--port", str(args.port)]
+        venv = ["--venv", str(args.venvs / "vllm")] if args.venvs else []
+        size = str(args.kv_tokens * token_bytes(args.model))
+        memory = ["--block-size", str(VLLM_PAGE), "--kv-cache-memory-bytes", size]
+        return [*script, *venv, "--budget", "512", *memory, "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    count, flags = SETTINGS[name]
+    size = str(args.kv_tokens * token_bytes(args.model) // count)
+    pools = ["--pools", f"mixed={count}"] if count > 1 else []
+    return crossdock_command(args, "--kv-cache-memory", size, *flags, *pools)
+
+
+def measure(server: RunningServer, args: argparse.Namespace) -> Row:
+    """Return the figures of one run."""
+    others = OtherLoad(server.processes)
+    options = BenchOptions(
+        url=server.address,
+        workload="agents",
+        duration=args.duration,
+        concurrency=args.agents,
+        agents=Agents(speed=args.speed, turns=args.turns),
+        seed=args.seed,
+    )
+    result = asyncio.run(asyncio.wait_for(run_bench(options), args.duration + 300))
+    summary: dict[str, Any] = result.summary
+    samples = [sample for sample in result.samples if sample.ok]
+    times = sorted(1000 * sample.ttft for sample in samples)
+    spread = spread_ms(sample.ttft for sample in samples)
+    return {
+        "turns": len(samples),
+        "failed": summary["requests_failed"] + summary["requests_refused"],
+        "cached %": 100 * (summary["prefix_hit_rate"] or 0.0),
+        "TTFT p50": spread.get("p50", float("nan")),
+        "p95": times[min(int(0.95 * len(times)), len(times) - 1)] if times else float("nan"),
+        "mean": spread.get("mean", float("nan")),
+        "others CPU %": 100 * others.share(),
+    }
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", type=Path, help="Hugging Face directory (default: the embedded model)")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=["lru", "value"])
+    parser.add_argument("--agents", type=int, default=16, help="sessions at a time (default: %(default)s)")
+    parser.add_argument("--kv-tokens", type=int, default=20_480, help="tokens of KV memory (default: %(default)s)")
+    parser.add_argument("--turns", type=float, default=43.0, help="median turns of a session (default: %(default)s)")
+    parser.add_argument("--speed", type=float, default=3.0, help="divides all pauses (default: %(default)s)")
+    parser.add_argument("--duration", type=float, default=90.0, help="seconds of a run (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--venvs", type=Path, help="directory of the peers' environments (default: .cache/peers)")
+    add_server_options(parser, "agents", 8415)
+    args = parser.parse_args()
+    args.model = args.model or default_model_dir()
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    passes: dict[str, list[Row]] = {}
+    for repeat in range(args.repeats):
+        for name in args.settings:
+            print(f"[{repeat + 1}/{args.repeats}] {name}: starting", flush=True)
+            try:
+                with serving(name, command(name, args), args, log_of(args, name)) as server:
+                    row = measure(server, args)
+            except (RuntimeError, OSError, TimeoutError, BenchError) as error:
+                print(f"  {error or 'the run did not end'}", file=sys.stderr, flush=True)
+                continue
+            passes.setdefault(name, []).append(row)
+            print("  " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
+    results = {name: medians(rows) for name, rows in passes.items()}
+    text = f"{args.model.name}; {hardware()}; {today()}; medians of {args.repeats}; {args.agents} agents, "
+    text += f"{args.kv_tokens:,} tokens of KV memory, {args.duration:.0f} s; times in ms."
+    data = {"date": today(), "hardware": hardware(), "medians": results, "passes": passes}
+    write(args.output, f"{text}\n\n{table(results, 'setting')}", data)
+    if not results:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Pictures in the messages of a body: the parts that give them become one form for all APIs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from crossdock.cluster.api.errors import ApiError
+
+Detail: TypeAlias = Literal["auto", "low", "high"]
+TYPES = ("image_url", "input_image")  # of OpenAI's chats, and of its Responses
+
+_REFUSED = {  # type of part: the reason
+    "audio_url": "sound is not supported",
+    "file": "files are not supported; send text or pictures",
+    "image_embeds": "embeddings of clients cannot be checked; send the picture itself as 'image_url'",
+    "image_file": "files are not stored here; send the picture itself as 'image_url'",
+    "input_audio": "sound is not supported",
+    "input_file": "files are not supported; send text or pictures",
+    "video": "videos are not supported; send some of their frames as pictures",
+    "video_url": "videos are not supported; send some of their frames as pictures",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One picture of a request, before it is fetched."""
+
+    url: str  # data:, http:, https: or file:
+    param: str  # the part of the body that gives it, which errors name
+    detail: Detail = "auto"
+
+
+def picture_of(part: Mapping[str, Any], param: str) -> Picture:
+    """Return the picture of a part of the type `image_url` or `input_image`. Raises ApiError, which names the field."""
+    given = part.get("image_url")
+    where = f"{param}.image_url"
+    if isinstance(given, Mapping):
+        url, detail, where = given.get("url"), given.get("detail", part.get("detail")), f"{where}.url"
+    else:
+        url, detail = given, part.get("detail")
+    if part.get("file_id") is not None:
+        raise wrong_picture(f"{param}.file_id", "files are not stored here; send the picture itself as 'image_url'")
+    if not isinstance(url, str) or not url:
+        raise wrong_picture(where, "it must be a URL: data:, https: or http:")
+    return Picture(url, param, detail_of(detail, f"{param}.detail"))
+
+
+def detail_of(value: Any, param: str) -> Detail:
+    """Return the detail that a part asks for. Raises ApiError for a word that OpenAI does not have."""
+    if value is None:
+        return "auto"
+    if value not in get_args(Detail):
+        raise wrong_picture(param, "it must be 'auto', 'low' or 'high'")
+    detail: Detail = value
+    return detail
+
+
+def refusal(kind: object, param: str, *, takes_pictures: bool) -> ApiError:
+    """Return the error for a part of a type that is not accepted. `takes_pictures`: the model does."""
+    takes = "this model takes text and pictures" if takes_pictures else "this model takes text only"
+    reason = _REFUSED.get(kind) if isinstance(kind, str) and takes_pictures else None
+    text = f"'{param}' is of type {str(kind)[:100]!r}; {takes}" + (f": {reason}." if reason else ".")
+    return ApiError(text, param=param, code="invalid_value")
+
+
+def wrong_picture(param: str, reason: str) -> ApiError:
+    """Return the error for a picture that cannot be used."""
+    return ApiError(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")

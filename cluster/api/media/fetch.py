@@ -1,0 +1,210 @@
+"""Fetch the bytes of a picture: from a data URL, from a named host, or from a file below the named folder.
+
+A request decides what this server connects to, so every step is checked. Only named hosts are looked up. All their
+addresses must be public. The connection goes to an address that was checked: no second lookup could give another one.
+"""
+
+import asyncio
+import base64
+import binascii
+import os
+import re
+import socket
+import stat
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+from urllib.parse import unquote, unquote_to_bytes
+
+import httpx
+
+from crossdock.cluster.api.body.pictures import Picture, wrong_picture
+from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.media.addresses import AllowedHosts, is_public
+
+Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Returns the IP addresses of a host. Raises OSError where there are none."""
+
+_MOST_REDIRECTS = 2
+_MOST_URL_CHARS = 8192
+_MOST_AT_ONCE = 16  # fetches from hosts, of one ingress; each holds at most the bytes of one picture
+_LONG_DATA = 1 << 16  # characters of base64; 50 µs. Longer data leave the event loop for a thread.
+_DATA_URL = re.compile(r"data:(?P<type>[^;,]{0,127})(?P<parameters>(?:;[^;,]{0,127}){0,8}),", re.ASCII)
+_LOCAL_HOSTS = ("", "localhost")
+
+
+class PictureFetcher:
+    """Fetches pictures. Errors tell a client nothing about this server's network or files."""
+
+    def __init__(
+        self,
+        *,
+        hosts: AllowedHosts,
+        folder: Path | None,
+        most_bytes: int,
+        timeout_s: float,
+        resolve: Resolve | None = None,
+        is_allowed: Callable[[str], bool] = is_public,
+    ) -> None:
+        """`folder`: the only one whose files may be read; None: none. `resolve`, `is_allowed`: DNS, and which of its
+        addresses may be connected to.
+        """
+        self._hosts = hosts
+        self._folder = folder
+        self._most_bytes = most_bytes
+        self._timeout_s = timeout_s
+        self._resolve = resolve or _resolve
+        self._is_allowed = is_allowed
+        self._slots = asyncio.Semaphore(_MOST_AT_ONCE)
+
+    async def fetch(self, picture: Picture) -> bytes:
+        """Return the bytes of a picture's file. Raises ApiError, which names the part."""
+        scheme = picture.url[:16].partition(":")[0].lower()
+        if scheme == "data":
+            return await self._data(picture)
+        if len(picture.url) > _MOST_URL_CHARS:
+            raise wrong_picture(picture.param, f"its URL has more than {_MOST_URL_CHARS} characters")
+        if scheme in ("http", "https"):
+            return await self._from_host(picture)
+        if scheme == "file":
+            return await asyncio.to_thread(self._from_file, picture)
+        raise wrong_picture(picture.param, "its URL must begin with data:, https: or http:")
+
+    async def _data(self, picture: Picture) -> bytes:
+        """Return what a data URL holds: base64, or percent-encoded bytes."""
+        found = _DATA_URL.match(picture.url[:2048])
+        if found is None:
+            raise wrong_picture(picture.param, "its data URL is malformed; it must be data:image/png;base64,…")
+        payload = picture.url[found.end() :]
+        if len(payload) * 3 // 4 > self._most_bytes + 3:
+            raise self._too_large(picture)
+        is_base64 = found["parameters"].lower().endswith(";base64")
+        decode = _from_base64 if is_base64 else unquote_to_bytes
+        try:
+            data = decode(payload) if len(payload) <= _LONG_DATA else await asyncio.to_thread(decode, payload)
+        except (binascii.Error, ValueError):
+            raise wrong_picture(picture.param, "its data URL is not base64") from None
+        return self._checked(data, picture)
+
+    async def _from_host(self, picture: Picture) -> bytes:
+        if not self._hosts:
+            reason = "this server fetches no pictures from URLs; send it as a data URL (data:image/png;base64,…)"
+            raise wrong_picture(picture.param, reason)
+        try:
+            async with self._slots, asyncio.timeout(self._timeout_s):
+                return await self._follow(picture)
+        except TimeoutError:
+            reason = f"it was not fetched within {self._timeout_s:g} s"
+            raise wrong_picture(picture.param, reason) from None
+        except (httpx.HTTPError, httpx.InvalidURL, OSError):
+            raise wrong_picture(picture.param, "it cannot be fetched: its host does not answer as expected") from None
+
+    async def _follow(self, picture: Picture) -> bytes:
+        """Fetch a URL, and what it redirects to. Every URL on the way is checked like the first."""
+        url = self._checked_url(picture.url, picture)
+        limits = httpx.Limits(max_connections=1, max_keepalive_connections=0)
+        async with httpx.AsyncClient(trust_env=False, timeout=self._timeout_s, limits=limits) as client:
+            for _ in range(_MOST_REDIRECTS + 1):
+                address = await self._address(url, picture)
+                request = client.build_request(
+                    "GET",
+                    url.copy_with(host=address),
+                    headers={
+                        "Host": url.netloc.decode("ascii"),
+                        "Accept": "image/*",
+                        "Accept-Encoding": "identity",
+                        "User-Agent": "crossdock",
+                    },
+                    extensions={"sni_hostname": url.host},
+                )
+                answer = await client.send(request, stream=True, follow_redirects=False)
+                try:
+                    if not answer.has_redirect_location:
+                        return await self._body(answer, picture)
+                    url = self._checked_url(str(url.join(answer.headers["location"])), picture)
+                finally:
+                    await answer.aclose()
+        raise wrong_picture(picture.param, f"its URL redirects more than {_MOST_REDIRECTS} times")
+
+    def _checked_url(self, text: str, picture: Picture) -> httpx.URL:
+        """Return a URL of a named host. Raises ApiError for any other, and for one with credentials."""
+        try:
+            url = httpx.URL(text)
+        except (httpx.InvalidURL, ValueError):
+            raise wrong_picture(picture.param, "its URL is malformed") from None
+        if url.scheme not in ("http", "https"):
+            raise wrong_picture(picture.param, "its URL redirects to a scheme that is not accepted")
+        if url.userinfo:
+            raise wrong_picture(picture.param, "its URL must not have a user or a password")
+        if not self._hosts.allows(url.raw_host.decode("ascii", "replace")):
+            raise wrong_picture(picture.param, "its URL names a host that this server does not fetch pictures from")
+        return url
+
+    async def _address(self, url: httpx.URL, picture: Picture) -> str:
+        """Look a host up, once. Returns an address to connect to, after all its addresses have been checked."""
+        addresses = await self._resolve(url.host, url.port or (443 if url.scheme == "https" else 80))
+        if not addresses or not all(map(self._is_allowed, addresses)):
+            raise wrong_picture(picture.param, "its URL names a host that this server does not fetch pictures from")
+        return addresses[0]
+
+    async def _body(self, answer: httpx.Response, picture: Picture) -> bytes:
+        if answer.status_code != 200:
+            reason = f"it cannot be fetched: its host answers with the status {answer.status_code}"
+            raise wrong_picture(picture.param, reason)
+        if answer.headers.get("content-encoding", "identity").lower() != "identity":
+            raise wrong_picture(picture.param, "its host answers with compressed content, which was not asked for")
+        length = answer.headers.get("content-length", "")
+        if length.isdigit() and int(length) > self._most_bytes:
+            raise self._too_large(picture)
+        parts, num_bytes = [], 0
+        async for part in answer.aiter_raw():
+            num_bytes += len(part)
+            if num_bytes > self._most_bytes:
+                raise self._too_large(picture)
+            parts.append(part)
+        return self._checked(b"".join(parts), picture)
+
+    def _from_file(self, picture: Picture) -> bytes:
+        """Read a file below the named folder. What is opened is checked after symbolic links have been followed."""
+        refusal = wrong_picture(picture.param, "its URL is not that of a picture that this server may read")
+        if self._folder is None:
+            raise refusal
+        host, slash, path = picture.url[5:].removeprefix("//").partition("/")
+        if host.lower() not in _LOCAL_HOSTS or not slash or not picture.url[5:].startswith("//"):
+            raise refusal
+        try:
+            descriptor = os.open("/" + unquote(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        except (OSError, ValueError):
+            raise refusal from None
+        try:
+            status = os.fstat(descriptor)
+            opened = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+            if not opened.is_relative_to(self._folder.resolve()) or not stat.S_ISREG(status.st_mode):
+                raise refusal
+            if status.st_size > self._most_bytes:
+                raise self._too_large(picture)
+            with open(descriptor, "rb", closefd=False) as file:
+                return self._checked(file.read(self._most_bytes + 1), picture)
+        except OSError:
+            raise refusal from None
+        finally:
+            os.close(descriptor)
+
+    def _checked(self, data: bytes, picture: Picture) -> bytes:
+        if not data:
+            raise wrong_picture(picture.param, "it is empty")
+        if len(data) > self._most_bytes:
+            raise self._too_large(picture)
+        return data
+
+    def _too_large(self, picture: Picture) -> ApiError:
+        return wrong_picture(picture.param, f"its file has more than the {self._most_bytes} bytes that are accepted")
+
+
+def _from_base64(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+async def _resolve(host: str, port: int) -> Sequence[str]:
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))

@@ -1,0 +1,71 @@
+"""POST /v1/embeddings: the vectors of texts, pooled from the hidden states of the model that also generates."""
+
+import base64
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import numpy as np
+from fastapi import Request, Response
+
+from crossdock.cluster.api.body.embedding_body import EmbeddingRequest
+from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
+from crossdock.cluster.api.bounds import INPUTS
+from crossdock.cluster.api.errors import ApiError, to_json
+from crossdock.cluster.api.generation import Generation, Generations
+from crossdock.cluster.api.routes.completions import Completions
+from crossdock.cluster.api.slices import slices
+from crossdock.cluster.api.text.choices import Output
+from crossdock.cluster.dispatch.dispatcher import ReplicaLost
+
+_VECTORS_AT_ONCE = 2  # written between two looks at other requests; a vector of 4,096 numbers takes about 3 ms
+
+
+class Embeddings:
+    def __init__(self, generations: Generations, completions: Completions, defaults: EmbeddingDefaults) -> None:
+        self._generations = generations
+        self._completions = completions
+        self._defaults = defaults
+
+    async def create(self, request: Request, body: EmbeddingRequest) -> Response:
+        completion, normalizes = body.completion(self._defaults), body.normalizes(self._defaults)
+        generation = self._generations.begin(request, completion)
+        prompts = await self._completions.prompts(completion, generation.card, INPUTS)
+        await self._generations.add_choices(generation, prompts)
+        outputs = await self._generations.whole_outputs(generation)
+        parts = [part async for part in self._parts(body, generation, outputs, normalizes=normalizes)]
+        return Response(b"".join(parts), media_type="application/json")
+
+    async def _parts(
+        self, body: EmbeddingRequest, generation: Generation, outputs: list[Output], *, normalizes: bool
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the answer as JSON, in parts. Other requests are served meanwhile."""
+        usage = generation.usage()
+        del usage["completion_tokens"]
+        yield to_json({**generation.head("embd", "list"), "usage": usage})[:-1] + b',"data":['
+        async for some in slices(outputs, _VECTORS_AT_ONCE):
+            for output in some:
+                vector = _vector(output, body, normalizes=normalizes)
+                one = {"object": "embedding", "index": output.index, "embedding": vector}
+                yield b"," * (output.index > 0) + to_json(one)
+        yield b"]}"
+
+
+def _vector(output: Output, body: EmbeddingRequest, *, normalizes: bool) -> Any:
+    """Return a vector in the encoding that the body asks for: cut first, and then made as long as 1.
+
+    Raises:
+        ApiError: the vector has fewer numbers than the body asks for.
+        ReplicaLost: there is none, as from a replica of an older version.
+    """
+    if output.embedding is None:
+        raise ReplicaLost("the replica gave no vector")
+    vector = np.frombuffer(output.embedding, "<f4").astype(np.float64)
+    if body.dimensions is not None:
+        if body.dimensions > len(vector):
+            reason = f"this model's vectors have {len(vector)} numbers"
+            raise ApiError(f"Invalid value for 'dimensions': {reason}.", param="dimensions", code="invalid_value")
+        vector = vector[: body.dimensions]
+    if normalizes:
+        vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+    numbers = vector.astype("<f4")
+    return base64.b64encode(numbers.tobytes()).decode() if body.encoding_format == "base64" else numbers.tolist()

@@ -1,0 +1,56 @@
+"""The pictures of the served model, within the limits that the configuration names."""
+
+import logging
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.media.addresses import AllowedHosts
+from crossdock.cluster.api.media.families import NoPictures
+from crossdock.cluster.api.media.media import Media, MediaLimits, PictureMetrics
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+
+logger = logging.getLogger("ray.serve")
+
+
+def open_media(
+    model: Path, tokenizer: ModelTokenizer, http: HttpConfig, registry: CollectorRegistry | None = None
+) -> Media | None:
+    """Start the processes of pictures, and wait for one. Returns None where the model or the limits take no pictures.
+
+    Args:
+        model: directory of the model.
+        tokenizer: the model's.
+        http: the limits of pictures.
+        registry: of the metrics; None: a new one.
+
+    Raises:
+        ValueError: the image processor refuses the arguments that the configuration gives.
+    """
+    metrics = PictureMetrics(registry or CollectorRegistry())
+    if not http.limit_mm_per_prompt.get("image", 1):
+        return None
+    limits = MediaLimits(
+        hosts=AllowedHosts(http.allowed_media_domains),
+        folder=None if http.allowed_local_media_path is None else Path(http.allowed_local_media_path),
+        most_pictures=http.limit_mm_per_prompt.get("image", 32),
+        most_bytes=http.media_max_bytes,
+        most_pixels=http.media_max_pixels,
+        timeout_s=http.media_timeout_s,
+        cache_bytes=http.media_cache_bytes,
+        arguments=http.mm_processor_kwargs,
+    )
+    names = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
+    media: Media | None = None
+    try:
+        media = Media(model, names, limits, metrics=metrics)
+        media.wait_until_ready()
+        return media
+    except (NoPictures, ValueError, TimeoutError) as reason:
+        if media is not None:
+            media.close()
+        if not isinstance(reason, NoPictures):
+            raise
+        logger.info("requests can have no pictures: %s", reason)
+        return None

@@ -1,0 +1,136 @@
+"""Each family's pictures: ids and tensors against transformers' processors."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoImageProcessor
+
+from crossdock.cluster.api.body.bodies import ChatCompletionRequest
+from crossdock.cluster.api.body.pictures import Picture
+from crossdock.cluster.api.media.families import NoPictures, read_family
+from crossdock.cluster.api.media.media import place
+from crossdock.cluster.api.media.picture_process import Preparation
+from crossdock.cluster.api.media.processes import ReadyPicture
+from crossdock.cluster.api.text.prompts import PromptEncoder
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from crossdock.cluster.dispatch.dispatcher import ModelCard
+from tests.cluster.api.media.picture_models import MODELS, encoded, image_part, picture
+
+CARD = ModelCard("tiny", 0, 10_000, 1000)
+SIZES = [(40, 30), (30, 70), (64, 64), (8, 8), (100, 20)]
+
+
+class PreparedHere:
+    """Media whose pictures are prepared in this process, where the oracle runs as well."""
+
+    def __init__(self, folder: Path, names: dict[int, str], files: dict[str, bytes]) -> None:
+        family = read_family(folder, names)
+        self.written, self.placeholder = family.written, family.placeholder
+        self.placeholder_id = family.placeholder_id
+        keyed = {str(token_id): name for token_id, name in names.items()}
+        self._prepare = Preparation({"folder": str(folder), "names": keyed, "arguments": {}, "most_pixels": 1 << 20})
+        self._files = files
+
+    async def prepare(self, pictures: list[Picture], most_rows: int | None) -> list[ReadyPicture]:
+        answers = [self._prepare({"data": self._files[each.url], "detail": each.detail}) for each in pictures]
+        return [ReadyPicture(each["text"], tuple(each["runs"]), each["hash"], _arrays(each)) for each in answers]
+
+
+def _arrays(answer: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    return {
+        name: np.frombuffer(body, np.dtype(kind)).reshape(shape)
+        for name, (kind, shape, body) in answer["tensors"].items()
+    }
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_prompt_with_pictures_equals_that_of_transformers(kind: str, tmp_path: Path) -> None:
+    model = MODELS[kind]
+    theirs = model.save(tmp_path)
+    tokenizer = ModelTokenizer(theirs)
+    images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
+    files = {f"data:{i}": encoded(image) for i, image in enumerate(images)}
+    names = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
+    media: Any = PreparedHere(tmp_path, names, files)
+    parts: list[dict[str, Any]] = [{"type": "text", "text": "Look: "}]
+    for i in range(len(images)):
+        parts += [image_part(f"data:{i}"), {"type": "text", "text": f" is number {i}.\n"}]
+    messages = [{"role": "user", "content": "No picture."}, {"role": "user", "content": parts}]
+    body = ChatCompletionRequest.of({"messages": messages})
+    encoder = PromptEncoder(tokenizer, trusts_templates=False, media=media)
+    prompt = asyncio.run(encoder.encode_chat(body, None, CARD, truncates=False))
+
+    processor = AutoImageProcessor.from_pretrained(str(tmp_path), backend="pil")
+    seen = [{**part, "type": "image"} if part["type"] == "image_url" else part for part in parts]
+    text = theirs.apply_chat_template(
+        [messages[0], {"role": "user", "content": seen}], tokenize=False, add_generation_prompt=True
+    )
+    for image, item in zip(images, prompt.items, strict=True):
+        outputs = processor(image, return_tensors="np", **(model.arguments or {}))
+        token = "<start_of_image>" if kind == "gemma3" else model.tokens[-1 if kind.startswith("qwen") else 0]
+        text = text.replace(token, model.expand(outputs, 0).replace(token, "\0"), 1)
+        for name, tensor in item.tensors.items():
+            assert np.array_equal(tensor, np.asarray(outputs[name])), name
+    text = text.replace("\0", token)
+    assert prompt.token_ids == theirs.encode(text, add_special_tokens=False)
+    assert len(prompt.items) == len(images)
+    at = 0
+    for item in prompt.items:
+        span = prompt.token_ids[item.start : item.end]
+        assert item.start >= at
+        assert span[0] == span[-1] == media.placeholder_id
+        assert span.count(media.placeholder_id) == item.num_rows > 0
+        at = item.end
+    assert prompt.token_ids.count(media.placeholder_id) == sum(item.num_rows for item in prompt.items)
+
+
+def test_equal_pictures_have_equal_hashes_and_others_have_not(tmp_path: Path) -> None:
+    tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(tmp_path))
+    names = {str(token_id): text for text, token_id in tokenizer.added_tokens().items()}
+    prepare = Preparation({"folder": str(tmp_path), "names": names, "arguments": {}, "most_pixels": 1 << 20})
+
+    def hash_of(width: int, height: int, seed: int, **options: Any) -> bytes:
+        data = encoded(picture(width, height, seed), **options)
+        found: bytes = prepare({"data": data, "detail": "auto"})["hash"]
+        return found
+
+    assert hash_of(40, 30, 0) == hash_of(40, 30, 0, compress_level=0)  # other bytes, the same pixels
+    assert len({hash_of(40, 30, 0), hash_of(40, 30, 1), hash_of(30, 40, 0)}) == 3
+
+
+def test_arguments_of_the_configuration_reach_the_image_processor(tmp_path: Path) -> None:
+    tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(tmp_path))
+    names = {str(token_id): text for text, token_id in tokenizer.added_tokens().items()}
+    settings = {"folder": str(tmp_path), "names": names, "most_pixels": 1 << 20}
+    asked = {"data": encoded(picture(200, 200)), "detail": "auto"}
+    small = {"size": {"shortest_edge": 64, "longest_edge": 256}}
+    assert sum(Preparation({**settings, "arguments": small})(asked)["runs"]) == 4
+    assert sum(Preparation({**settings, "arguments": {}})(asked)["runs"]) == 64
+
+
+def test_model_that_reads_text_only_has_no_family(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(NoPictures, match="text only"):
+        read_family(tmp_path, {})
+
+
+def test_unknown_family_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "kosmos-2", "vision_config": {}}')
+    with pytest.raises(NoPictures, match="kosmos-2"):
+        read_family(tmp_path, {})
+
+
+def test_picture_is_placed_where_its_placeholders_are() -> None:
+    ready = [ReadyPicture("", (2, 3), b"a", {}), ReadyPicture("", (1,), b"b", {})]
+    token_ids, items = place([5, 9, 6, 9, 7, 9], 9, ready)
+    assert token_ids == [5, 9, 9, 6, 9, 9, 9, 7, 9]
+    assert [(item.start, item.length, item.num_rows, item.content_hash) for item in items] == [
+        (1, 6, 5, b"a"),
+        (8, 1, 1, b"b"),
+    ]
+    for wrong in ([5, 9, 6, 9, 7], [9, 9, 9, 9]):
+        with pytest.raises(ValueError, match="placeholders"):
+            place(wrong, 9, ready)

@@ -1,0 +1,93 @@
+"""The process of pictures: its limits, and what becomes of settings that cannot work."""
+
+import faulthandler
+import io
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.media import picture_process
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from crossdock.cluster.serve.media import open_media
+from tests.cluster.api.media.picture_models import MODELS
+
+
+def overflow(_: Mapping[str, Any]) -> dict[str, Any]:
+    faulthandler.disable()  # pytest's own would print a traceback
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return {}
+
+
+def run_for_ever(_: Mapping[str, Any]) -> dict[str, Any]:
+    while True:
+        pass
+
+
+def fill_memory(_: Mapping[str, Any]) -> dict[str, Any]:
+    faulthandler.disable()
+    return {"bytes": len(bytearray(2 * picture_process.MEMORY_BYTES))}
+
+
+def raise_an_error(_: Mapping[str, Any]) -> dict[str, Any]:
+    raise KeyError("secret")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (overflow, "it cannot be decoded within this server's limits"),
+        (run_for_ever, "it takes too long to decode"),
+        (fill_memory, "it needs more than 2048 MiB to decode"),
+        (raise_an_error, "it cannot be decoded within this server's limits"),
+    ],
+)
+def test_picture_that_ends_its_child_is_refused_alone(
+    prepare: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(picture_process, "CPU_SECONDS", 0.3)
+    reader, writer = os.pipe()  # of the ingress, which asks nothing meanwhile
+    with os.fdopen(reader, "rb") as requests:
+        assert picture_process._answer(requests, prepare, {}) == {"error": reason}
+        found = picture_process._answer(requests, lambda asked: {"runs": asked["runs"]}, {"runs": [1]})
+    os.close(writer)
+    assert found == {"runs": [1]}
+
+
+def test_frames_are_whole_or_none() -> None:
+    stream = io.BytesIO()
+    picture_process.write_frame(stream, {"a": b"\0" * 100})
+    whole = stream.getvalue()
+    assert picture_process.read_frame(io.BytesIO(whole)) == {"a": b"\0" * 100}
+    assert picture_process.read_frame(io.BytesIO(whole[:-1])) is None
+    assert picture_process.read_frame(io.BytesIO(b"\1")) is None
+
+
+def test_wrong_arguments_of_the_image_processor_are_named_at_the_start(tmp_path: Path) -> None:
+    tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(tmp_path))
+    http = HttpConfig(mm_processor_kwargs={"size": {"width": "broad"}})
+    with pytest.raises(ValueError, match=r"http\.mm_processor_kwargs"):
+        open_media(tmp_path, tokenizer, http)
+
+
+def test_model_whose_image_processor_is_unknown_serves_text(tmp_path: Path) -> None:
+    tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(tmp_path))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "NoSuchProcessor"}))
+    assert open_media(tmp_path, tokenizer, HttpConfig()) is None
+    assert open_media(tmp_path, tokenizer, HttpConfig(limit_mm_per_prompt={"image": 0})) is None
+
+
+def test_image_processor_may_stand_in_the_processors_file(tmp_path: Path) -> None:
+    tokenizer = ModelTokenizer(MODELS["smolvlm"].save(tmp_path))
+    images = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").unlink()
+    processor = json.loads((tmp_path / "processor_config.json").read_text())
+    (tmp_path / "processor_config.json").write_text(json.dumps({**processor, "image_processor": images}))
+    media = open_media(tmp_path, tokenizer, HttpConfig())
+    assert media is not None
+    media.close()

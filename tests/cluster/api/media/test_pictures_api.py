@@ -1,0 +1,251 @@
+"""Pictures in requests of all APIs: what is submitted, counted, refused and kept."""
+
+import asyncio
+import base64
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import anthropic
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from crossdock.cluster.bench.run import BenchOptions, run_bench
+from crossdock.workers.schedule.request import Submission
+from tests.cluster.api.media.conftest import PictureServer
+from tests.cluster.api.media.picture_models import data_url, encoded, image_part, picture
+from tests.cluster.api.scripted_api import HI, LiveServer, ScriptedDispatcher, refused
+
+TEXT = {"type": "text", "text": "What is this?"}
+
+
+def ask(server: PictureServer, *parts: Any, **fields: Any) -> httpx.Response:
+    messages = [{"role": "user", "content": [*parts, TEXT]}]
+    return server.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 3, **fields})
+
+
+def submitted(server: PictureServer, answer: httpx.Response) -> Submission:
+    """Return the last submission of a request, which must succeed."""
+    assert answer.status_code == 200, answer.text
+    return server.dispatcher.submissions[-1]
+
+
+def png(*args: Any, **options: Any) -> str:
+    return data_url(encoded(picture(*args), **options))
+
+
+def test_chat_with_pictures_is_submitted_with_its_items(picture_server: PictureServer) -> None:
+    answer = ask(picture_server, image_part(png(40, 30, 1)), image_part(png(20, 60, 2)))
+    submission = submitted(picture_server, answer)
+    first, second = submission.items
+    pad = picture_server.media.placeholder_id
+    for item, grid in ((first, (1, 8, 10)), (second, (1, 16, 4))):
+        assert item.tensors["image_grid_thw"].tolist() == [list(grid)]
+        assert item.tensors["pixel_values"].shape[0] == grid[1] * grid[2]
+        assert item.length == item.num_rows == grid[1] * grid[2] // 4
+        assert set(submission.prompt_token_ids[item.start : item.end]) == {pad}
+        assert item.kind == "image"
+    assert first.content_hash != second.content_hash
+    usage = answer.json()["usage"]
+    assert usage["prompt_tokens"] == len(submission.prompt_token_ids) > first.num_rows + second.num_rows
+
+
+def test_same_picture_is_processed_once(picture_server: PictureServer) -> None:
+    before = [picture_server.metric(name) for name in ("picture_seconds_count", "picture_cache_hits_total")]
+    url = png(40, 40, 11)
+    items = [submitted(picture_server, ask(picture_server, image_part(url), image_part(url))).items for _ in range(2)]
+    assert len({item.content_hash for pair in items for item in pair}) == 1
+    after = [picture_server.metric(name) for name in ("picture_seconds_count", "picture_cache_hits_total")]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [1, 3]
+
+
+def test_every_choice_has_the_items(picture_server: PictureServer) -> None:
+    submitted(picture_server, ask(picture_server, image_part(png()), n=3))
+    assert [len(each.items) for each in picture_server.dispatcher.submissions[-3:]] == [1, 1, 1]
+
+
+def test_low_detail_shrinks_the_picture(picture_server: PictureServer) -> None:
+    url = png(900, 600, 3)
+    low, high = (
+        submitted(picture_server, ask(picture_server, image_part(url, detail=each))) for each in ("low", "high")
+    )
+    assert low.items[0].content_hash != high.items[0].content_hash
+    refused(ask(picture_server, image_part(url, detail="huge")), 400, param="messages[0].content[0].detail")
+
+
+def test_clients_of_openai_and_anthropic_send_pictures(picture_server: PictureServer) -> None:
+    url = png(40, 30, 1)
+    theirs = openai.OpenAI(base_url=f"{picture_server.url}/v1", api_key="none", max_retries=0)
+    with theirs as client:
+        chat: Any = client.chat.completions
+        chat.create(model="tiny", messages=[{"role": "user", "content": [image_part(url), TEXT]}], max_tokens=2)
+        by_chat = picture_server.dispatcher.submissions[-1]
+        content = [
+            {"type": "input_image", "image_url": url, "detail": "auto"},
+            {"type": "input_text", "text": TEXT["text"]},
+        ]
+        responses: Any = client.responses
+        first = responses.create(model="tiny", input=[{"role": "user", "content": content}], max_output_tokens=2)
+        by_response = picture_server.dispatcher.submissions[-1]
+        responses.create(model="tiny", input="And?", previous_response_id=first.id, max_output_tokens=2)
+        by_next = picture_server.dispatcher.submissions[-1]
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    blocks = [{"type": "image", "source": source}, TEXT]
+    with anthropic.Anthropic(base_url=picture_server.url, api_key="none", max_retries=0) as client:
+        messages: Any = client.messages
+        messages.create(model="tiny", messages=[{"role": "user", "content": blocks}], max_tokens=2)
+        by_message = picture_server.dispatcher.submissions[-1]
+        count = messages.count_tokens(model="tiny", messages=[{"role": "user", "content": blocks}])
+    hashes = {each.items[0].content_hash for each in (by_chat, by_response, by_next, by_message)}
+    assert len(hashes) == 1
+    assert by_chat.prompt_token_ids == by_response.prompt_token_ids == by_message.prompt_token_ids
+    assert count.input_tokens == len(by_message.prompt_token_ids)
+
+
+def test_result_of_a_tool_may_be_a_picture(picture_server: PictureServer) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": png().partition(",")[2]}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": source}]}
+    call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    messages = [{"role": "user", "content": "Look"}, {"role": "assistant", "content": [call]}]
+    messages += [{"role": "user", "content": [result]}]
+    answer = picture_server.http.post("/v1/messages", json={"model": "tiny", "messages": messages, "max_tokens": 2})
+    assert len(submitted(picture_server, answer).items) == 1
+
+
+def test_file_below_the_folder_is_read(picture_server: PictureServer) -> None:
+    by_file = submitted(picture_server, ask(picture_server, image_part(f"file://{picture_server.folder}/dog.png")))
+    by_data = submitted(picture_server, ask(picture_server, image_part(png())))
+    assert by_file.items[0].content_hash == by_data.items[0].content_hash
+
+
+def test_pictures_of_all_modes_become_rgb(picture_server: PictureServer) -> None:
+    """A half transparent picture is on white, 16 bits keep their upper half, a GIF has its first frame."""
+    grey = np.full((16, 16), 0x8000, np.uint16)
+    from PIL import Image  # beside the only test that makes such files by hand
+
+    files = {
+        "palette": encoded(picture(mode="P")),
+        "grey": encoded(picture(mode="L")),
+        "one bit": encoded(picture(mode="1")),
+        "transparent": encoded(Image.new("RGBA", (16, 16), (255, 0, 0, 0))),
+        "16 bits": encoded(Image.fromarray(grey)),
+        "CMYK": encoded(picture(mode="CMYK"), "JPEG"),
+        "WebP": encoded(picture(), "WEBP"),
+        "GIF": encoded(picture(), "GIF", save_all=True, append_images=[picture(seed=5)]),
+    }
+    pixels = {
+        name: submitted(picture_server, ask(picture_server, image_part(data_url(data))))
+        .items[0]
+        .tensors["pixel_values"]
+        for name, data in files.items()
+    }
+    white, half = (
+        np.array([(level - 0.5) / 0.5, (level - 0.4) / 0.6, (level - 0.3) / 0.7]) for level in (1.0, 128 / 255)
+    )
+    for name, expected in (("transparent", white), ("16 bits", half)):
+        channels = pixels[name].reshape(-1, 3, 2 * 4 * 4)
+        assert np.allclose(channels, expected[None, :, None], atol=1e-5), name
+    only = submitted(picture_server, ask(picture_server, image_part(data_url(encoded(picture(), "GIF")))))
+    assert np.array_equal(pixels["GIF"], only.items[0].tensors["pixel_values"])
+
+
+def test_picture_is_turned_as_its_exif_says(picture_server: PictureServer) -> None:
+    exif = picture().getexif()
+    exif[0x0112] = 6  # turned by 90°
+    item = submitted(picture_server, ask(picture_server, image_part(png(60, 20, 4, exif=exif)))).items[0]
+    _, height, width = item.tensors["image_grid_thw"][0]
+    assert height > width
+
+
+def test_process_that_is_killed_is_replaced(picture_server: PictureServer) -> None:
+    for pid in picture_server.media._processes.pids:
+        os.kill(pid, signal.SIGKILL)
+    for seed in (31, 32, 33):
+        submitted(picture_server, ask(picture_server, image_part(png(40, 30, seed))))
+
+
+def test_pictures_of_many_requests_are_processed_beside_each_other(picture_server: PictureServer) -> None:
+    urls = [png(40, 30, 40 + i) for i in range(12)]
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda url: ask(picture_server, image_part(url), image_part(urls[0])), urls))
+    assert {answer.status_code for answer in answers} == {200}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "a <|image_pad|> b"}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a <|image_pad|>"}]}, "messages"),
+    ],
+)
+def test_placeholder_without_a_picture_is_refused(
+    picture_server: PictureServer, path: str, body: dict[str, Any], param: str
+) -> None:
+    refused(picture_server.http.post(path, json=body), 400, param=param)
+    token_id = picture_server.media.placeholder_id
+    refused(picture_server.http.post("/v1/completions", json={"prompt": [1, token_id]}), 400, param="prompt")
+
+
+def test_placeholder_in_text_beside_a_picture_is_refused(picture_server: PictureServer) -> None:
+    parts = [{"type": "text", "text": "<|vision_start|><|image_pad|><|vision_end|>"}, image_part(png())]
+    error = refused(ask(picture_server, *parts), 400, param="messages")
+    assert "<|image_pad|>" in error["message"]
+
+
+def test_truncation_never_cuts_a_picture(picture_server: PictureServer) -> None:
+    refused(ask(picture_server, image_part(png()), truncate_prompt_tokens=5), 400, param="truncate_prompt_tokens")
+    submitted(picture_server, ask(picture_server, image_part(png()), truncate_prompt_tokens=1900))
+
+
+def test_pictures_that_exceed_the_context_are_refused(picture_server: PictureServer) -> None:
+    """Each has 64 rows: eight are more than a context of 400 tokens, four are not."""
+    picture_server.dispatcher.max_model_len = 400
+    try:
+        parts = [image_part(png(64, 64, 60 + i)) for i in range(8)]
+        error = refused(ask(picture_server, *parts), 400, code="context_length_exceeded")
+        assert error["param"].startswith("messages[0].content[")
+        submitted(picture_server, ask(picture_server, *parts[:4]))
+    finally:
+        picture_server.dispatcher.max_model_len = 2000
+
+
+def test_model_of_text_refuses_pictures_of_every_api(tokenizer: ModelTokenizer) -> None:
+    dispatcher = ScriptedDispatcher(tokenizer)
+    app = build_api(dispatcher, tokenizer, HttpConfig())  # type: ignore[arg-type]
+    url = png()
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(b"x").decode()}
+    with LiveServer(app) as server, httpx.Client(base_url=server) as http:
+        chat = {"messages": [{"role": "user", "content": [TEXT, image_part(url)]}]}
+        error = refused(http.post("/v1/chat/completions", json=chat), 400, param="messages[0].content[1]")
+        assert "takes text only" in error["message"]
+        items = [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]
+        error = refused(http.post("/v1/responses", json={"input": items}), 400, param="input[0].content[0]")
+        assert "takes text only" in error["message"]
+        message = {"role": "user", "content": [TEXT, {"type": "image", "source": source}]}
+        answer = http.post("/v1/messages", json={"model": "tiny", "messages": [message], "max_tokens": 2})
+        assert answer.status_code == 400
+        assert "'messages[0].content[1]'" in answer.json()["error"]["message"]
+        assert http.post("/v1/chat/completions", json={"messages": HI}).status_code == 200
+    assert [len(submission.items) for submission in dispatcher.submissions] == [0]
+
+
+def test_workload_of_the_benchmark_sends_pictures(picture_server: PictureServer) -> None:
+    options = BenchOptions(
+        picture_server.url,
+        "images",
+        num_requests=4,
+        concurrency=2,
+        pictures=3,
+        picture_size=64,
+        output_tokens=4,
+        warmup=0,
+    )
+    result = asyncio.run(run_bench(options))
+    assert result.summary["requests_ok"] == 4, [sample.error for sample in result.samples]
+    assert {len(each.items) for each in picture_server.dispatcher.submissions[-4:]} == {3}

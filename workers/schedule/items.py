@@ -1,0 +1,53 @@
+"""Pictures and videos in prompts: which tokens stand for them, and what the encoder computes them from."""
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Item:
+    """One picture, or the frames of one video, in a prompt.
+
+    The tokens `[start, start + length)` of the prompt stand for it. Those among them that equal the model's placeholder
+    get the rows of the encoder's output, in order; others, such as the breaks between the rows of a picture, are text.
+    """
+
+    start: int
+    length: int  # tokens
+    num_rows: int  # placeholders among these tokens: rows of the encoder's output
+    kind: str  # `image` or `video`
+    content_hash: bytes  # 16 bytes, of `tensors`: equal hashes mean equal embeddings
+    tensors: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # keyword arguments of the encoder, by name
+
+    @property
+    def end(self) -> int:
+        """Return the position after the item's last token."""
+        return self.start + self.length
+
+
+NO_ITEMS: Sequence[Item] = ()
+
+
+def num_bytes(item: Item) -> int:
+    """Return the bytes of what the encoder reads."""
+    return sum(np.asarray(tensor).nbytes for tensor in item.tensors.values())
+
+
+def items_in(items: Sequence[Item], start: int, end: int) -> Iterator[Item]:
+    """Yield the items of which a token lies in `[start, end)`, in order."""
+    return (item for item in items if item.start < end and item.end > start)
+
+
+def page_key(items: Sequence[Item], start: int, end: int) -> bytes:
+    """Return what the tokens `[start, end)` of a prompt do not say about the items that they stand for.
+
+    Empty where there is no item. Two pages with equal tokens and equal keys have equal content: each item counts by its
+    content, its length, and the place where it begins.
+    """
+    found = items_in(items, start, end)
+    return b"".join(struct.pack("<qq", item.start - start, item.length) + item.content_hash for item in found)
