@@ -2,7 +2,9 @@
 
 import pytest
 
-from crossdock.workers.schedule.pages import HOLE, PagePool, hash_pages
+from crossdock.workers.schedule.layer_groups import group_layers
+from crossdock.workers.schedule.page_needs import PageNeeds
+from crossdock.workers.schedule.pages import HOLE, PagePool, PrefixHit, Window, hash_pages
 from crossdock.workers.schedule.request import Leg
 from crossdock.workers.schedule.scheduler import Scheduler
 
@@ -81,3 +83,22 @@ def test_prefix_is_found_by_where_the_tokens_begin_that_are_computed_here() -> N
     pool.release("b")
     pool.release("a")
     assert pool.counts().owned == 0
+
+
+@pytest.mark.parametrize(
+    ("windows", "least", "most"),
+    [
+        ([128, None] * 18, 0.50, 0.51),  # gpt-oss-120b
+        (([1024] * 5 + [None]) * 10 + [1024] * 2, 0.26, 0.27),  # Gemma-3-27B
+        ([None] * 32, 1.0, 1.0),  # Llama-3-8B
+    ],
+)
+def test_share_of_an_8k_prompt_that_travels_is_that_of_its_windows(
+    windows: list[Window], least: float, most: float
+) -> None:
+    """In bytes, of layers that all have keys and values of the same size."""
+    groups = group_layers(windows, [1] * len(windows), 32_768, 16)
+    needs = PageNeeds(16, [group.window for group in groups], chunk=2048)
+    numbers = needs.to_receive(8192, PrefixHit(0, tuple(() for _ in groups)))
+    shipped = sum(number * len(group.layers) for number, group in zip(numbers, groups, strict=True))
+    assert least <= shipped / (len(windows) * 512) <= most
