@@ -199,8 +199,9 @@ def test_picture_that_cannot_be_encoded_fails_its_own_request_alone() -> None:
     last: TokenDelta = deltas["bad"][-1]
     assert last.finish_reason is FinishReason.ERROR
     assert "cannot be encoded" in str(last.error)
-    engine.add(submission("again", bad))  # with the right tensors, of the same name: nothing of the failure is found
-    assert engine.pages.match_prefix(()).num_pages == 0
+    engine.add(submission("again", PicturePrompt(bad.token_ids, [wrong])))  # its embeddings count as known by now
+    assert [delta.finish_reason for delta in run(engine)["again"]] == [FinishReason.ERROR]
+    assert engine.pages.counts().cached == len(good.token_ids) // 4 + 1, "pages of the failed prompt are not indexed"
 
 
 def test_step_that_fails_leaves_no_embeddings_behind() -> None:
