@@ -325,7 +325,7 @@ class Simulation:
         replica.publisher.interval_s = self.fleet.publish_s
         self.replicas[name] = replica
         self._outcome.replicas.append(replica)
-        profile = pool.profile.model_copy(update={"peer": name.encode() if pool.profile.windows == (None,) else b""})
+        profile = pool.profile.model_copy(update={"peer": name.encode()})
         for router in self.routers:
             router.join(name, profile, now)
             router.hear_pages(name, replica.publisher.all_pages())

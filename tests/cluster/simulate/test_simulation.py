@@ -82,6 +82,14 @@ def test_chunks_of_a_shipped_prompt_travel_while_the_next_is_computed() -> None:
     assert times(outcome)[0][1] == pytest.approx(chunk + 2 * 1 / 2 + decode), "the second waits for the first"
 
 
+def test_pages_that_a_window_has_passed_do_not_travel() -> None:
+    """The group with a window of 64 tokens ships the last four of its 32 pages, with the second chunk."""
+    pools = tuple({"name": name, "profile": profile(windows=(None, 64))} for name in ("prefill", "decode"))
+    simulation, outcome = play(fleet(*pools, router={"shipping": "always"}), [job("a", 512, 2)])
+    assert times(outcome) == [[2 * 17 / 64, 2 * 17 / 64 + (16 + 4) / 64 + 1 / 64 + 1 / 1024]]
+    assert_all_ended(simulation, outcome, [job("a", 512, 2)])
+
+
 def test_output_of_one_token_is_not_shipped() -> None:
     pools = {"name": "prefill"}, {"name": "decode"}
     jobs = [job("a", 512, 1), job("b", 512, 1, due=0.1)]

@@ -283,7 +283,6 @@ def test_layers_with_windows_give_back_pages_inside_pictures(family: str, window
     engine = Engine(
         wrap_module(build_multimodal(family, **windows)),
         EngineConfig(max_num_batched_tokens=16, max_num_seqs=4, page_size=4, kv_cache_memory=ByteSize(4 << 20)),
-        ships_pages=False,
     )
     assert engine.pages.has_windows
     assert (engine.pages.num_groups == 1) == (family == "pixtral")
