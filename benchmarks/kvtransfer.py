@@ -27,6 +27,7 @@ import numpy as np
 from crossdock.kvtransfer.dock import Dock
 from crossdock.kvtransfer.events import Arrived, Committed, Event, Released
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, PoolSpec
+from crossdock.kvtransfer.messages import GroupPages
 from crossdock.kvtransfer.transport import Memory, Transport, TransportUnavailable
 
 SMOLLM2 = PoolLayout((LayerShape(3, 64, 64),) * 30, 16, 2)
@@ -69,11 +70,11 @@ def run_source(kind: str, page_bytes: int, num_pages: int, repeats: int) -> None
         request, begin = f"r{repeat}", cpu_seconds()
         pages = random.Random(repeat).sample(range(0, 2 * num_pages, 2), num_pages)
         dock.ship(request, 1, [blob], 60)
-        dock.chunk(request, pages[:-1], num_pages - 1)
+        dock.chunk(request, [GroupPages(0, tuple(pages[:-1]))], num_pages - 1)
         sys.stdin.readline()  # the other side has committed
         time.sleep(0.005)
         finished = time.monotonic()
-        dock.finish(request, pages, num_pages, b"first token")
+        dock.finish(request, [GroupPages(0, tuple(pages))], num_pages, b"first token")
         while not isinstance(event := events.get(), Released):
             pass
         assert event.arrived
@@ -106,7 +107,7 @@ def measure(kind: str, page_bytes: int, num_pages: int, repeats: int) -> dict[st
             request = f"r{repeat}"
             dock.expect(request, 1, [blob], 60)
             pages = random.Random(-1 - repeat).sample(range(0, 2 * num_pages, 2), num_pages)
-            dock.grant(request, 1, 0, pages)
+            dock.grant(request, 1, 0, [GroupPages(0, tuple(pages))])
             if repeat == 0:
                 child.stdin.write(dock.blob.hex() + "\n")
             while not isinstance(events.get(timeout=60), Committed):

@@ -5,8 +5,8 @@ error is raised at the call; anything that fails later is an event.
 
     prefill                                          decode
     ship(r, epoch, decode blobs)                     expect(r, epoch, prefill blobs)
-    chunk(r, pages, num_tokens)  after every step    wait(r, epoch, seconds)   until there are pages, then
-    finish(r, pages, num_tokens, state)              grant(r, epoch, first_page, pages)
+    chunk(r, groups, num_tokens)  after every step   wait(r, epoch, seconds)   until there are pages, then
+    finish(r, groups, num_tokens, result)             grant(r, epoch, first_page, groups)
       -> Granted, Released                             -> Committed ..., Arrived
       -> or Failed, Released                           -> or Failed, WriterStopped
 """
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 from crossdock.kvtransfer.events import Event
 from crossdock.kvtransfer.layout import IncompatiblePools, PoolSpec
-from crossdock.kvtransfer.messages import MAX_BYTES, Abort, Grant, MalformedMessage, Wait, decode, encode
+from crossdock.kvtransfer.messages import MAX_BYTES, Abort, Grant, GroupPages, MalformedMessage, Wait, decode, encode
 from crossdock.kvtransfer.peers import Peers
-from crossdock.kvtransfer.plan import plan_writes, source_ranks
+from crossdock.kvtransfer.plan import bytes_by_group, plan_writes, source_ranks
 from crossdock.kvtransfer.receiver import Receiver
 from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank, Write
 from crossdock.kvtransfer.transport import (
@@ -39,7 +39,7 @@ from crossdock.kvtransfer.transport import (
 
 logger = logging.getLogger(__name__)
 
-MAX_STATE_BYTES = MAX_BYTES - 4096
+MAX_RESULT_BYTES = MAX_BYTES - 4096
 _MAX_FAILED_POLLS = 20  # in a row: then the transport is beyond repair, and the dock ends
 _FAILED_POLL_SECONDS = 0.1  # pause after a failed poll
 _PAUSE_SHARE = 0.125
@@ -117,9 +117,8 @@ class Dock:
         """
         targets = {}
         for peer in self._peers.unpack(peers):
-            ranges = plan_writes(self.spec, peer.spec)
-            if ranges:
-                page_bytes = sum(part.length for part in ranges)
+            page_bytes = bytes_by_group(plan_writes(self.spec, peer.spec))
+            if any(page_bytes):
                 num_sources = len(source_ranks(self.spec, peer.spec))
                 targets[peer.name] = peer, TargetRank(peer.spec.num_pages, page_bytes, num_sources)
 
@@ -134,24 +133,33 @@ class Dock:
         """Notify the target that there are pages for the whole prompt here: it may grant pages now."""
         self._call(lambda _: self._sender.offer(request, epoch))
 
-    def chunk(self, request: str, pages: Sequence[int], num_tokens: int) -> None:
-        """Send what is new of the first `num_tokens` tokens of `request`, which lie in `pages` from the first on.
+    def chunk(self, request: str, groups: Sequence[GroupPages], num_tokens: int) -> None:
+        """Send what is new of the first `num_tokens` tokens of `request`, which lie in the pages of `groups`.
 
-        The pages must stay untouched until `Released`. Without a `ship` under way this does nothing."""
-        pages = self._checked(pages, num_tokens)
-        self._call(lambda now: self._sender.chunk(request, pages, num_tokens, now))
+        Pages that tokens after the prompt can see must stay untouched until `Released`. Without a `ship` under way this
+        does nothing."""
+        groups = self._checked(groups, num_tokens)
+        self._call(lambda now: self._sender.chunk(request, groups, num_tokens, now))
 
-    def finish(self, request: str, pages: Sequence[int], num_tokens: int, state: bytes = b"") -> None:
-        """Send the rest, as `chunk` does, with the partial page and `state`. No more chunks will come.
+    def finish(
+        self,
+        request: str,
+        groups: Sequence[GroupPages],
+        num_tokens: int,
+        result: bytes = b"",
+        state_pages: Sequence[int] = (),
+    ) -> None:
+        """Send the rest, as `chunk` does, with the partial page, the recurrent state in `state_pages` and `result`. No
+        more chunks will come.
 
-        The target finds `state` (at most MAX_STATE_BYTES) in `Arrived`; of several source ranks, that of the lowest.
+        The target finds `result` (at most MAX_RESULT_BYTES) in `Arrived`; of several source ranks, that of the lowest.
         After another `ship` of the same request, for example to a second target, call this again."""
-        if len(state) > MAX_STATE_BYTES:
-            raise ValueError(f"state has {len(state)} bytes; at most {MAX_STATE_BYTES} can be sent")
-        pages, now = self._checked(pages, num_tokens), self._clock()
+        if len(result) > MAX_RESULT_BYTES:
+            raise ValueError(f"result has {len(result)} bytes; at most {MAX_RESULT_BYTES} can be sent")
+        groups, state, now = self._checked(groups, num_tokens), self._checked_state(state_pages), self._clock()
         # The time of this call, not of its turn on the thread: with CMA the thread may be inside a write, which was
         # hidden behind computing until now.
-        self._call(lambda _: self._sender.finish(request, pages, num_tokens, state, now))
+        self._call(lambda _: self._sender.finish(request, groups, num_tokens, result, now, state))
 
     def cancel_ship(self, request: str, epoch: int) -> None:
         """Stop writing. `Released` follows in any case, as soon as no write is open; it may come twice."""
@@ -172,12 +180,12 @@ class Dock:
             IncompatiblePools: the pools cannot exchange pages, or a rank that must write here has no blob in `peers`.
             ValueError: a blob is of another transport, or of no dock.
         """
-        sources: dict[str, tuple[Peer, int]] = {}
+        sources: dict[str, tuple[Peer, tuple[int, ...]]] = {}
         unpacked = self._peers.unpack(peers)
         for peer in unpacked:
-            ranges = plan_writes(peer.spec, self.spec)
-            if ranges:
-                sources[peer.name] = peer, sum(part.length for part in ranges)
+            page_bytes = bytes_by_group(plan_writes(peer.spec, self.spec))
+            if any(page_bytes):
+                sources[peer.name] = peer, page_bytes
         wanted = source_ranks(unpacked[0].spec, self.spec)
         if sorted(peer.spec.rank for peer, _ in sources.values()) != list(wanted):
             raise IncompatiblePools(f"ranks {wanted} write to this one; blobs of {len(unpacked)} were given")
@@ -189,14 +197,25 @@ class Dock:
 
         self._call(call)
 
-    def grant(self, request: str, epoch: int, first_page: int, pages: Sequence[int]) -> None:
-        """Grant `pages` for the prompt of `request`, except for the first `first_page` pages, which are here.
+    def grant(
+        self,
+        request: str,
+        epoch: int,
+        first_page: int,
+        groups: Sequence[GroupPages],
+        state_pages: Sequence[int] = (),
+    ) -> None:
+        """Grant pages for the prompt of `request`, except for the first `first_page` pages, which are here, and for its
+        recurrent state.
 
         They belong to the writer until `Arrived`, or until `WriterStopped` after a failure."""
-        pages = tuple(pages)
-        if first_page < 0 or len(set(pages)) != len(pages) or not all(0 <= p < self.spec.num_pages for p in pages):
+        pages = [page for group in groups for page in group.pages] + [*state_pages]
+        if len(set(pages)) != len(pages) or not all(0 <= p < self.spec.num_pages for p in pages):
             raise ValueError(f"pages must be different ones within 0 and {self.spec.num_pages - 1}, not {pages}")
-        self._call(lambda now: self._receiver.grant(request, epoch, first_page, pages, now))
+        if len(groups) != len(self.spec.windows) or not all(group.first >= first_page >= 0 for group in groups):
+            raise ValueError(f"pages of {len(self.spec.windows)} groups from {first_page} on are needed, not {groups}")
+        groups, state = tuple(groups), self._checked_state(state_pages)
+        self._call(lambda now: self._receiver.grant(request, epoch, first_page, groups, now, state))
 
     def cancel_expect(self, request: str, epoch: int) -> None:
         """Stop expecting. `WriterStopped` follows in any case, when that is safe; it may come twice. Until then, give
@@ -379,7 +398,7 @@ class Dock:
         peer, message = write.peer, write.message
         try:
             self._peers.connect(peer)
-            number = self._transport.write(peer, write.source_pages, write.target_pages, encode(message))
+            number = self._transport.write(peer, write.copies, encode(message))
         except Exception as error:
             logger.exception("a write to %s did not begin", peer)
             self._peers.disconnect(peer, is_idle=False)  # whatever has begun of it
@@ -390,10 +409,19 @@ class Dock:
 
     # -- arguments -------------------------------------------------------------------------------------------------
 
-    def _checked(self, pages: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-        pages = tuple(pages)
-        if not 0 <= num_tokens <= len(pages) * self.spec.page_size:
-            raise ValueError(f"num_tokens must be within {len(pages)} pages of {self.spec.page_size}, not {num_tokens}")
+    def _checked(self, groups: Sequence[GroupPages], num_tokens: int) -> tuple[GroupPages, ...]:
+        end = min((group.end for group in groups), default=0)
+        if not 0 <= num_tokens <= end * self.spec.page_size:
+            raise ValueError(f"num_tokens must be within {end} pages of {self.spec.page_size}, not {num_tokens}")
+        if len(groups) != len(self.spec.windows):
+            raise ValueError(f"pages of {len(self.spec.windows)} groups of layers are needed, not of {len(groups)}")
+        if not all(0 <= page < self.spec.num_pages for group in groups for page in group.pages):
+            raise ValueError(f"pages must be within 0 and {self.spec.num_pages - 1}, not {groups}")
+        return tuple(groups)
+
+    def _checked_state(self, pages: Sequence[int]) -> tuple[int, ...]:
+        if bool(self.spec.state) != bool(len(pages)):
+            raise ValueError(f"the recurrent state is {self.spec.state or 'none'}; its pages are {[*pages]}")
         if not all(0 <= page < self.spec.num_pages for page in pages):
-            raise ValueError(f"pages must be within 0 and {self.spec.num_pages - 1}, not {pages}")
-        return pages
+            raise ValueError(f"pages must be within 0 and {self.spec.num_pages - 1}, not {[*pages]}")
+        return tuple(pages)

@@ -63,7 +63,7 @@ class Released:
 
     request: str
     epoch: int
-    arrived: bool  # whether every page and the state were delivered
+    arrived: bool  # whether every page and the result were delivered
     figures: Figures = field(compare=False)
 
 
@@ -91,7 +91,7 @@ class Arrived:
     request: str
     epoch: int
     num_tokens: int
-    state: bytes
+    result: bytes
     figures: Figures = field(compare=False)
 
 

@@ -47,7 +47,7 @@ class PoolLayout:
 
     @cached_property
     def num_kv_heads(self) -> int:
-        return max(layer.num_kv_heads for layer in self.layers)
+        return max((layer.num_kv_heads for layer in self.layers), default=0)
 
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:
@@ -84,6 +84,12 @@ class PoolLayout:
             return View((num_pages, shape.num_kv_heads, self.page_size, dim), strides, offset)
 
         return view(shape.key_dim, key_offset), view(shape.value_dim, value_offset)
+
+
+def group_layouts(shapes: Sequence[Sequence[LayerShape]], page_size: int, itemsize: int) -> tuple[PoolLayout, ...]:
+    """Return the layout of a page for each group of layers: all have the same number of bytes."""
+    largest = max(PoolLayout(layers, page_size, itemsize).page_elements for layers in shapes)
+    return tuple(PoolLayout(layers, page_size, itemsize, largest) for layers in shapes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +132,14 @@ def shard_model(layers: Sequence[LayerShape], num_tensor_ranks: int, num_pipelin
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PageGroup:
+    """Layers that share pages. With a window, a page goes once no token to come sees its tokens."""
+
+    window: int | None  # tokens
+    layers: tuple[int, ...]  # numbers in the whole model, ascending
+
+
 @dataclass(frozen=True)
 class PoolSpec:
     """The description of one rank's KV pool that another replica needs before the two may exchange pages."""
@@ -138,6 +152,8 @@ class PoolSpec:
     shards: tuple[Shard, ...]  # of every rank of this replica: together they decide which rank writes a replicated head
     rank: int
     num_pages: int
+    groups: tuple[PageGroup, ...] = ()  # empty: one of all layers, without a window
+    state: str = ""  # names the layout of the recurrent state in its pages, on every rank; empty: there is none
 
     def __post_init__(self) -> None:
         if min(self.itemsize, self.page_size, self.num_pages, len(self.layers)) < 1:
@@ -154,6 +170,8 @@ class PoolSpec:
             for layer, (start, stop) in zip(held, shard.heads, strict=True):
                 if not 0 <= start < stop <= layer.num_kv_heads:
                     raise ValueError(f"heads [{start}, {stop}) of a layer with {layer.num_kv_heads}")
+        if self.groups and sorted(n for group in self.groups for n in group.layers) != list(range(len(self.layers))):
+            raise ValueError(f"groups that do not divide {len(self.layers)} layers: {self.groups}")
 
     @classmethod
     def whole(cls, layout: PoolLayout, model: str, dtype: str, num_pages: int) -> "PoolSpec":
@@ -165,30 +183,46 @@ class PoolSpec:
     def shard(self) -> Shard:
         return self.shards[self.rank]
 
-    @cached_property
-    def layout(self) -> PoolLayout:
-        """The memory layout of this rank's pool."""
-        return self.layout_of(self.rank)
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each group of layers."""
+        return tuple(group.window for group in self.groups) or (None,)
 
-    def layout_of(self, rank: int) -> PoolLayout:
-        """Return the memory layout of the pool of any rank of this replica."""
+    @cached_property
+    def page_bytes(self) -> int:
+        """The bytes of a page on this rank, in every group."""
+        return self.layouts_of(self.rank)[0].page_bytes
+
+    def held_layers(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Return the layers of each group that any rank of this replica holds, by their numbers in the whole model."""
+        first = self.shards[rank].first_layer
+        held = range(first, first + len(self.shards[rank].heads))
+        return tuple(tuple(n for n in group.layers if n in held) for group in self.groups) or (tuple(held),)
+
+    def layouts_of(self, rank: int) -> tuple[PoolLayout, ...]:
+        """Return the layout of each group's pages in the pool of any rank of this replica."""
         shard = self.shards[rank]
-        layers = self.layers[shard.first_layer : shard.first_layer + len(shard.heads)]
-        local = [
-            LayerShape(stop - start, layer.key_dim, layer.value_dim)
-            for layer, (start, stop) in zip(layers, shard.heads, strict=True)
-        ]
-        return PoolLayout(local, self.page_size, self.itemsize)
+
+        def local(number: int) -> LayerShape:
+            start, stop = shard.heads[number - shard.first_layer]
+            return LayerShape(stop - start, self.layers[number].key_dim, self.layers[number].value_dim)
+
+        shapes = [[local(number) for number in layers] for layers in self.held_layers(rank)]
+        return group_layouts(shapes, self.page_size, self.itemsize)
 
     @property
     def nbytes(self) -> int:
-        return self.num_pages * self.layout.page_bytes
+        return self.num_pages * self.page_bytes
 
     @property
     def compatibility(self) -> str:
         """A hash of what `check_compatible` compares: equal for pools that may exchange pages."""
         texts = self.fields()
         return hashlib.blake2b("\n".join(texts[name] for name in _MUST_AGREE).encode(), digest_size=16).hexdigest()
+
+    def _holds_of_ranks(self) -> str:
+        """Return what each rank holds, as text: a state travels only between ranks that hold the same part of it."""
+        return ", ".join(f"layer {shard.first_layer}: {shard.heads}" for shard in self.shards)
 
     def fields(self) -> dict[str, str]:
         """Return every field as text, for error messages."""
@@ -201,18 +235,27 @@ class PoolSpec:
                 f"{len(list(run))} x ({layer.num_kv_heads} heads, keys {layer.key_dim}, values {layer.value_dim})"
                 for layer, run in groupby(self.layers)
             ),
+            "groups": "; ".join(
+                f"{_window_text(group.window)}: layers {', '.join(map(str, group.layers))}" for group in self.groups
+            )
+            or "all layers in one, which keeps its pages",
+            "state": f"{self.state}; {self._holds_of_ranks()}" if self.state else "none",
             "rank": f"{self.rank} of {len(self.shards)}",
             "holds": f"layers {shard.first_layer}-{shard.first_layer + len(shard.heads) - 1}, heads "
             + ", ".join(f"{start}-{stop - 1}" for (start, stop), _ in groupby(shard.heads)),
-            "page": f"{self.layout.page_bytes} bytes, {self.num_pages} of them",
+            "page": f"{self.page_bytes} bytes, {self.num_pages} of them",
         }
+
+
+def _window_text(window: int | None) -> str:
+    return "no window" if window is None else f"window {window}"
 
 
 class IncompatiblePools(ValueError):
     """Two pools cannot exchange pages; the message shows both, field by field."""
 
 
-_MUST_AGREE = ("model", "dtype", "page_size", "layers")
+_MUST_AGREE = ("model", "dtype", "page_size", "layers", "groups", "state")
 
 
 def check_compatible(ours: PoolSpec, theirs: PoolSpec) -> None:

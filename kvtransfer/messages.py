@@ -5,15 +5,30 @@ fields are all in range, or raises MalformedMessage. It never builds objects tha
 """
 
 from dataclasses import dataclass, fields
-from typing import TypeAlias, get_type_hints
+from typing import Any, NamedTuple, TypeAlias, get_type_hints
 
 import msgpack
 
 MAX_BYTES = 1 << 20
-"""Bytes of one message, at most. A grant of 128k tokens has 40 KB; NIXL was measured with 256 KiB (docs/nixl.md)."""
+"""Bytes of one message, at most. A grant of 128k tokens has 40 KB for each group of layers without a window; NIXL was
+measured with 256 KiB (docs/nixl.md)."""
 _MAX_INT = 1 << 40
 _MAX_ID = 512  # characters of a request id
 _MAX_SECONDS = 86_400.0
+
+
+class GroupPages(NamedTuple):
+    """A request's pages of one group of layers, from page number `first` on. Page i holds tokens [i·size, (i+1)·size).
+
+    Those before `first` are not needed: the group's window has passed them."""
+
+    first: int
+    pages: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """The number after the last page's."""
+        return self.first + len(self.pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +52,21 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Target to source: the first `first_page` pages are here; write the others to `pages`, in order."""
+    """Target to source: the first `first_page` pages are here; write the others to those of `groups`, in order.
+
+    `groups` has the pages of every group of layers. A group with a window begins where tokens to come can see. The
+    recurrent state goes to `state_pages`, in order, once it is final."""
 
     request: str
     epoch: int
     first_page: int
-    pages: tuple[int, ...]
+    groups: tuple[GroupPages, ...]
+    state_pages: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """The number after the last page that every group has."""
+        return min((group.end for group in self.groups), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +105,10 @@ class Stopped:
 class Pages:
     """Source to target, with the data: pages `first_page` to `first_page + num_pages` of the request are in place.
 
+    They are in place in every group of layers, as far as the target has granted them.
     `sequence` counts a source's writes from 0, without gaps. `num_tokens` is how many tokens all pages up to and
-    including these hold. The last message of a source has a `state`; a partial page travels only with that one.
+    including these hold. The last message of a source has a `result`; a partial page and the recurrent state travel
+    only with that one.
     """
 
     request: str
@@ -93,7 +119,7 @@ class Pages:
     num_tokens: int
     source_rank: int
     num_sources: int
-    state: bytes | None = None
+    result: bytes | None = None
 
 
 TransferMessage: TypeAlias = Hello | Offer | Grant | Wait | Abort | Stopped | Pages
@@ -111,7 +137,7 @@ def encode(message: TransferMessage) -> bytes:
     """Return the message as bytes.
 
     Raises:
-        ValueError: these are more than `MAX_BYTES`, which only a huge `state` reaches.
+        ValueError: these are more than `MAX_BYTES`, which only a huge `result` reaches.
     """
     values = [getattr(message, name) for name, _ in _HINTS[type(message)]]
     data: bytes = msgpack.packb([type(message).__name__, *values])
@@ -141,7 +167,12 @@ def decode(data: bytes) -> TransferMessage:
     for (name, hint), value in zip(hints, parts[1:], strict=True):
         if not _fits(hint, value):
             raise MalformedMessage(f"{kind.__name__}.{name}")
-    return kind(*parts[1:])
+    return kind(*[_read(hint, value) for (_, hint), value in zip(hints, parts[1:], strict=True)])
+
+
+def _read(hint: object, value: Any) -> Any:
+    """Return a value that fits as the type `hint`."""
+    return tuple(GroupPages(*group) for group in value) if hint == tuple[GroupPages, ...] else value
 
 
 def _fits(hint: object, value: object) -> bool:
@@ -156,6 +187,11 @@ def _fits(hint: object, value: object) -> bool:
         return type(value) is float and 0.0 <= value <= _MAX_SECONDS
     if hint == tuple[int, ...]:
         return type(value) is tuple and all(type(page) is int and 0 <= page < _MAX_INT for page in value)
+    if hint == tuple[GroupPages, ...]:
+        return type(value) is tuple and all(
+            type(group) is tuple and len(group) == 2 and _fits(int, group[0]) and _fits(tuple[int, ...], group[1])
+            for group in value
+        )
     if hint is bytes:
         return type(value) is bytes
     return value is None or type(value) is bytes

@@ -23,7 +23,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.kvtransfer.plan import ByteRange
+from crossdock.kvtransfer.plan import ByteRange, GroupRanges, PageCopies
 from crossdock.kvtransfer.transport import (
     Memory,
     Peer,
@@ -44,9 +44,12 @@ _WRITING_SECONDS = 0.0002
 
 @dataclass(slots=True, eq=False)
 class _NixlRoute:
-    """The descriptor lists for writes to one peer, prepared once: index = range · pages + page, on either side."""
+    """The descriptor lists for writes to one peer, prepared once: index = range · pages + page, on either side.
 
-    num_ranges: int
+    Groups of layers of which the same bytes travel share descriptors."""
+
+    ranges: tuple[ByteRange, ...]
+    numbers: list[list[int]]  # of the ranges of each group of layers
     num_pages: int
     num_peer_pages: int
     local: Any = None
@@ -127,21 +130,23 @@ class NixlTransport:
         data: bytes = msgpack.packb([metadata, memory.address, _device(memory), _kind(memory)])
         return data
 
-    def connect(self, peer: Peer, page_bytes: int, num_pages: int, ranges: Sequence[ByteRange]) -> None:
+    def connect(self, peer: Peer, page_bytes: int, num_pages: int, ranges: GroupRanges) -> None:
         if peer.name in self._routes:
             return
-        route = _NixlRoute(len(ranges), num_pages, peer.spec.num_pages)
+        distinct = tuple(dict.fromkeys(part for parts in ranges for part in parts))
+        numbers = [[distinct.index(part) for part in parts] for parts in ranges]
+        route = _NixlRoute(distinct, numbers, num_pages, peer.spec.num_pages)
         try:
-            self._prepare(route, peer, page_bytes, ranges)
+            self._prepare(route, peer, page_bytes)
         except Exception as error:  # of any kind: another process made the address
             self._forget(peer.name, route)
             self._events.append(PeerLost(peer.name, f"{peer.name}: {_text(error)}"))
         else:
             self._routes[peer.name] = route
 
-    def _prepare(self, route: _NixlRoute, peer: Peer, page_bytes: int, ranges: Sequence[ByteRange]) -> None:
+    def _prepare(self, route: _NixlRoute, peer: Peer, page_bytes: int) -> None:
         metadata, address, device, kind = msgpack.unpackb(peer.address, use_list=False)
-        if not 0 < address < _MAX_ADDRESS - peer.spec.nbytes or peer.spec.num_pages * len(ranges) > _MAX_INDEX:
+        if not 0 < address < _MAX_ADDRESS - peer.spec.nbytes or peer.spec.num_pages * len(route.ranges) > _MAX_INDEX:
             # NIXL ends the process with a segmentation fault on addresses beyond 64 bits.
             raise ValueError(f"a pool of {peer.spec.nbytes} bytes at {address}")
         name = self._agent.add_remote_agent(metadata)
@@ -150,28 +155,25 @@ class NixlTransport:
             if name not in self._routes:
                 self._agent.remove_remote_agent(name)
             raise ValueError(f"its metadata is that of {name}")
-        if ranges:
-            here = [(self._memory.address + part.source, part.length) for part in ranges]
-            there = [(address + part.target, part.length) for part in ranges]
+        if route.ranges:
+            here = [(self._memory.address + part.source, part.length) for part in route.ranges]
+            there = [(address + part.target, part.length) for part in route.ranges]
             local = _strided(here, _device(self._memory), page_bytes, route.num_pages)
-            remote = _strided(there, device, peer.spec.layout.page_bytes, peer.spec.num_pages)
+            remote = _strided(there, device, peer.spec.page_bytes, peer.spec.num_pages)
             route.local = self._agent.prep_xfer_dlist("", local, _kind(self._memory))
             route.remote = self._agent.prep_xfer_dlist(peer.name, remote, kind)
 
-    def write(self, peer: str, source_pages: Sequence[int], target_pages: Sequence[int], message: bytes) -> int:
+    def write(self, peer: str, copies: Sequence[PageCopies], message: bytes) -> int:
         self._num_writes += 1
         route = self._routes.get(peer)
         if route is None or route.remote is None:
             self._events.append(WriteFailed(self._num_writes, f"{peer} is not connected"))
             return self._num_writes
+        here = [_indices(copy.source_pages, route.numbers[copy.group], route.num_pages) for copy in copies]
+        there = [_indices(copy.target_pages, route.numbers[copy.group], route.num_peer_pages) for copy in copies]
         try:
             handle = self._agent.make_prepped_xfer(
-                "WRITE",
-                route.local,
-                _indices(source_pages, route.num_ranges, route.num_pages),
-                route.remote,
-                _indices(target_pages, route.num_ranges, route.num_peer_pages),
-                message,
+                "WRITE", route.local, np.concatenate(here), route.remote, np.concatenate(there), message
             )
             state = self._agent.transfer(handle)  # with CMA, this call copies everything
         except self._errors as error:
@@ -265,9 +267,9 @@ def _strided(rows: Sequence[tuple[int, int]], device: int, stride: int, num_page
     return np.array([(address, length, device, stride, num_pages) for address, length in rows], dtype=np.uint64)
 
 
-def _indices(pages: Sequence[int], num_ranges: int, num_pages: int) -> NDArray[np.int32]:
-    """Return the index of every range of every page in a prepared descriptor list."""
-    starts = np.arange(num_ranges, dtype=np.int32)[:, None] * num_pages
+def _indices(pages: Sequence[int], ranges: Sequence[int], num_pages: int) -> NDArray[np.int32]:
+    """Return the index of each of those ranges of every page in a prepared descriptor list."""
+    starts = np.array(ranges, dtype=np.int32)[:, None] * num_pages
     return np.asarray((starts + np.asarray(pages, dtype=np.int32)).reshape(-1), dtype=np.int32)
 
 

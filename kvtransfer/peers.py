@@ -78,7 +78,7 @@ class Peers:
         peer = self._known.get(name)
         if peer and name not in self._connected:
             ranges = plan_writes(self._spec, peer.spec)
-            self._transport.connect(peer, self._spec.layout.page_bytes, self._spec.num_pages, ranges)
+            self._transport.connect(peer, self._spec.page_bytes, self._spec.num_pages, ranges)
             self._connected.add(name)
 
     def disconnect(self, name: str, *, is_idle: bool) -> None:

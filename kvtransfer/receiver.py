@@ -1,9 +1,9 @@
 """The target's side of all transfers: what has arrived without gaps, and when no writer can reach granted pages.
 
 Sans-IO, like the sender. The commit frontier is the number of tokens that every source rank has delivered in an
-unbroken sequence; it only grows. A transfer that ends early keeps its pages until each source has reported that it
-stopped, or is dead and a grace period is over: a write on its way cannot be called back. A message may be lost with its
-connection, so a source is asked to stop again and again until it has answered.
+unbroken sequence, in all groups of layers; it only grows. A transfer that ends early keeps its pages until each source
+has reported that it stopped, or is dead and a grace period is over: a write on its way cannot be called back. A message
+may be lost with its connection, so a source is asked to stop again and again until it has answered.
 """
 
 from collections import OrderedDict
@@ -12,7 +12,17 @@ from dataclasses import dataclass, field
 
 from crossdock.kvtransfer.events import Arrived, Committed, Failed, Figures, Offered, Reason, WriterStopped
 from crossdock.kvtransfer.fence import Fence
-from crossdock.kvtransfer.messages import Abort, Grant, Hello, Offer, Pages, Stopped, TransferMessage, Wait
+from crossdock.kvtransfer.messages import (
+    Abort,
+    Grant,
+    GroupPages,
+    Hello,
+    Offer,
+    Pages,
+    Stopped,
+    TransferMessage,
+    Wait,
+)
 from crossdock.kvtransfer.sender import ProtocolOutput, Send
 
 _MAX_EARLY = 64
@@ -30,7 +40,7 @@ class _SourceRank:
     """One rank that writes to this one."""
 
     rank: int
-    page_bytes: int  # that it writes of each page
+    page_bytes: tuple[int, ...]  # that it writes of each page, see `TargetRank`
     silent_until: float = float("inf")
     next_page: int = 0
     next_sequence: int = 0
@@ -61,7 +71,7 @@ class _Expectation:
     grant: Grant | None = None
     wait_until: float | None = None
     num_tokens: int = 0  # the commit frontier
-    state: bytes | None = None
+    result: bytes | None = None
     is_stopping: bool = False
     figures: Figures = field(default_factory=Figures)
 
@@ -97,12 +107,12 @@ class Receiver:
         self,
         request: str,
         epoch: int,
-        sources: Mapping[str, tuple[int, int]],
+        sources: Mapping[str, tuple[int, tuple[int, ...]]],
         deadline_seconds: float,
         now: float,
     ) -> list[ProtocolOutput]:
-        """Expect this request from `sources`: their names, each with (rank, bytes it writes of each page). An older
-        epoch of the request that is still expected is cancelled."""
+        """Expect this request from `sources`: their names, each with (rank, bytes it writes of each page by group).
+        An older epoch of the request that is still expected is cancelled."""
         known = self._expected.get((request, epoch))
         if known is not None and known.is_stopping:
             detail = "this epoch is still being stopped"
@@ -133,13 +143,19 @@ class Receiver:
         return self._flush()
 
     def grant(
-        self, request: str, epoch: int, first_page: int, pages: Sequence[int], now: float
+        self,
+        request: str,
+        epoch: int,
+        first_page: int,
+        groups: Sequence[GroupPages],
+        now: float,
+        state_pages: tuple[int, ...] = (),
     ) -> list[ProtocolOutput]:
-        """Grant `pages` for all but the first `first_page` pages, which are here. From now on sources have a
-        deadline."""
+        """Grant the pages of `groups` for all but the first `first_page` pages, which are here, and `state_pages` for
+        the recurrent state. From now on sources have a deadline."""
         expected = self._expected.get((request, epoch))
         if expected and expected.grant is None and not expected.is_stopping:
-            expected.grant = Grant(request, epoch, first_page, tuple(pages))
+            expected.grant = Grant(request, epoch, first_page, tuple(groups), state_pages)
             expected.num_tokens = first_page * self.page_size
             expected.figures.grant_wait_seconds = now - expected.began
             for source in expected.sources.values():
@@ -251,21 +267,20 @@ class Receiver:
             if (
                 source.is_complete
                 or following.first_page != source.next_page
-                or end - expected.grant.first_page > len(expected.grant.pages)
+                or end > expected.grant.end
                 or following.num_tokens > max(end * self.page_size, source.num_tokens)
             ):
                 self._fail(expected, Reason.PROTOCOL, f"{peer} wrote pages out of order: {following}", now)
                 return
             source.next_page = end
             source.num_tokens = max(source.num_tokens, following.num_tokens)
-            expected.figures.num_bytes += following.num_pages * source.page_bytes
-            source.num_pages += following.num_pages
+            _count(expected, source, expected.grant, following)
             expected.figures.num_pages = max(expected.figures.num_pages, source.num_pages)
             expected.figures.num_writes += 1
-            if following.state is not None:
+            if following.result is not None:
                 source.is_complete, source.silent_until = True, float("inf")
                 if source.rank == min(other.rank for other in expected.sources.values()):
-                    expected.state = following.state
+                    expected.result = following.result
         self._commit(expected, now)
 
     def _commit(self, expected: _Expectation, now: float) -> None:
@@ -276,10 +291,10 @@ class Receiver:
             expected.num_tokens = num_tokens
             self._out.append(Committed(*key, num_tokens))
         if all(source.is_complete for source in expected.sources.values()):
-            assert expected.state is not None
+            assert expected.result is not None
             self._forget(key)
             expected.figures.total_seconds = now - expected.began
-            self._out.append(Arrived(*key, num_tokens, expected.state, expected.figures))
+            self._out.append(Arrived(*key, num_tokens, expected.result, expected.figures))
 
     def _fail(self, expected: _Expectation, reason: Reason, detail: str, now: float) -> None:
         if not expected.is_stopping:
@@ -329,6 +344,16 @@ class Receiver:
     def _flush(self) -> list[ProtocolOutput]:
         out, self._out = self._out, []
         return out
+
+
+def _count(expected: _Expectation, source: _SourceRank, grant: Grant, message: Pages) -> None:
+    """Add what a message says was written to the figures."""
+    end = message.first_page + message.num_pages
+    counts = [max(end - max(message.first_page, group.first), 0) for group in grant.groups]
+    counts.append(len(grant.state_pages) if message.result is not None else 0)
+    for size, num_pages in zip(source.page_bytes, counts, strict=False):  # without a state there is no size for it
+        expected.figures.num_bytes += num_pages * size
+        source.num_pages += num_pages if size else 0
 
 
 def _is_late(source: _SourceRank, now: float) -> bool:

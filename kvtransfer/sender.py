@@ -5,6 +5,9 @@ Sans-IO: calls, messages, completions and the time go in; messages to send, writ
 A shipment goes to one target rank or to several. Each has its own delivery, with its own grant and its own sequence of
 writes. A delivery has at most one write open. Pages that become ready meanwhile go out together in the next write, so
 writes grow with the backlog; `max_write_bytes` bounds how long one shipment keeps others from the wire.
+
+A write has the same tokens of every group of layers. Of a group with a window it has only pages that the target has
+granted: those that tokens after the prompt can see.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,15 +16,28 @@ from typing import TypeAlias
 
 from crossdock.kvtransfer.events import Event, Failed, Figures, Granted, Reason, Released
 from crossdock.kvtransfer.fence import Fence
-from crossdock.kvtransfer.messages import Abort, Grant, Hello, Offer, Pages, Stopped, TransferMessage, Wait
+from crossdock.kvtransfer.messages import (
+    Abort,
+    Grant,
+    GroupPages,
+    Hello,
+    Offer,
+    Pages,
+    Stopped,
+    TransferMessage,
+    Wait,
+)
+from crossdock.kvtransfer.plan import PageCopies
 
 
 @dataclass(frozen=True, slots=True)
 class TargetRank:
-    """A rank that takes `page_bytes` of each page; `num_sources` source ranks write to it."""
+    """A rank that takes `page_bytes` of each page; `num_sources` source ranks write to it.
+
+    `page_bytes`: for each group of layers; of models with recurrent layers also of each page of the state."""
 
     num_pages: int  # of its pool
-    page_bytes: int
+    page_bytes: tuple[int, ...]
     num_sources: int
 
 
@@ -35,13 +51,12 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """An output: write `source_pages` to `target_pages`, one to one, then deliver `message`.
+    """An output: write pages, then deliver `message`.
 
     (request, epoch, peer) identifies the write: a delivery has one write open at most."""
 
     peer: str
-    source_pages: tuple[int, ...]
-    target_pages: tuple[int, ...]
+    copies: tuple[PageCopies, ...]
     message: Pages
 
 
@@ -58,10 +73,11 @@ class _Delivery:
     next_page: int = 0
     sequence: int = 0
     open_since: float | None = None  # when its open write began
-    open_pages: int = 0
+    open_pages: int = 0  # in all groups
+    open_bytes: int = 0
     num_pages: int = 0  # written
     is_heard: bool = False
-    is_complete: bool = False  # the state has been delivered
+    is_complete: bool = False  # the result has been delivered
     is_broken: bool = False  # one of its writes failed
     is_notified: bool = False  # the peer knows that the shipment has stopped, or is dead and need not know
 
@@ -75,9 +91,10 @@ class _Shipment:
     deadline_seconds: float
     began: float
     deliveries: dict[str, _Delivery]  # by peer
-    pages: tuple[int, ...] = ()
+    groups: tuple[GroupPages, ...] = ()
     num_tokens: int = 0
-    state: bytes | None = None  # set by finish
+    result: bytes | None = None  # set by finish
+    state_pages: tuple[int, ...] = ()  # set by finish
     finished: float | None = None
     is_offered: bool = False
     is_stopping: bool = False
@@ -146,23 +163,30 @@ class Sender:
                 self._offer(shipment, peer, delivery)
         return self._flush()
 
-    def chunk(self, request: str, pages: Sequence[int], num_tokens: int, now: float) -> list[ProtocolOutput]:
-        """Note that `num_tokens` tokens of the request lie in `pages`, and write the full pages not sent yet."""
+    def chunk(self, request: str, groups: Sequence[GroupPages], num_tokens: int, now: float) -> list[ProtocolOutput]:
+        """Note that `num_tokens` tokens of the request are computed and lie in the pages of `groups`. Write the full
+        pages not sent yet."""
         for shipment in self._under_way(request):
             if shipment.finished is None:
-                shipment.pages, shipment.num_tokens = tuple(pages), num_tokens
+                shipment.groups, shipment.num_tokens = tuple(groups), num_tokens
                 self._advance(shipment, now)
         return self._flush()
 
     def finish(
-        self, request: str, pages: Sequence[int], num_tokens: int, state: bytes, now: float
+        self,
+        request: str,
+        groups: Sequence[GroupPages],
+        num_tokens: int,
+        result: bytes,
+        now: float,
+        state_pages: tuple[int, ...] = (),
     ) -> list[ProtocolOutput]:
-        """Note that the prompt is computed, and write the rest: the partial page and `state` last."""
+        """Note that the prompt is computed, and write the rest: the partial page, `state_pages` and `result` last."""
         for shipment in self._under_way(request):
             if shipment.finished is None:
                 self._account(shipment, now)  # until now, writing was hidden behind computing
-                shipment.pages, shipment.num_tokens = tuple(pages), num_tokens
-                shipment.state, shipment.finished = state, now
+                shipment.groups, shipment.num_tokens = tuple(groups), num_tokens
+                shipment.result, shipment.state_pages, shipment.finished = result, state_pages, now
                 self._advance(shipment, now)
         return self._flush()
 
@@ -220,12 +244,11 @@ class Sender:
     def write_done(self, request: str, epoch: int, peer: str, now: float) -> list[ProtocolOutput]:
         """Take in that the open write of a delivery is complete: its data and its message are at the target."""
         shipment, delivery = self._open_delivery(request, epoch, peer)
-        num_bytes = delivery.open_pages * delivery.target.page_bytes
-        shipment.figures.num_bytes += num_bytes
+        shipment.figures.num_bytes += delivery.open_bytes
         delivery.num_pages += delivery.open_pages
         shipment.figures.num_pages = max(shipment.figures.num_pages, delivery.num_pages)
         if shipment.finished is None:
-            shipment.figures.hidden_bytes += num_bytes
+            shipment.figures.hidden_bytes += delivery.open_bytes
         self._close_write(shipment, delivery, now)
         self._advance(shipment, now)
         return self._flush()
@@ -266,8 +289,9 @@ class Sender:
             self._out.append(Send(peer, offer))
 
     def _grant(self, shipment: _Shipment, peer: str, delivery: _Delivery, grant: Grant, now: float) -> None:
-        if len(set(grant.pages)) != len(grant.pages) or any(page >= delivery.target.num_pages for page in grant.pages):
-            self._fail(shipment, Reason.PROTOCOL, f"{peer} granted pages twice or beyond its pool", now)
+        if not _is_possible(grant, delivery.target):
+            detail = f"{peer} granted pages twice, beyond its pool, or of other groups of layers"
+            self._fail(shipment, Reason.PROTOCOL, detail, now)
             return
         delivery.grant, delivery.next_page = grant, grant.first_page
         grants = [other.grant for other in shipment.deliveries.values() if other.grant]
@@ -286,40 +310,57 @@ class Sender:
         self._end_if_done(shipment, now)
 
     def _write_next(self, shipment: _Shipment, peer: str, delivery: _Delivery, grant: Grant, now: float) -> None:
-        is_finished = shipment.state is not None
+        is_finished = shipment.result is not None
         num_ready = (shipment.num_tokens + is_finished * (self.page_size - 1)) // self.page_size
-        most = max(1, self.max_write_bytes // delivery.target.page_bytes)
-        end = max(delivery.next_page, min(num_ready, delivery.next_page + most))
+        first, end = delivery.next_page, self._end_of_write(delivery, grant, num_ready)
         is_last = is_finished and end >= num_ready
-        if end == delivery.next_page and not is_last:
+        if end == first and not is_last:
             return
-        if end - grant.first_page > len(grant.pages):
-            detail = f"{peer} granted pages up to {grant.first_page + len(grant.pages)}, {end} are needed"
+        copies = _copies(shipment.groups, grant, delivery.target, range(first, end))
+        if is_last and copies is not None:
+            state = _state_copies(shipment.state_pages, grant, delivery.target)
+            copies = None if state is None else copies + state
+        if copies is None:
+            detail = f"{peer} granted pages up to {grant.end}, {end} are needed, or other ones than are here"
             self._fail(shipment, Reason.PROTOCOL, detail, now)
             return
         message = Pages(
             request=shipment.request,
             epoch=shipment.epoch,
             sequence=delivery.sequence,
-            first_page=delivery.next_page,
-            num_pages=end - delivery.next_page,
+            first_page=first,
+            num_pages=end - first,
             num_tokens=shipment.num_tokens if is_last else end * self.page_size,
             source_rank=self.rank,
             num_sources=delivery.target.num_sources,
-            state=shipment.state if is_last else None,
+            result=shipment.result if is_last else None,
         )
         delivery.is_complete = is_last
         delivery.sequence += 1
-        if end == delivery.next_page:
+        delivery.next_page = end
+        if not copies:
             self._out.append(Send(peer, message))
             return
-        target_pages = grant.pages[delivery.next_page - grant.first_page : end - grant.first_page]
-        self._out.append(Write(peer, shipment.pages[delivery.next_page : end], target_pages, message))
+        self._out.append(Write(peer, copies, message))
         self._account(shipment, now)
-        delivery.open_since, delivery.open_pages, delivery.next_page = now, end - delivery.next_page, end
+        delivery.open_since = now
+        delivery.open_pages = sum(len(copy.target_pages) for copy in copies)
+        delivery.open_bytes = sum(len(copy.target_pages) * delivery.target.page_bytes[copy.group] for copy in copies)
         if shipment.busy_since is None:
             shipment.busy_since = now
         shipment.figures.num_writes += 1
+
+    def _end_of_write(self, delivery: _Delivery, grant: Grant, num_ready: int) -> int:
+        """Return the end of the pages of a delivery's next write: at least one of the `num_ready` pages that is written
+        in some group, and no more than `max_write_bytes`."""
+        end, num_bytes = delivery.next_page, 0
+        while end < num_ready:
+            sizes = zip(delivery.target.page_bytes, grant.groups, strict=False)  # the state goes with the last write
+            size = sum([size for size, group in sizes if group.first <= end])
+            if num_bytes and num_bytes + size > self.max_write_bytes:
+                break
+            end, num_bytes = end + 1, num_bytes + size
+        return end
 
     def _close_write(self, shipment: _Shipment, delivery: _Delivery, now: float) -> None:
         self._account(shipment, now)
@@ -354,7 +395,7 @@ class Sender:
                 if delivery.open_since is None and not delivery.is_notified:
                     delivery.is_notified = True
                     self._out.append(Send(peer, Stopped(*key, is_clean=not delivery.is_broken)))
-        elif shipment.state is None or not all(delivery.is_complete for _, delivery in deliveries):
+        elif shipment.result is None or not all(delivery.is_complete for _, delivery in deliveries):
             return
         if key in self._shipments and all(delivery.open_since is None for _, delivery in deliveries):
             del self._shipments[key]
@@ -378,6 +419,41 @@ class Sender:
     def _flush(self) -> list[ProtocolOutput]:
         out, self._out = self._out, []
         return out
+
+
+def _is_possible(grant: Grant, target: TargetRank) -> bool:
+    """Return whether a grant names different pages of the target's pool, for each group of layers."""
+    pages = [page for group in grant.groups for page in group.pages] + [*grant.state_pages]
+    is_in_pool = len(set(pages)) == len(pages) and all(page < target.num_pages for page in pages)
+    is_after = all(group.first >= grant.first_page for group in grant.groups)
+    num_kinds = len(grant.groups) + bool(grant.state_pages)
+    return num_kinds == len(target.page_bytes) and is_in_pool and is_after
+
+
+def _copies(
+    groups: Sequence[GroupPages], grant: Grant, target: TargetRank, numbers: range
+) -> tuple[PageCopies, ...] | None:
+    """Return the pages of that range of numbers that are written, by group of layers: those that are granted.
+
+    None: the grant ends before, or a granted page is not here. `groups`: the pages here.
+    """
+    copies = []
+    for number, (here, there) in enumerate(zip(groups, grant.groups, strict=True)):
+        first = max(numbers.start, there.first)
+        if numbers.stop > there.end or (first < numbers.stop and not here.first <= first <= numbers.stop <= here.end):
+            return None
+        if first < numbers.stop and target.page_bytes[number]:
+            source = here.pages[first - here.first : numbers.stop - here.first]
+            copies.append(PageCopies(number, source, there.pages[first - there.first : numbers.stop - there.first]))
+    return tuple(copies)
+
+
+def _state_copies(pages: tuple[int, ...], grant: Grant, target: TargetRank) -> tuple[PageCopies, ...] | None:
+    """Return the pages of the recurrent state that are written; None: as many as are here were not granted."""
+    number = len(grant.groups)
+    if number == len(target.page_bytes) or not target.page_bytes[number]:  # no state, or other ranks write it
+        return ()
+    return (PageCopies(number, pages, grant.state_pages),) if len(pages) == len(grant.state_pages) else None
 
 
 def _deadlines(shipment: _Shipment) -> Iterable[tuple[str, float, str]]:

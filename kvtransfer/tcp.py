@@ -23,7 +23,7 @@ import msgpack
 
 from crossdock.kvtransfer import messages
 from crossdock.kvtransfer.fence import RecentNames
-from crossdock.kvtransfer.plan import ByteRange
+from crossdock.kvtransfer.plan import GroupRanges, PageCopies
 from crossdock.kvtransfer.tcp_connection import ConnectionClosed, Parser, TcpConnection, family_of, tune
 from crossdock.kvtransfer.transport import (
     Memory,
@@ -56,7 +56,7 @@ class _TcpRoute:
 
     peer: Peer
     page_bytes: int
-    ranges: Sequence[ByteRange]
+    ranges: GroupRanges
     connection: TcpConnection | None = None
     open_writes: set[int] = field(default_factory=set)
 
@@ -100,19 +100,19 @@ class TcpTransport:
         data: bytes = msgpack.packb([self._advertise, self._listener.getsockname()[1], self._cookie])
         return data
 
-    def connect(self, peer: Peer, page_bytes: int, num_pages: int, ranges: Sequence[ByteRange]) -> None:
+    def connect(self, peer: Peer, page_bytes: int, num_pages: int, ranges: GroupRanges) -> None:
         self._refused.discard(peer.name)
         if peer.name not in self._routes:
             self._routes[peer.name] = _TcpRoute(peer, page_bytes, ranges)
 
-    def write(self, peer: str, source_pages: Sequence[int], target_pages: Sequence[int], message: bytes) -> int:
+    def write(self, peer: str, copies: Sequence[PageCopies], message: bytes) -> int:
         self._num_writes += 1
         route = self._routes.get(peer)
         if route is None:
             self._events.append(WriteFailed(self._num_writes, f"{peer} is not connected"))
             return self._num_writes
         route.open_writes.add(self._num_writes)
-        parts = _merged(route, source_pages, target_pages)
+        parts = _merged(route, copies)
         table = b"".join(_RANGE.pack(target, length) for _, target, length in parts)
         data = [self._memory[source : source + length] for source, _, length in parts]
         self._enqueue(route, [_FRAME.pack(self._num_writes, len(parts), len(message)) + table + message, *data])
@@ -338,18 +338,21 @@ class TcpTransport:
                 connection.flush()
 
 
-def _merged(route: _TcpRoute, source_pages: Sequence[int], target_pages: Sequence[int]) -> list[tuple[int, int, int]]:
+def _merged(route: _TcpRoute, copies: Sequence[PageCopies]) -> list[tuple[int, int, int]]:
     """Return (offset in this pool, offset in the peer's, length); ranges that are neighbours on both sides are one."""
     merged: list[tuple[int, int, int]] = []
-    target_page_bytes = route.peer.spec.layout.page_bytes
-    for source_page, target_page in zip(source_pages, target_pages, strict=True):
-        for part in route.ranges:
-            source = source_page * route.page_bytes + part.source
-            target = target_page * target_page_bytes + part.target
-            if merged:
-                begin, other, length = merged[-1]
-                if begin + length == source and other + length == target:
-                    merged[-1] = begin, other, length + part.length
-                    continue
-            merged.append((source, target, part.length))
+    target_page_bytes = route.peer.spec.page_bytes
+    parts = (
+        (source_page * route.page_bytes + part.source, target_page * target_page_bytes + part.target, part.length)
+        for copy in copies
+        for source_page, target_page in zip(copy.source_pages, copy.target_pages, strict=True)
+        for part in route.ranges[copy.group]
+    )
+    for source, target, part_length in parts:
+        if merged:
+            begin, other, length = merged[-1]
+            if begin + length == source and other + length == target:
+                merged[-1] = begin, other, length + part_length
+                continue
+        merged.append((source, target, part_length))
     return merged

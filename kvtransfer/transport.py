@@ -11,10 +11,10 @@ from typing import Any, Protocol, TypeAlias
 
 import msgpack
 
-from crossdock.kvtransfer.layout import LayerShape, PoolSpec, Shard
-from crossdock.kvtransfer.plan import ByteRange
+from crossdock.kvtransfer.layout import LayerShape, PageGroup, PoolSpec, Shard
+from crossdock.kvtransfer.plan import GroupRanges, PageCopies
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,9 @@ class Peer:
         spec = self.spec
         layers = [(layer.num_kv_heads, layer.key_dim, layer.value_dim) for layer in spec.layers]
         shards = [(shard.first_layer, shard.heads) for shard in spec.shards]
-        pool = [spec.model, spec.dtype, spec.itemsize, spec.page_size, layers, shards, spec.rank, spec.num_pages]
+        sizes = [spec.itemsize, spec.page_size]
+        groups = [(group.window, group.layers) for group in spec.groups]
+        pool = [spec.model, spec.dtype, *sizes, layers, shards, spec.rank, spec.num_pages, groups, spec.state]
         data: bytes = msgpack.packb([_VERSION, self.name, self.transport, self.address, pool])
         return data
 
@@ -62,7 +64,7 @@ class Peer:
             version, name, transport, address, pool = msgpack.unpackb(blob, use_list=False)
             if version != _VERSION:
                 raise ValueError(f"version {version} of another release; this is {_VERSION}")
-            model, dtype, itemsize, page_size, layers, shards, rank, num_pages = pool
+            model, dtype, itemsize, page_size, layers, shards, rank, num_pages, groups, state = pool
             spec = PoolSpec(
                 model,
                 dtype,
@@ -72,6 +74,8 @@ class Peer:
                 tuple(Shard(first_layer, heads) for first_layer, heads in shards),
                 rank,
                 num_pages,
+                tuple(PageGroup(window, layers) for window, layers in groups),
+                state,
             )
         except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
             raise ValueError(f"not a dock's blob: {error}") from error
@@ -131,11 +135,11 @@ class Transport(Protocol):
     def open(self, name: str, memory: Memory) -> bytes:
         """Make `memory` writable for every process that gets the returned address."""
 
-    def connect(self, peer: Peer, page_bytes: int, num_pages: int, ranges: Sequence[ByteRange]) -> None:
+    def connect(self, peer: Peer, page_bytes: int, num_pages: int, ranges: GroupRanges) -> None:
         """Prepare writes of `ranges` of this pool's pages (`num_pages` of `page_bytes`) into those of `peer`. Does not
         block."""
 
-    def write(self, peer: str, source_pages: Sequence[int], target_pages: Sequence[int], message: bytes) -> int:
+    def write(self, peer: str, copies: Sequence[PageCopies], message: bytes) -> int:
         """Begin to write pages, one to one, and deliver `message` when they are in place. Return the write's number.
 
         `poll` reports the end as WriteDone or WriteFailed with that number. The write fails if `peer` is not

@@ -181,7 +181,11 @@ def _transfer_tail(
     """Return the seconds `[prefill, decode]` from the first token, which the prefill replica makes, until the decode
     replica has all pages and room for them. Pages travel while the prompt is computed; those of the last chunk only
     afterwards, and those of the recurrent state."""
-    num_bytes = (query.num_tokens - cached[far]) / loads.page_size[far] * loads.page_bytes[far]
+    pages = (query.num_tokens - cached[far]) / loads.page_size[far]
+    pages = np.minimum(
+        loads.num_layer_groups[far] * pages, loads.num_full_groups[far] * pages + loads.window_pages[far]
+    )
+    num_bytes = pages * loads.page_bytes[far]
     travel = num_bytes / loads.bytes_per_second[near, None]
     last = np.minimum(travel, travel * (loads.max_step_tokens[near] / max(query.num_tokens, 1))[:, None])
     behind = np.maximum(travel - prediction.alone[near, None], last)

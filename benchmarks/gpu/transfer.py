@@ -21,6 +21,7 @@ from torch import Tensor
 from crossdock.kvtransfer.dock import Dock
 from crossdock.kvtransfer.events import Arrived, Event, Failed, Released
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, PoolSpec
+from crossdock.kvtransfer.messages import GroupPages
 from crossdock.kvtransfer.nixl import NixlTransport
 from crossdock.kvtransfer.transport import Memory, TransportUnavailable
 
@@ -55,7 +56,7 @@ def _nixl(bench: Bench, page_bytes: int, num_pages: int) -> Figures:
             pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(repeat))
             pool.zero_()
             bench.device.wait()
-            dock.grant(request, 1, 0, pages.tolist())
+            dock.grant(request, 1, 0, [GroupPages(0, tuple(pages.tolist()))])
             if repeat == 0:
                 child.stdin.write(dock.blob.hex() + "\n")
             child.stdin.write("go\n")
@@ -117,10 +118,10 @@ def source(device: str, page_bytes: int, num_pages: int) -> None:
     for repeat in range(_REPEATS + 1):
         sys.stdin.readline()
         started = time.monotonic()
-        request, pages = f"r{repeat}", list(range(num_pages))
+        request, groups = f"r{repeat}", [GroupPages(0, tuple(range(num_pages)))]
         dock.ship(request, 1, [blob], _TIMEOUT_S)
-        dock.chunk(request, pages, num_pages)
-        dock.finish(request, pages, num_pages, b"first token")
+        dock.chunk(request, groups, num_pages)
+        dock.finish(request, groups, num_pages, b"first token")
         released = _wait_for(events, Released)
         assert released.arrived
         seconds.append(time.monotonic() - started)

@@ -135,13 +135,12 @@ class SimulatedFleet(BaseModel):
         for field in ("page_size", "slo_classes"):
             if len({getattr(pool.engine, field) for pool in self.pools}) > 1:
                 raise ValueError(f"pools: {field} must be the same in all")
-        if any(pool.role == "prefill" for pool in self.pools) or self.scaling.flip_roles:
-            for each in self.pools:
-                if each.profile.windows != (None,):
-                    raise ValueError(
-                        f"pools: the profile of {each.name} is of a replica whose windows give pages back, which "
-                        f"replicas that ship pages do not; measure one with --disable-hybrid-kv-cache-manager"
-                    )
+        is_shipping = any(pool.role == "prefill" for pool in self.pools) or self.scaling.flip_roles
+        if is_shipping and len({pool.profile.windows for pool in self.pools}) > 1:
+            raise ValueError(
+                "pools: the profiles have unlike groups of layers (windows), between which no pages are shipped; "
+                "measure all with the same --disable-hybrid-kv-cache-manager"
+            )
         for failure in self.failures:
             pool = (failure.add or failure.kill or "").partition("/")[0]
             if pool not in names:

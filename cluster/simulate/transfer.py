@@ -1,12 +1,13 @@
 """KV pages on their way from a prefill replica to a decode replica, chunk by chunk, behind the other messages on the
 two replicas' links. Does in simulated time what `Handover` and the docks do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.replica import TOKEN, SimulatedReplica
+from crossdock.workers.schedule.pages import first_visible_page
 from crossdock.workers.schedule.request import Leg, Request, Status
 
 GRACE_S = 1.0  # after a replica's death, until its writes cannot land any more: the default of `transfer.grace_s`
@@ -45,6 +46,7 @@ class SimulatedTransfer:
     is_cancelled: bool = False  # the request was aborted, or its first token was its last
     _is_offered: bool = False  # the receiver has been notified that the sender has pages for the prompt
     _granted: int | None = None  # the first page that the receiver does not have
+    _firsts: Sequence[int] = ()  # the first page that travels, of each group of layers
     _computed: int = 0  # tokens
     _is_complete: bool = False
     _sent: int = 0  # pages
@@ -63,7 +65,10 @@ class SimulatedTransfer:
 
     def grant(self, request: Request, now: float) -> None:
         """The receiver has pages for the request."""
-        first = request.num_computed_tokens // self.receiver.scheduler.pages.page_size
+        pages = self.receiver.scheduler.pages
+        first = request.num_computed_tokens // pages.page_size
+        seen = [first_visible_page(window, request.num_tokens, pages.page_size) for window in pages.windows]
+        self._firsts = [max(first, each) for each in seen]
 
         def arrive(now: float) -> None:
             self._granted = first
@@ -113,7 +118,8 @@ class SimulatedTransfer:
             return
         self._sent = max(begin, end)
         profile = self.receiver.pool.profile
-        num_pages = self._sent - begin + (profile.state_pages if self._is_complete else 0)
+        num_pages = sum(max(self._sent - max(begin, first), 0) for first in self._firsts)
+        num_pages += profile.state_pages if self._is_complete else 0
         num_bytes = num_pages * profile.page_bytes  # of all its ranks
         departure, arrival = self.network.send(self.sender, self.receiver, num_bytes, now)
         self._bytes += num_bytes

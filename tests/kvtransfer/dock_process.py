@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from crossdock.kvtransfer.dock import Dock
 from crossdock.kvtransfer.events import Event, Reason
 from crossdock.kvtransfer.layout import IncompatiblePools, LayerShape, PoolSpec, shard_model
+from crossdock.kvtransfer.messages import GroupPages
 from crossdock.kvtransfer.transport import Memory, Transport, TransportEvent, WriteFailed
 
 
@@ -79,7 +80,7 @@ class Pool:
         self.spec = PoolSpec(
             config["model"], "uint16", 2, config["page_size"], layers, shards, config["rank"], config["num_pages"]
         )
-        self.array = np.zeros((config["num_pages"], self.spec.layout.page_elements), dtype=np.uint16)
+        self.array = np.zeros((config["num_pages"], self.spec.page_bytes // 2), dtype=np.uint16)
         self.memory = Memory.of(self.array.data.cast("B"))
 
     def content(self, seed: int, number: int) -> NDArray[np.uint16]:
@@ -143,8 +144,12 @@ def main() -> None:
 def _call(command: str, arguments: dict[str, Any], dock: Dock, pool: Pool, transport: Any) -> Any:
     if "peers" in arguments:
         arguments["peers"] = [bytes.fromhex(blob) for blob in arguments["peers"]]
-    if "state" in arguments:
-        arguments["state"] = bytes.fromhex(arguments["state"])
+    if "result" in arguments:
+        arguments["result"] = bytes.fromhex(arguments["result"])
+    if command in ("chunk", "finish", "grant") and "groups" not in arguments:
+        arguments["groups"] = [(arguments.get("first_page", 0), arguments.pop("pages"))]
+    if "groups" in arguments:
+        arguments["groups"] = [GroupPages(first, tuple(pages)) for first, pages in arguments["groups"]]
     match command:
         case "peer_dead":
             return dock.peer_dead(bytes.fromhex(arguments["blob"]))

@@ -10,12 +10,14 @@ from typing import Any
 import msgpack
 import pytest
 
-from crossdock.kvtransfer.dock import MAX_STATE_BYTES, Dock
+from crossdock.kvtransfer.dock import MAX_RESULT_BYTES, Dock
 from crossdock.kvtransfer.events import Arrived, Event, Failed, Reason, Released, WriterStopped
 from crossdock.kvtransfer.layout import IncompatiblePools, LayerShape, PoolLayout, PoolSpec, shard_model
 from crossdock.kvtransfer.peers import Peers
 from crossdock.kvtransfer.tcp import TcpTransport
 from crossdock.kvtransfer.transport import Memory, Peer, TransportEvent
+
+from .one_group import whole
 
 LAYERS = (LayerShape(2, 8, 8),)
 SPEC = PoolSpec.whole(PoolLayout(LAYERS, 4, 2), "m", "float16", 16)
@@ -64,38 +66,38 @@ def pair() -> Iterator[tuple[Local, Local]]:
         local.dock.close()
 
 
-def send(source: Local, target: Local, state: bytes = b"") -> None:
+def send(source: Local, target: Local, result: bytes = b"") -> None:
     target.dock.expect("r", 1, [source.dock.blob], 5)
     source.dock.ship("r", 1, [target.dock.blob], 5)
-    target.dock.grant("r", 1, 0, [3])
-    source.dock.finish("r", [1], 2, state)
+    target.dock.grant("r", 1, 0, whole([3]))
+    source.dock.finish("r", whole([1]), 2, result)
 
 
 def test_transfer_between_two_docks_in_one_process_arrives(pair: tuple[Local, Local]) -> None:
     source, target = pair
-    source.pool[SPEC.layout.page_bytes : 2 * SPEC.layout.page_bytes] = b"\x07" * SPEC.layout.page_bytes
-    state = b"s" * MAX_STATE_BYTES
-    send(source, target, state)
+    source.pool[SPEC.page_bytes : 2 * SPEC.page_bytes] = b"\x07" * SPEC.page_bytes
+    result = b"s" * MAX_RESULT_BYTES
+    send(source, target, result)
     arrived = target.next(Arrived)
     assert isinstance(arrived, Arrived)
-    assert arrived.state == state
+    assert arrived.result == result
     source.next(Released)
     assert source.dock.drain(5)
     assert target.dock.drain(5)
-    assert target.pool[3 * SPEC.layout.page_bytes :][: SPEC.layout.page_bytes] == b"\x07" * SPEC.layout.page_bytes
+    assert target.pool[3 * SPEC.page_bytes :][: SPEC.page_bytes] == b"\x07" * SPEC.page_bytes
 
 
 def test_call_with_bad_arguments_raises_at_once(pair: tuple[Local, Local]) -> None:
     dock, other = pair[0].dock, pair[1].dock
     with pytest.raises(ValueError, match="num_tokens must be within 2 pages of 4, not 9"):
-        dock.chunk("r", [1, 2], 9)
+        dock.chunk("r", whole([1, 2]), 9)
     with pytest.raises(ValueError, match="pages must be within 0 and 15"):
-        dock.finish("r", [16], 1)
-    with pytest.raises(ValueError, match="state has"):
-        dock.finish("r", [1], 1, b"x" * (MAX_STATE_BYTES + 1))
+        dock.finish("r", whole([16]), 1)
+    with pytest.raises(ValueError, match="result has"):
+        dock.finish("r", whole([1]), 1, b"x" * (MAX_RESULT_BYTES + 1))
     for pages in ([1, 1], [-1], [16]):
         with pytest.raises(ValueError, match="pages must be different ones within 0 and 15"):
-            dock.grant("r", 1, 0, pages)
+            dock.grant("r", 1, 0, whole(pages))
     with pytest.raises(ValueError, match="no blobs"):
         dock.ship("r", 1, [], 5)
     with pytest.raises(ValueError, match="not a dock's blob"):
@@ -170,7 +172,7 @@ def test_malformed_messages_are_dropped_and_counted(
 def test_messages_about_unknown_transfers_are_counted(pair: tuple[Local, Local]) -> None:
     source, target = pair
     target.dock.expect("r", 1, [source.dock.blob], 5)
-    target.dock.grant("r", 1, 0, [1])
+    target.dock.grant("r", 1, 0, whole([1]))
     while source.dock.counts().num_unknown == 0:
         pass
     target.dock.cancel_expect("r", 1)
@@ -180,7 +182,7 @@ def test_call_after_close_raises() -> None:
     local = Local()
     local.dock.close()
     with pytest.raises(RuntimeError, match="the dock is closed"):
-        local.dock.chunk("r", [1], 1)
+        local.dock.chunk("r", whole([1]), 1)
     assert not local.dock.drain(0.1) or local.dock.counts().num_open == 0
 
 
@@ -192,7 +194,7 @@ def test_dock_whose_callback_fails_ends_and_its_next_call_raises(caplog: pytest.
     local.dock.cancel_ship("r", 1)
     assert local.transport.closed.wait(5), "the dock's thread closes its transport at its end"
     with pytest.raises(RuntimeError, match="the dock is closed") as error:
-        local.dock.chunk("r", [1], 1)
+        local.dock.chunk("r", whole([1]), 1)
     assert isinstance(error.value.__cause__, KeyError)
     assert "has failed" in caplog.text
     local.dock.close()
@@ -222,13 +224,13 @@ def test_message_too_large_to_send_fails_its_transfer_alone() -> None:
     tiny = PoolSpec.whole(PoolLayout((LayerShape(1, 1, 1),), 1, 1), "m", "float16", 300_000)
     source, target = Local(tiny), Local(tiny)
     target.dock.expect("r", 1, [source.dock.blob], 0.2)
-    target.dock.grant("r", 1, 0, range(300_000))
+    target.dock.grant("r", 1, 0, whole(range(300_000)))
     assert target.next(Failed) == Failed("r", 1, False, Reason.DEADLINE, "")
     target.next(WriterStopped)
     target.dock.expect("small", 1, [source.dock.blob], 60)
     source.dock.ship("small", 1, [target.dock.blob], 60)
-    target.dock.grant("small", 1, 0, [3])
-    source.dock.finish("small", [1], 1, b"")
+    target.dock.grant("small", 1, 0, whole([3]))
+    source.dock.finish("small", whole([1]), 1, b"")
     target.next(Arrived)
     for local in (source, target):
         local.dock.close()
@@ -266,8 +268,8 @@ def test_dock_that_forgot_a_peer_exchanges_pages_with_it_again(pair: tuple[Local
     assert target.dock.name not in source.dock._peers
     source.dock.ship("again", 1, [target.dock.blob], 60)
     target.dock.expect("again", 1, [source.dock.blob], 60)
-    target.dock.grant("again", 1, 0, [3])
-    source.dock.finish("again", [1], 1, b"")
+    target.dock.grant("again", 1, 0, whole([3]))
+    source.dock.finish("again", whole([1]), 1, b"")
     assert target.next(Arrived).request == "again"
 
 
@@ -287,7 +289,7 @@ def test_transfer_with_a_dead_peer_ends_and_frees_its_pages(is_known_before: boo
     if is_known_before:
         one.dock.peer_dead(gone.dock.blob)
     one.dock.expect("in", 1, [gone.dock.blob], 600)
-    one.dock.grant("in", 1, 0, [3])
+    one.dock.grant("in", 1, 0, whole([3]))
     one.dock.ship("out", 1, [gone.dock.blob], 600)
     one.dock.cancel_expect("in", 1)
     if not is_known_before:

@@ -6,6 +6,7 @@ import torch
 from crossdock.kvtransfer.layout import (
     IncompatiblePools,
     LayerShape,
+    PageGroup,
     PoolLayout,
     PoolSpec,
     Shard,
@@ -70,10 +71,20 @@ def test_shards_of_a_model_are_whole_heads_and_layers() -> None:
 
 def test_rank_has_the_layout_of_its_shard() -> None:
     second = spec(shards=shard_model(LAYERS, 2, 3), rank=3)
-    assert second.layout.layers == [LayerShape(1, 16, 16)]
+    assert [list(layout.layers) for layout in second.layouts_of(3)] == [[LayerShape(1, 16, 16)]]
     assert second.nbytes == 7 * 16 * 32 * 2
-    assert spec().layout == spec().layout_of(0)
     assert PoolSpec.whole(PoolLayout(LAYERS, 16, 2), "m@1", "bfloat16", 7) == spec()
+
+
+def test_pages_of_all_groups_have_the_bytes_of_the_largest() -> None:
+    grouped = spec(groups=(PageGroup(None, (1,)), PageGroup(8, (0, 2))))
+    assert grouped.windows == (None, 8)
+    first, second = grouped.layouts_of(0)
+    assert first.page_bytes == second.page_bytes == grouped.page_bytes == 4 * (16 + 12) * 16 * 2
+    assert (list(first.layers), list(second.layers)) == ([LAYERS[1]], [LAYERS[0], LAYERS[2]])
+    stage = spec(shards=shard_model(LAYERS, 1, 3), rank=1, groups=grouped.groups)
+    assert stage.held_layers(1) == ((1,), ()), "a stage may have no layer of a group"
+    assert stage.page_bytes == 2 * 32 * 16 * 2
 
 
 @pytest.mark.parametrize(
@@ -85,6 +96,8 @@ def test_rank_has_the_layout_of_its_shard() -> None:
         ({"shards": (Shard(1, ((0, 2), (0, 4), (0, 4))),)}, "begins at layer 1"),
         ({"shards": (Shard(0, ((0, 5),)),)}, r"heads \[0, 5\) of a layer with 4"),
         ({"shards": (Shard(0, ((2, 2),)),)}, r"heads \[2, 2\)"),
+        ({"groups": (PageGroup(None, (0, 1)),)}, "do not divide 3 layers"),
+        ({"groups": (PageGroup(None, (0, 1)), PageGroup(8, (1, 2)))}, "do not divide 3 layers"),
     ],
 )
 def test_impossible_pool_spec_raises(changes: dict[str, object], message: str) -> None:
@@ -104,6 +117,7 @@ def test_pools_of_other_sizes_or_shards_are_compatible(changes: dict[str, object
         ("dtype", {"dtype": "float16"}),
         ("dtype", {"itemsize": 4}),
         ("page_size", {"page_size": 32}),
+        ("groups", {"groups": (PageGroup(8, (0, 2)), PageGroup(None, (1,)))}),
         ("layers", {"layers": (LAYERS[0], LAYERS[1], LayerShape(4, 8, 8))}),
     ],
 )

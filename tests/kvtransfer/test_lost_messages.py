@@ -24,7 +24,7 @@ def shipped(world: World) -> Iterator[None]:
 
 
 def shipped_without_pages(world: World) -> Iterator[None]:
-    """Ship a prompt whose pages have all been written when its last token is computed: the state travels alone."""
+    """Ship a prompt whose pages have all been written when its last token is computed: the result travels alone."""
     yield world.begin("a", 1, 0, 8, 0, "both")
     yield world.offer(0, 0)
     yield world.grant(0)

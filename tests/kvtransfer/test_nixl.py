@@ -69,10 +69,10 @@ sys.modules["torch"] = None
 import msgpack
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, PoolSpec
 from crossdock.kvtransfer.nixl import NixlTransport
-from crossdock.kvtransfer.plan import ByteRange
+from crossdock.kvtransfer.plan import ByteRange, PageCopies
 from crossdock.kvtransfer.transport import Memory, Peer, PeerLost, Received, WriteFailed
 SPEC = PoolSpec.whole(PoolLayout((LayerShape(2, 8, 8),), 4, 2), "m", "float16", 16)
-size = SPEC.layout.page_bytes
+size = SPEC.page_bytes
 pools = [bytearray(SPEC.nbytes) for _ in range(3)]
 transports = [NixlTransport(ucx_tls="tcp", ucx_net_devices="lo") for _ in pools]
 here, there, other = transports
@@ -81,9 +81,9 @@ metadata, address, device, kind = msgpack.unpackb(good)
 
 
 def events(name, data):
-    here.connect(Peer(name, "nixl", data, SPEC), size, SPEC.num_pages, [ByteRange(0, 0, size)])
+    here.connect(Peer(name, "nixl", data, SPEC), size, SPEC.num_pages, ((ByteRange(0, 0, size),),))
     here.send(name, b"hello")
-    here.write(name, [1], [2], b"written")
+    here.write(name, [PageCopies(0, (1,), (2,))], b"written")
     found = []
     for _ in range(50):
         found += here.poll(0.001) + there.poll(0.001)

@@ -16,9 +16,12 @@ from crossdock.kvtransfer.events import (
     WriterStopped,
 )
 from crossdock.kvtransfer.fence import Fence
-from crossdock.kvtransfer.messages import Abort, Grant, Hello, Offer, Pages, Stopped, Wait
+from crossdock.kvtransfer.messages import Abort, Grant, GroupPages, Hello, Offer, Pages, Stopped, Wait
+from crossdock.kvtransfer.plan import PageCopies
 from crossdock.kvtransfer.receiver import Receiver
 from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank, Write
+
+from .one_group import copies, whole
 
 PAGE = 4  # tokens
 KEY = "r", 1
@@ -40,26 +43,28 @@ def kinds(outputs: list[ProtocolOutput]) -> list[type]:
 def shipping(num_targets: int = 1, max_write_bytes: int = 1000, granted: bool = True) -> Sender:
     """Return a sender that has begun to ship: page size 4, 10 bytes per page, a deadline of 5 s, at time 0."""
     sender = Sender(0, PAGE, max_write_bytes)
-    targets = {f"t{number}": TargetRank(100, 10, 1) for number in range(num_targets)}
+    targets = {f"t{number}": TargetRank(100, (10,), 1) for number in range(num_targets)}
     outputs = sender.ship(*KEY, targets, 5.0, 0.0)
     assert outputs == [Send(peer, Hello(*KEY)) for peer in targets]
     if granted:
         for peer in targets:
-            sender.receive(peer, Grant(*KEY, 0, tuple(range(50, 70))), 1.0)
+            sender.receive(peer, Grant(*KEY, 0, whole(tuple(range(50, 70)))), 1.0)
     return sender
 
 
-def pages(sequence: int, first: int, count: int, tokens: int, state: bytes | None = None) -> Pages:
-    return Pages(*KEY, sequence, first, count, tokens, 0, 1, state)
+def pages(sequence: int, first: int, count: int, tokens: int, result: bytes | None = None) -> Pages:
+    return Pages(*KEY, sequence, first, count, tokens, 0, 1, result)
 
 
 def test_sender_writes_pages_as_they_become_full() -> None:
     sender = shipping()
-    assert sender.chunk("r", [7], 3, 1.0) == []
-    assert sender.chunk("r", [7, 8, 9], 9, 1.0) == [Write("t0", (7, 8), (50, 51), pages(0, 0, 2, 8))]
+    assert sender.chunk("r", whole([7]), 3, 1.0) == []
+    assert sender.chunk("r", whole([7, 8, 9]), 9, 1.0) == [Write("t0", copies((7, 8), (50, 51)), pages(0, 0, 2, 8))]
     assert sender.write_done(*KEY, "t0", 2.0) == []
-    assert sender.chunk("r", [7, 8, 9], 11, 3.0) == []
-    assert sender.finish("r", [7, 8, 9], 11, b"s", 3.0) == [Write("t0", (9,), (52,), pages(1, 2, 1, 11, b"s"))]
+    assert sender.chunk("r", whole([7, 8, 9]), 11, 3.0) == []
+    assert sender.finish("r", whole([7, 8, 9]), 11, b"s", 3.0) == [
+        Write("t0", copies((9,), (52,)), pages(1, 2, 1, 11, b"s"))
+    ]
     (released,) = sender.write_done(*KEY, "t0", 4.0)
     assert released == Released(*KEY, True, Figures())
     assert len(sender) == 0
@@ -67,48 +72,166 @@ def test_sender_writes_pages_as_they_become_full() -> None:
 
 def test_sender_with_an_open_write_puts_all_new_pages_into_the_next() -> None:
     sender = shipping()
-    sender.chunk("r", [1], 4, 1.0)
+    sender.chunk("r", whole([1]), 4, 1.0)
     for end in (2, 3, 4, 5):
-        assert sender.chunk("r", range(1, end + 1), end * PAGE, 1.0) == []
-    assert sender.write_done(*KEY, "t0", 2.0) == [Write("t0", (2, 3, 4, 5), (51, 52, 53, 54), pages(1, 1, 4, 20))]
+        assert sender.chunk("r", whole(range(1, end + 1)), end * PAGE, 1.0) == []
+    assert sender.write_done(*KEY, "t0", 2.0) == [
+        Write("t0", copies((2, 3, 4, 5), (51, 52, 53, 54)), pages(1, 1, 4, 20))
+    ]
 
 
 def test_write_is_bounded_in_bytes_and_has_at_least_one_page() -> None:
     for limit, count in ((35, 3), (10, 1), (1, 1)):
-        (write,) = shipping(max_write_bytes=limit).chunk("r", range(9), 36, 1.0)
+        (write,) = shipping(max_write_bytes=limit).chunk("r", whole(range(9)), 36, 1.0)
         assert isinstance(write, Write)
-        assert len(write.source_pages) == count
+        assert len(write.copies[0].source_pages) == count
 
 
 def test_sender_skips_pages_the_target_has() -> None:
     sender = shipping(granted=False)
-    assert sender.finish("r", [1, 2, 3], 10, b"s", 0.0) == []
-    outputs = sender.receive("t0", Grant(*KEY, 2, (40,)), 1.0)
-    assert outputs == [Granted(*KEY, 2), Write("t0", (3,), (40,), pages(0, 2, 1, 10, b"s"))]
+    assert sender.finish("r", whole([1, 2, 3]), 10, b"s", 0.0) == []
+    outputs = sender.receive("t0", Grant(*KEY, 2, whole((40,), 2)), 1.0)
+    assert outputs == [Granted(*KEY, 2), Write("t0", copies((3,), (40,)), pages(0, 2, 1, 10, b"s"))]
 
 
 def test_finish_with_nothing_left_to_write_sends_the_state_alone() -> None:
     sender = shipping()
-    sender.chunk("r", [1, 2], 8, 1.0)
+    sender.chunk("r", whole([1, 2]), 8, 1.0)
     sender.write_done(*KEY, "t0", 1.0)
-    outputs = sender.finish("r", [1, 2], 8, b"s", 2.0)
+    outputs = sender.finish("r", whole([1, 2]), 8, b"s", 2.0)
     assert outputs == [Send("t0", pages(1, 2, 0, 8, b"s")), Released(*KEY, True, Figures())]
+
+
+# Two groups of layers: the first without a window, the second with one that has passed the first three pages.
+GROUPS = (GroupPages(0, (50, 51, 52, 53, 54)), GroupPages(3, (60, 61)))
+
+
+def shipping_groups(max_write_bytes: int = 1000) -> Sender:
+    """Return a sender with a target that takes 10 bytes of a page of the first group and 6 of the second."""
+    sender = Sender(0, PAGE, max_write_bytes)
+    sender.ship(*KEY, {"t0": TargetRank(100, (10, 6), 1)}, 5.0, 0.0)
+    sender.receive("t0", Grant(*KEY, 0, GROUPS), 1.0)
+    return sender
+
+
+def test_of_a_window_only_pages_that_the_target_will_read_are_written() -> None:
+    sender = shipping_groups()
+    outputs = sender.chunk("r", (GroupPages(0, (1, 2)), GroupPages(1, (12,))), 8, 1.0)
+    assert outputs == [Write("t0", copies((1, 2), (50, 51)), pages(0, 0, 2, 8))]
+    sender.write_done(*KEY, "t0", 2.0)
+    outputs = sender.finish("r", (GroupPages(0, (1, 2, 3, 4, 5)), GroupPages(3, (14, 15))), 18, b"s", 3.0)
+    written = (*copies((3, 4, 5), (52, 53, 54)), PageCopies(1, (14, 15), (60, 61)))
+    assert outputs == [Write("t0", written, pages(1, 2, 3, 18, b"s"))]
+    (released,) = sender.write_done(*KEY, "t0", 4.0)
+    assert isinstance(released, Released)
+    assert (released.figures.num_bytes, released.figures.num_pages) == (5 * 10 + 2 * 6, 7)
+
+
+def test_write_is_bounded_in_the_bytes_of_all_groups() -> None:
+    sender = shipping_groups(max_write_bytes=32)
+    sender.finish("r", (GroupPages(0, (1, 2, 3, 4, 5)), GroupPages(3, (14, 15))), 18, b"s", 1.0)
+    counts = []
+    while len(sender):
+        outputs = sender.write_done(*KEY, "t0", 2.0)
+        counts += [(each.message.first_page, each.message.num_pages) for each in outputs if isinstance(each, Write)]
+    assert counts == [(3, 2)], "the first write had three pages of 10 bytes"
+
+
+def test_chunk_that_a_window_has_passed_is_announced_without_data() -> None:
+    """Where every layer has a window. The frontier grows, and the other side knows that this one works."""
+    sender = Sender(0, PAGE, 1000)
+    sender.ship(*KEY, {"t0": TargetRank(100, (10,), 1)}, 5.0, 0.0)
+    sender.receive("t0", Grant(*KEY, 0, whole((60, 61), 3)), 1.0)
+    assert sender.chunk("r", whole((12,), 1), 8, 1.0) == [Send("t0", pages(0, 0, 2, 8))]
+    outputs = sender.finish("r", whole((14, 15), 3), 18, b"s", 2.0)
+    assert outputs == [Write("t0", copies((14, 15), (60, 61)), pages(1, 2, 3, 18, b"s"))]
+
+
+def shipping_states(state_pages: tuple[int, ...] = (80, 81)) -> Sender:
+    """Return a sender with a target that takes 10 bytes of a page and 7 of each page of the recurrent state."""
+    sender = Sender(0, PAGE, 1000)
+    sender.ship(*KEY, {"t0": TargetRank(100, (10, 7), 1)}, 5.0, 0.0)
+    sender.receive("t0", Grant(*KEY, 0, whole((50, 51)), state_pages), 1.0)
+    return sender
+
+
+def test_state_is_written_once_with_the_result() -> None:
+    sender = shipping_states()
+    assert sender.chunk("r", whole([1]), 4, 1.0) == [Write("t0", copies([1], [50]), pages(0, 0, 1, 4))]
+    sender.write_done(*KEY, "t0", 1.0)
+    outputs = sender.finish("r", whole([1, 2]), 7, b"s", 2.0, (30, 31))
+    written = (*copies([2], [51]), PageCopies(1, (30, 31), (80, 81)))
+    assert outputs == [Write("t0", written, pages(1, 1, 1, 7, b"s"))]
+    (released,) = sender.write_done(*KEY, "t0", 3.0)
+    assert isinstance(released, Released)
+    assert (released.figures.num_bytes, released.figures.num_pages) == (2 * 10 + 2 * 7, 4)
+
+
+def test_state_after_the_last_full_page_is_written_alone() -> None:
+    sender = shipping_states()
+    sender.chunk("r", whole([1, 2]), 8, 1.0)
+    sender.write_done(*KEY, "t0", 1.0)
+    outputs = sender.finish("r", whole([1, 2]), 8, b"s", 2.0, (30, 31))
+    assert outputs == [Write("t0", (PageCopies(1, (30, 31), (80, 81)),), pages(1, 2, 0, 8, b"s"))]
+
+
+@pytest.mark.parametrize("granted", [(80,), (80, 80), (50, 80), (80, 100), ()], ids=str)
+def test_grant_of_other_state_pages_fails_the_transfer(granted: tuple[int, ...]) -> None:
+    sender = shipping_states(granted)
+    outputs = sender.finish("r", whole([1, 2]), 8, b"s", 2.0, (30, 31))
+    is_known_at_once = len(granted) != 1
+    assert (failure(outputs) is Reason.PROTOCOL) is not is_known_at_once
+    assert len(sender) == 0
+
+
+def test_receiver_counts_the_bytes_of_the_state() -> None:
+    receiver = Receiver(PAGE, b"us", 1.0)
+    receiver.expect(*KEY, {"s0": (0, (10, 7))}, 5.0, 0.0)
+    receiver.grant(*KEY, 0, whole((50, 51)), 0.0, (80, 81))
+    assert receiver.receive("s0", wrote(0, 0, 1, 4), 1.0) == [Committed(*KEY, 4)]
+    *_, arrived = receiver.receive("s0", wrote(1, 1, 1, 7, result=b"s"), 2.0)
+    assert isinstance(arrived, Arrived)
+    assert (arrived.figures.num_bytes, arrived.figures.num_pages) == (2 * 10 + 2 * 7, 4)
+
+
+def test_granted_page_that_a_window_has_passed_here_fails_the_transfer() -> None:
+    """The two sides do not agree where the prompt ends: another page must not go in the place of the right one."""
+    sender = shipping_groups()
+    outputs = sender.finish("r", (GroupPages(0, (1, 2, 3, 4, 5)), GroupPages(4, (15,))), 18, b"s", 1.0)
+    assert failure(outputs) is Reason.PROTOCOL
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        whole(range(50, 55)),  # of one group
+        (GROUPS[0], GroupPages(3, (60, 54))),  # one page twice
+        (GROUPS[0], GroupPages(3, (60, 100))),
+        (GROUPS[0], GroupPages(3, (60,))),  # too few
+    ],
+    ids=str,
+)
+def test_impossible_grant_of_groups_fails_the_transfer(groups: tuple[GroupPages, ...]) -> None:
+    sender = Sender(0, PAGE, 1000)
+    sender.ship(*KEY, {"t0": TargetRank(100, (10, 6), 1)}, 5.0, 0.0)
+    sender.finish("r", (GroupPages(0, (1, 2, 3, 4, 5)), GroupPages(3, (14, 15))), 18, b"s", 0.0)
+    assert failure(sender.receive("t0", Grant(*KEY, 0, groups), 1.0)) is Reason.PROTOCOL
 
 
 def test_target_ranks_are_written_to_independently() -> None:
     sender = shipping(num_targets=2, granted=False)
-    sender.receive("t0", Grant(*KEY, 0, (50, 51)), 1.0)
-    assert kinds(sender.finish("r", [1, 2], 8, b"s", 2.0)) == [Write]
+    sender.receive("t0", Grant(*KEY, 0, whole((50, 51))), 1.0)
+    assert kinds(sender.finish("r", whole([1, 2]), 8, b"s", 2.0)) == [Write]
     assert sender.write_done(*KEY, "t0", 3.0) == []
-    assert kinds(sender.receive("t1", Grant(*KEY, 1, (50,)), 4.0)) == [Granted, Write]
+    assert kinds(sender.receive("t1", Grant(*KEY, 1, whole((50,), 1)), 4.0)) == [Granted, Write]
     assert kinds(sender.write_done(*KEY, "t1", 5.0)) == [Released]
 
 
 @pytest.mark.parametrize("granted", [(50,), (50, 50, 51), (50, 51, 100)])
 def test_impossible_grant_fails_the_transfer(granted: tuple[int, ...]) -> None:
     sender = shipping(granted=False)
-    sender.chunk("r", [1, 2, 3], 12, 0.0)
-    outputs = sender.receive("t0", Grant(*KEY, 0, granted), 1.0)
+    sender.chunk("r", whole([1, 2, 3]), 12, 0.0)
+    outputs = sender.receive("t0", Grant(*KEY, 0, whole(granted)), 1.0)
     assert failure(outputs) is Reason.PROTOCOL
     assert kinds(outputs)[-2:] == [Stopped, Released]
 
@@ -127,7 +250,7 @@ def test_silence_before_the_grant_fails_at_the_deadline_which_a_wait_extends() -
 def test_after_the_grant_only_an_open_write_has_a_deadline() -> None:
     sender = shipping()
     assert sender.next_deadline == float("inf"), "computing the prompt has no deadline here"
-    sender.chunk("r", [1], 4, 100.0)
+    sender.chunk("r", whole([1]), 4, 100.0)
     assert sender.next_deadline == 105.0
     outputs = sender.tick(105.0)
     assert kinds(outputs) == [Failed], "the open write reads the page: neither Released nor Stopped"
@@ -136,7 +259,7 @@ def test_after_the_grant_only_an_open_write_has_a_deadline() -> None:
 
 def test_failed_write_makes_the_stop_unclean() -> None:
     sender = shipping()
-    sender.chunk("r", [1], 4, 1.0)
+    sender.chunk("r", whole([1]), 4, 1.0)
     outputs = sender.write_failed(*KEY, "t0", "reset", 2.0)
     assert failure(outputs) is Reason.PEER_LOST
     assert outputs[1:] == [Send("t0", Stopped(*KEY, False)), Released(*KEY, False, Figures())]
@@ -145,7 +268,7 @@ def test_failed_write_makes_the_stop_unclean() -> None:
 
 def test_target_that_gives_up_what_was_written_completely_waits_for_no_grace_period() -> None:
     sender = shipping()
-    sender.finish("r", [1], 4, b"s", 1.0)
+    sender.finish("r", whole([1]), 4, b"s", 1.0)
     assert kinds(sender.write_done(*KEY, "t0", 2.0)) == [Released]
     assert sender.receive("t0", Abort(*KEY, b""), 3.0) == [Send("t0", Stopped(*KEY, True))]
 
@@ -158,21 +281,21 @@ def test_dead_peer_is_sent_nothing() -> None:
 
 def test_ship_of_a_new_epoch_stops_the_older_which_cannot_begin_again() -> None:
     sender = shipping()
-    assert kinds(sender.ship("r", 3, {"t1": TargetRank(100, 10, 1)}, 5.0, 1.0)) == [Stopped, Released, Hello]
-    assert kinds(sender.ship("r", 1, {"t0": TargetRank(100, 10, 1)}, 5.0, 1.0)) == [Stopped, Failed, Released]
-    assert sender.ship("r", 3, {"t1": TargetRank(100, 10, 1)}, 5.0, 1.0) == [], "repeated"
+    assert kinds(sender.ship("r", 3, {"t1": TargetRank(100, (10,), 1)}, 5.0, 1.0)) == [Stopped, Released, Hello]
+    assert kinds(sender.ship("r", 1, {"t0": TargetRank(100, (10,), 1)}, 5.0, 1.0)) == [Stopped, Failed, Released]
+    assert sender.ship("r", 3, {"t1": TargetRank(100, (10,), 1)}, 5.0, 1.0) == [], "repeated"
 
 
 def test_abort_before_ship_is_answered_and_keeps_the_epoch_from_beginning() -> None:
     sender = Sender(0, PAGE, 1000)
     assert sender.receive("t0", Abort(*KEY, b""), 0.0) == [Send("t0", Stopped(*KEY, True))]
-    assert failure(sender.ship(*KEY, {"t0": TargetRank(100, 10, 1)}, 5.0, 1.0)) is Reason.SUPERSEDED
-    assert kinds(sender.ship("r", 2, {"t0": TargetRank(100, 10, 1)}, 5.0, 1.0)) == [Hello]
+    assert failure(sender.ship(*KEY, {"t0": TargetRank(100, (10,), 1)}, 5.0, 1.0)) is Reason.SUPERSEDED
+    assert kinds(sender.ship("r", 2, {"t0": TargetRank(100, (10,), 1)}, 5.0, 1.0)) == [Hello]
 
 
 def test_repeated_abort_is_answered_while_a_write_to_another_target_is_open() -> None:
     sender = shipping(num_targets=2)
-    sender.chunk("r", [1], 4, 1.0)
+    sender.chunk("r", whole([1]), 4, 1.0)
     assert kinds(sender.cancel(*KEY, 1.0)) == []
     assert kinds(sender.write_done(*KEY, "t0", 2.0)) == [Stopped]
     assert sender.receive("t0", Abort(*KEY, b""), 3.0) == [Send("t0", Stopped(*KEY, True))]
@@ -181,12 +304,12 @@ def test_repeated_abort_is_answered_while_a_write_to_another_target_is_open() ->
 
 def test_abort_of_an_ended_shipment_is_answered_as_if_a_write_had_been_broken() -> None:
     sender = shipping()
-    sender.chunk("r", [1], 4, 1.0)
+    sender.chunk("r", whole([1]), 4, 1.0)
     assert Send("t0", Stopped(*KEY, False)) in sender.write_failed(*KEY, "t0", "reset", 2.0)
     assert sender.receive("t0", Abort(*KEY, b""), 2.1) == [Send("t0", Stopped(*KEY, False))]
 
 
-@pytest.mark.parametrize("message", [Grant(*KEY, 0, (5,)), Wait(*KEY, 1.0, False)])
+@pytest.mark.parametrize("message", [Grant(*KEY, 0, whole((5,))), Wait(*KEY, 1.0, False)])
 def test_stop_that_the_target_has_missed_is_sent_again(message: Grant | Wait) -> None:
     """Before its grant a target has no deadline of its own."""
     sender = shipping(granted=False)
@@ -197,18 +320,18 @@ def test_stop_that_the_target_has_missed_is_sent_again(message: Grant | Wait) ->
 
 def test_messages_about_unknown_shipments_are_dropped_and_counted() -> None:
     sender = shipping(granted=False)
-    assert sender.receive("t0", Grant("r", 2, 0, (1,)), 0.0) == []
-    assert sender.receive("stranger", Grant(*KEY, 0, (1,)), 0.0) == []
+    assert sender.receive("t0", Grant("r", 2, 0, whole((1,))), 0.0) == []
+    assert sender.receive("stranger", Grant(*KEY, 0, whole((1,))), 0.0) == []
     assert sender.receive("stranger", Abort(*KEY, b""), 0.0) == []
     assert sender.num_unknown == 3
 
 
 def test_figures_of_a_half_hidden_transfer_add_up() -> None:
     sender = shipping()  # heard and granted after 1 s
-    sender.chunk("r", [1, 2], 8, 2.0)
+    sender.chunk("r", whole([1, 2]), 8, 2.0)
     sender.write_done(*KEY, "t0", 5.0)
-    sender.chunk("r", [1, 2, 3], 12, 6.0)
-    sender.finish("r", [1, 2, 3, 4], 16, b"s", 7.0)
+    sender.chunk("r", whole([1, 2, 3]), 12, 6.0)
+    sender.finish("r", whole([1, 2, 3, 4]), 16, b"s", 7.0)
     sender.write_done(*KEY, "t0", 8.0)
     (released,) = sender.write_done(*KEY, "t0", 10.0)
     assert isinstance(released, Released)
@@ -227,24 +350,24 @@ def test_figures_of_a_half_hidden_transfer_add_up() -> None:
 def expecting(num_sources: int = 1, granted: bool = True, first_page: int = 0) -> Receiver:
     """Return a receiver that expects ranks s0, s1, ...: deadline 5 s, grace 1 s, ten pages granted at time 0."""
     receiver = Receiver(PAGE, b"us", 1.0)
-    sources = {f"s{rank}": (rank, 10) for rank in range(num_sources)}
+    sources = {f"s{rank}": (rank, (10,)) for rank in range(num_sources)}
     assert receiver.expect(*KEY, sources, 5.0, 0.0) == [Send(name, Wait(*KEY, 5.0, False)) for name in sources]
     if granted:
-        pages = tuple(range(20, 30))
-        outputs = receiver.grant(*KEY, first_page, pages, 0.0)
-        assert outputs == [Send(peer, Grant(*KEY, first_page, pages)) for peer in sources]
+        granted_pages = whole(range(20, 30), first_page)
+        outputs = receiver.grant(*KEY, first_page, granted_pages, 0.0)
+        assert outputs == [Send(peer, Grant(*KEY, first_page, granted_pages)) for peer in sources]
     return receiver
 
 
 def wrote(
-    sequence: int, first: int, count: int, tokens: int, rank: int = 0, of: int = 1, state: bytes | None = None
+    sequence: int, first: int, count: int, tokens: int, rank: int = 0, of: int = 1, result: bytes | None = None
 ) -> Pages:
-    return Pages(*KEY, sequence, first, count, tokens, rank, of, state)
+    return Pages(*KEY, sequence, first, count, tokens, rank, of, result)
 
 
 def test_frontier_stops_at_a_gap() -> None:
     receiver = expecting()
-    assert receiver.receive("s0", wrote(2, 2, 1, 9, state=b"s"), 1.0) == []
+    assert receiver.receive("s0", wrote(2, 2, 1, 9, result=b"s"), 1.0) == []
     assert receiver.receive("s0", wrote(1, 1, 1, 8), 1.0) == []
     outputs = receiver.receive("s0", wrote(0, 0, 1, 4), 1.0)
     assert outputs == [Committed(*KEY, 9), Arrived(*KEY, 9, b"s", Figures())]
@@ -293,8 +416,8 @@ def test_source_that_begins_late_is_sent_what_it_missed() -> None:
     assert receiver.receive("s0", Hello(*KEY), 1.0) == [Send("s0", Wait(*KEY, 4.0, False))]
     assert receiver.wait(*KEY, 3.0, 1.0) == [Send("s0", Wait(*KEY, 3.0, False))]
     assert receiver.receive("s0", Hello(*KEY), 2.0) == [Send("s0", Wait(*KEY, 2.0, False))]
-    receiver.grant(*KEY, 0, [5], 2.0)
-    assert receiver.receive("s0", Hello(*KEY), 3.0) == [Send("s0", Grant(*KEY, 0, (5,)))]
+    receiver.grant(*KEY, 0, whole([5]), 2.0)
+    assert receiver.receive("s0", Hello(*KEY), 3.0) == [Send("s0", Grant(*KEY, 0, whole((5,))))]
     receiver.cancel(*KEY, 3.0)
     assert receiver.receive("s0", Hello(*KEY), 4.0) == [Send("s0", Abort(*KEY, b"us"))]
     receiver.receive("s0", Stopped(*KEY, True), 5.0)
@@ -306,7 +429,7 @@ def test_offer_of_every_source_is_reported_also_before_it_is_expected() -> None:
     early = Receiver(PAGE, b"us", 1.0)
     assert early.receive("s0", Offer(*KEY, 2), 0.0) == []
     assert early.receive("s1", Offer(*KEY, 2), 0.0) == [Offered(*KEY)]
-    assert early.expect(*KEY, {"s0": (0, 10), "s1": (1, 10)}, 5.0, 0.0) == []
+    assert early.expect(*KEY, {"s0": (0, (10,)), "s1": (1, (10,))}, 5.0, 0.0) == []
     late = expecting(2, granted=False)
     assert late.receive("s1", Offer(*KEY, 2), 0.0) == []
     assert late.receive("s2", Offer(*KEY, 2), 0.0) == [], "no source of this transfer"
@@ -320,14 +443,14 @@ def test_lost_offer_is_repeated_after_the_next_wait() -> None:
     (offer,) = sender.offer(*KEY)
     assert offer == Send("t0", Offer(*KEY, 1))
     assert sender.receive("t0", Wait(*KEY, 1.0, False), 1.0) == [offer]
-    sender.receive("t0", Grant(*KEY, 0, (5, 6)), 2.0)
+    sender.receive("t0", Grant(*KEY, 0, whole((5, 6))), 2.0)
     assert sender.receive("t0", Wait(*KEY, 1.0, False), 3.0) == []
 
 
 def test_deadline_begins_with_the_grant_and_every_message_renews_it() -> None:
     receiver = expecting(granted=False)
     assert receiver.next_deadline == float("inf"), "until the grant, sources wait for this target"
-    receiver.grant(*KEY, 0, range(10), 10.0)
+    receiver.grant(*KEY, 0, whole(range(10)), 10.0)
     assert receiver.next_deadline == 15.0
     receiver.receive("s0", wrote(0, 0, 1, 4), 14.0)
     assert receiver.tick(18.9) == []
@@ -410,11 +533,21 @@ def test_death_of_a_rank_that_has_delivered_everything_changes_nothing() -> None
 
 def test_late_messages_about_an_ended_epoch_are_dropped_and_counted() -> None:
     receiver = expecting()
-    receiver.receive("s0", wrote(0, 0, 1, 3, state=b"s"), 1.0)
-    assert receiver.receive("s0", wrote(0, 0, 1, 3, state=b"s"), 1.0) == []
+    receiver.receive("s0", wrote(0, 0, 1, 3, result=b"s"), 1.0)
+    assert receiver.receive("s0", wrote(0, 0, 1, 3, result=b"s"), 1.0) == []
     assert receiver.receive("s0", Stopped(*KEY, True), 1.0) == []
     assert receiver.num_unknown == 2
-    assert kinds(receiver.expect(*KEY, {"s0": (0, 10)}, 5.0, 2.0)) == [Failed, WriterStopped]
+    assert kinds(receiver.expect(*KEY, {"s0": (0, (10,))}, 5.0, 2.0)) == [Failed, WriterStopped]
+
+
+def test_receiver_counts_the_bytes_of_each_group_that_it_granted() -> None:
+    receiver = Receiver(PAGE, b"us", 1.0)
+    receiver.expect(*KEY, {"s0": (0, (10, 6))}, 5.0, 0.0)
+    receiver.grant(*KEY, 0, GROUPS, 0.0)
+    assert receiver.receive("s0", wrote(0, 0, 4, 16), 1.0) == [Committed(*KEY, 16)]
+    *_, arrived = receiver.receive("s0", wrote(1, 4, 1, 18, result=b"s"), 2.0)
+    assert isinstance(arrived, Arrived)
+    assert (arrived.figures.num_bytes, arrived.figures.num_pages) == (5 * 10 + 2 * 6, 7)
 
 
 # -- the fence -------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def test_random_transfers_for_minutes_all_end_well(start: Callable[..., Any]) ->
         if fault in ("target", "both"):
             target.ask("cancel_expect", **request)
         if fault == "none":
-            source.ask("finish", request=request["request"], pages=here, num_tokens=200 * PAGE - 3, state="")
+            source.ask("finish", request=request["request"], pages=here, num_tokens=200 * PAGE - 3, result="")
             target.event("Arrived", request["request"])
             source.event("Released", request["request"])
             assert all(target.ask("equal", seed=number, pages=there[first:], first=first))

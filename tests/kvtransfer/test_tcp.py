@@ -14,7 +14,7 @@ import pytest
 
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, PoolSpec
 from crossdock.kvtransfer.messages import MAX_BYTES
-from crossdock.kvtransfer.plan import ByteRange
+from crossdock.kvtransfer.plan import ByteRange, GroupRanges
 from crossdock.kvtransfer.tcp import TcpTransport
 from crossdock.kvtransfer.transport import (
     Memory,
@@ -26,9 +26,11 @@ from crossdock.kvtransfer.transport import (
     WriteFailed,
 )
 
+from .one_group import copies
+
 SPEC = PoolSpec.whole(PoolLayout((LayerShape(2, 8, 8),), 4, 2), "m", "float16", 16)
-PAGE_BYTES = SPEC.layout.page_bytes
-WHOLE = [ByteRange(0, 0, PAGE_BYTES)]
+PAGE_BYTES = SPEC.page_bytes
+WHOLE = ((ByteRange(0, 0, PAGE_BYTES),),)
 
 
 class Side:
@@ -40,7 +42,7 @@ class Side:
         self.peer = Peer(name, "tcp", self.transport.open(name, Memory.of(self.pool)), SPEC)
         self.events: list[TransportEvent] = []
 
-    def connect(self, other: "Side", ranges: list[ByteRange] = WHOLE) -> None:
+    def connect(self, other: "Side", ranges: GroupRanges = WHOLE) -> None:
         self.transport.connect(other.peer, PAGE_BYTES, SPEC.num_pages, ranges)
 
     def dial(self) -> socket.socket:
@@ -77,7 +79,7 @@ def test_write_lands_and_its_message_follows(sides: tuple[Side, Side]) -> None:
     left, right = sides
     left.connect(right)
     left.pool[:] = bytes(index % 251 for index in range(SPEC.nbytes))
-    number = left.transport.write("right", [3, 4, 9], [7, 8, 1], b"tag")
+    number = left.transport.write("right", copies([3, 4, 9], [7, 8, 1]), b"tag")
     poll(left, right, until=WriteDone)
     assert left.events == [WriteDone(number)]
     assert right.events == [Received("left", b"tag")]
@@ -89,9 +91,9 @@ def test_write_lands_and_its_message_follows(sides: tuple[Side, Side]) -> None:
 
 def test_ranges_within_a_page_land_at_their_offsets(sides: tuple[Side, Side]) -> None:
     left, right = sides
-    left.connect(right, [ByteRange(0, 10, 4), ByteRange(8, 0, 2)])
+    left.connect(right, ((ByteRange(0, 10, 4), ByteRange(8, 0, 2)),))
     left.pool[PAGE_BYTES : PAGE_BYTES + 10] = b"abcdefghij"
-    left.transport.write("right", [1], [2], b"")
+    left.transport.write("right", copies([1], [2]), b"")
     poll(left, right, until=WriteDone)
     page = bytes(right.pool[2 * PAGE_BYTES : 3 * PAGE_BYTES])
     assert page == b"ij" + bytes(8) + b"abcd" + bytes(PAGE_BYTES - 14)
@@ -177,12 +179,12 @@ def test_write_to_a_closed_port_fails_and_loses_the_peer(sides: tuple[Side, Side
     gone = Side("gone")
     left.connect(gone)
     gone.transport.close()
-    number = left.transport.write("gone", [0], [0], b"")
+    number = left.transport.write("gone", copies([0], [0]), b"")
     poll(left, until=PeerLost)
     assert [type(event) for event in left.events] == [WriteFailed, PeerLost]
     assert left.events[0].write == number  # type: ignore[union-attr]
     left.transport.send("gone", b"")  # no event: the loss has been reported
-    assert left.transport.write("gone", [0], [0], b"") == number + 1
+    assert left.transport.write("gone", copies([0], [0]), b"") == number + 1
     left.events.clear()
     poll(left, until=WriteFailed)
     left.connect(right)
@@ -258,7 +260,7 @@ def test_process_without_descriptors_fails_a_write_to_a_new_peer(sides: tuple[Si
     left, right = sides
     left.connect(right)
     with no_descriptors_left():
-        left.transport.write("right", [0], [0], b"")
+        left.transport.write("right", copies([0], [0]), b"")
         poll(left, right, until=PeerLost)
     assert [type(event) for event in left.events] == [WriteFailed, PeerLost]
 

@@ -19,7 +19,7 @@ def test_scattered_pages_sent_by_chunks_arrive_byte_for_byte(start: Start) -> No
         transfer.chunk(here[: -(-num_tokens // PAGE)], num_tokens)
     transfer.finish(here, 6 * PAGE + 5, b"first token")
     event = transfer.arrived()
-    assert (event["num_tokens"], bytes.fromhex(event["state"])) == (101, b"first token")
+    assert (event["num_tokens"], bytes.fromhex(event["result"])) == (101, b"first token")
     frontiers = transfer.frontiers()
     assert frontiers == sorted(frontiers)
     assert frontiers[-1] == 101
@@ -46,7 +46,7 @@ def test_prompt_the_target_has_entirely_sends_the_state_alone(start: Start) -> N
     transfer.grant([], first_page=2)
     transfer.finish([1, 2], 2 * PAGE, b"only this")
     event = transfer.arrived()
-    assert (event["figures"]["num_pages"], bytes.fromhex(event["state"])) == (0, b"only this")
+    assert (event["figures"]["num_pages"], bytes.fromhex(event["result"])) == (0, b"only this")
 
 
 @pytest.mark.parametrize("first", ["ship", "expect", "grant"])

@@ -50,9 +50,9 @@ class Transfer:
         for source in self.sources:
             source.ask("chunk", request=self.request, pages=pages, num_tokens=num_tokens)
 
-    def finish(self, pages: Sequence[int], num_tokens: int, state: bytes = b"state") -> None:
+    def finish(self, pages: Sequence[int], num_tokens: int, result: bytes = b"result") -> None:
         for source in self.sources:
-            source.ask("finish", request=self.request, pages=pages, num_tokens=num_tokens, state=state.hex())
+            source.ask("finish", request=self.request, pages=pages, num_tokens=num_tokens, result=result.hex())
 
     def arrived(self) -> dict[str, Any]:
         """Wait until both sides are done. Return the `Arrived` event, with the source's figures as `released`."""

@@ -4,18 +4,29 @@ that die. Every event is checked: bytes are right, frontiers only grow, freed pa
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from crossdock.kvtransfer.events import Arrived, Committed, Failed, Granted, Offered, Released, WriterStopped
-from crossdock.kvtransfer.messages import TransferMessage
+from crossdock.kvtransfer.messages import GroupPages, TransferMessage
 from crossdock.kvtransfer.receiver import Receiver
 from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank, Write
 
 PAGE_SIZE = 4
-POOL = 10  # pages of a target: few, so that they are used again at once
+WINDOWS = (None, 6, 3)  # tokens, of each group of layers
+POOL = 16  # pages of a target: few, so that they are used again at once
+STATE_PAGES = 2  # of the recurrent state of one request
+PAGE_BYTES = (10,) * (len(WINDOWS) + 1)  # of each group, and of the state
 DEADLINE, GRACE = 5.0, 1.0
-GARBAGE = ("garbage", -1, -1)
+Content: TypeAlias = tuple[str, int, int, int]  # of a page: request, source rank, group of layers, number
+GARBAGE: Content = ("garbage", -1, -1, -1)
 
 Key = tuple[str, int]  # request, epoch
+
+
+def first_seen(group: int, position: int) -> int:
+    """Return the number of a group's first page that the token at `position` sees."""
+    window = WINDOWS[group]
+    return 0 if window is None else max(0, position - window + 1) // PAGE_SIZE
 
 
 @dataclass(eq=False)
@@ -25,8 +36,8 @@ class Source:
     name: str
     rank: int
     sender: Sender
-    memory: dict[int, tuple[str, int, int]] = field(default_factory=dict)
-    pages: dict[Key, list[int]] = field(default_factory=dict)
+    memory: dict[int, Content] = field(default_factory=dict)
+    pages: dict[Key, list[list[int]]] = field(default_factory=dict)  # of each group, from number 0 on; of the state
     is_dead: bool = False
 
 
@@ -36,7 +47,7 @@ class Goal:
 
     name: str
     receiver: Receiver
-    memory: dict[tuple[int, int], tuple[str, int, int]] = field(default_factory=dict)
+    memory: dict[tuple[int, int], Content] = field(default_factory=dict)
     owners: dict[int, Key] = field(default_factory=dict)
     is_dead: bool = False
 
@@ -54,7 +65,8 @@ class Attempt:
     is_expected: bool = False
     is_offered: bool = False
     is_granted: bool = False
-    granted: list[int] = field(default_factory=list)
+    granted: list[GroupPages] = field(default_factory=list)
+    granted_state: tuple[int, ...] = ()
     num_computed: dict[str, int] = field(default_factory=dict)
     frontier: int = 0
     has_arrived: bool = False
@@ -95,7 +107,7 @@ class World:
 
     def new_source(self, rank: int) -> Source:
         self.num_processes += 1
-        source = Source(f"source-{self.num_processes}", rank, Sender(rank, PAGE_SIZE, max_write_bytes=3 * 10))
+        source = Source(f"source-{self.num_processes}", rank, Sender(rank, PAGE_SIZE, max_write_bytes=4 * 10))
         self.sources[source.name] = source
         return source
 
@@ -115,10 +127,12 @@ class World:
         attempt.frontier = first_page * PAGE_SIZE
         self.attempts[key] = attempt
         for source in attempt.sources:
-            pages = list(range(self.num_pages, self.num_pages + attempt.num_pages))
-            self.num_pages += attempt.num_pages
-            source.pages[key] = pages
-            source.memory.update(dict.fromkeys(pages, GARBAGE))
+            source.pages[key] = []
+            for size in (*[attempt.num_pages] * len(WINDOWS), STATE_PAGES):
+                pages = list(range(self.num_pages, self.num_pages + size))
+                self.num_pages += size
+                source.pages[key].append(pages)
+                source.memory.update(dict.fromkeys(pages, GARBAGE))
         if started in ("both", "target"):
             self.start_target(attempt)
         if started in ("both", "source"):
@@ -147,7 +161,7 @@ class World:
         attempt.is_shipped = True
         for source in attempt.sources:
             if not source.is_dead and not attempt.goal.is_dead:
-                targets = {attempt.goal.name: TargetRank(POOL, 10, len(attempt.sources))}
+                targets = {attempt.goal.name: TargetRank(POOL, PAGE_BYTES, len(attempt.sources))}
                 self.run(source, source.sender.ship(*attempt.key, targets, DEADLINE, self.now))
 
     def expect(self, index: int) -> None:
@@ -157,7 +171,7 @@ class World:
     def start_target(self, attempt: Attempt) -> None:
         if not attempt.goal.is_dead and not any(source.is_dead for source in attempt.sources):
             attempt.is_expected = True
-            sources = {source.name: (source.rank, 10) for source in attempt.sources}
+            sources = {source.name: (source.rank, PAGE_BYTES) for source in attempt.sources}
             self.run(attempt.goal, attempt.goal.receiver.expect(*attempt.key, sources, DEADLINE, self.now))
 
     def grant(self, index: int) -> None:
@@ -167,14 +181,19 @@ class World:
     def grant_to(self, attempt: Attempt) -> None:
         goal = attempt.goal
         free = [page for page in range(POOL) if page not in goal.owners]
-        needed = attempt.num_pages - attempt.first_page
-        if len(free) < needed:
+        firsts = [max(attempt.first_page, first_seen(group, attempt.num_tokens)) for group in range(len(WINDOWS))]
+        if len(free) < sum(attempt.num_pages - first for first in firsts) + STATE_PAGES:
             self.run(goal, goal.receiver.wait(*attempt.key, 1.0, self.now))
             return
         attempt.is_granted = True
-        attempt.granted = free[:needed]
-        goal.owners.update(dict.fromkeys(attempt.granted, attempt.key))
-        self.run(goal, goal.receiver.grant(*attempt.key, attempt.first_page, attempt.granted, self.now))
+        for first in firsts:
+            pages = tuple(free.pop(0) for _ in range(attempt.num_pages - first))
+            attempt.granted.append(GroupPages(first, pages))
+            goal.owners.update(dict.fromkeys(pages, attempt.key))
+        attempt.granted_state = tuple(free[:STATE_PAGES])
+        goal.owners.update(dict.fromkeys(attempt.granted_state, attempt.key))
+        granted = attempt.granted, self.now, attempt.granted_state
+        self.run(goal, goal.receiver.grant(*attempt.key, attempt.first_page, *granted))
 
     def wait_for_room(self, index: int) -> None:
         if attempt := self.pick(index, "grant"):
@@ -197,13 +216,20 @@ class World:
         if done == attempt.num_tokens:
             return
         done = attempt.num_computed[source.name] = min(attempt.num_tokens, done + tokens)
-        pages = source.pages[attempt.key][: -(-done // PAGE_SIZE)]
-        for number, page in enumerate(pages):
-            source.memory[page] = (attempt.key[0], source.rank, number)
+        groups = []
+        *held_pages, state = source.pages[attempt.key]
+        for number, page in enumerate(state):
+            source.memory[page] = (attempt.key[0], source.rank, done, number)
+        for group, held in enumerate(held_pages):
+            first, pages = first_seen(group, done), held[: -(-done // PAGE_SIZE)]
+            for number, page in enumerate(pages):  # other requests use the pages that the window has passed
+                source.memory[page] = GARBAGE if number < first else (attempt.key[0], source.rank, group, number)
+            groups.append(GroupPages(first, tuple(pages[first:])))
         if done == attempt.num_tokens:
-            self.run(source, source.sender.finish(attempt.key[0], pages, done, attempt.key[0].encode(), self.now))
+            finished = done, attempt.key[0].encode(), self.now, tuple(state)
+            self.run(source, source.sender.finish(attempt.key[0], groups, *finished))
         else:
-            self.run(source, source.sender.chunk(attempt.key[0], pages, done, self.now))
+            self.run(source, source.sender.chunk(attempt.key[0], groups, done, self.now))
 
     def cancel_ship(self, index: int, rank: int) -> None:
         attempt = self.pick(index, "any")
@@ -252,9 +278,10 @@ class World:
         if goal.is_dead:
             return
         key = write.message.request, write.message.epoch
-        for source_page, page in zip(write.source_pages, write.target_pages, strict=True):
-            assert goal.owners.get(page) == key, f"{key} wrote to page {page} of {goal.owners.get(page)}"
-            goal.memory[page, open_write.source.rank] = open_write.source.memory[source_page]
+        for copy in write.copies:
+            for source_page, page in zip(copy.source_pages, copy.target_pages, strict=True):
+                assert goal.owners.get(page) == key, f"{key} wrote to page {page} of {goal.owners.get(page)}"
+                goal.memory[page, open_write.source.rank] = open_write.source.memory[source_page]
 
     def complete(self, index: int) -> None:
         write = self.writes[index % len(self.writes)] if self.writes else None
@@ -348,10 +375,14 @@ class World:
                 assert not attempt.has_arrived
                 assert not attempt.has_stopped
                 attempt.has_arrived = True
-                assert event.state == event.request.encode()
+                assert event.result == event.request.encode()
                 assert event.num_tokens == attempt.num_tokens
                 attempt.frontier = event.num_tokens
                 self.check_bytes(attempt)
+                for source in attempt.sources:
+                    for number, page in enumerate(attempt.granted_state):
+                        expected = (attempt.key[0], source.rank, attempt.num_tokens, number)
+                        assert attempt.goal.memory[page, source.rank] == expected
                 self.free(attempt)
             case WriterStopped():
                 attempt.has_stopped = True
@@ -359,7 +390,7 @@ class World:
             case Released():
                 attempt.num_released[process.name] += 1
                 assert isinstance(process, Source)
-                for page in process.pages[attempt.key]:
+                for page in [page for pages in process.pages[attempt.key] for page in pages]:
                     process.memory[page] = GARBAGE  # another request may use the pages from now on
             case Failed():
                 assert not attempt.has_arrived or event.sending
@@ -369,11 +400,13 @@ class World:
                 assert event.first_page == attempt.first_page
 
     def check_bytes(self, attempt: Attempt) -> None:
-        """Assert that every committed page is in place, from every source rank."""
-        for number in range(attempt.first_page, -(-attempt.frontier // PAGE_SIZE)):
-            page = attempt.granted[number - attempt.first_page]
-            for source in attempt.sources:
-                assert attempt.goal.memory[page, source.rank] == (attempt.key[0], source.rank, number)
+        """Assert that every committed page is in place, of every group and from every source rank."""
+        for group, granted in enumerate(attempt.granted):
+            for number in range(granted.first, -(-attempt.frontier // PAGE_SIZE)):
+                page = granted.pages[number - granted.first]
+                for source in attempt.sources:
+                    expected = (attempt.key[0], source.rank, group, number)
+                    assert attempt.goal.memory[page, source.rank] == expected
 
     def free(self, attempt: Attempt) -> None:
         for page in [page for page, key in attempt.goal.owners.items() if key == attempt.key]:

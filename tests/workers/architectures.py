@@ -97,18 +97,69 @@ SERVED: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["full_attention"] * 4, "full_attn_idxs": [0, 1, 2, 3]},
     "lfm2_moe": {**_ROUTED, "layer_types": ["full_attention"] * 4},
 }
+_DELTA: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 10,
+}
+_KIMI: dict[str, Any] = {**_MLA, "linear_num_heads": 4, "linear_head_dim": 8, "num_local_experts": 4}
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
+_SHORT_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**_MOE, **_DELTA, **_LINEAR, "shared_expert_intermediate_size": 32},
+    "qwen3_5_text": {**_DELTA, **_LINEAR},
+    "qwen3_5_moe_text": {**_MOE, **_DELTA, **_LINEAR, "shared_expert_intermediate_size": 32},
+    "olmo_hybrid": {**_DELTA, **_LINEAR, "linear_num_key_heads": 4},
+    "kimi_linear": {**_KIMI, **_LINEAR},
+    "bailing_hybrid": {**_KIMI, **_LINEAR},
+    "lfm2 conv": _SHORT_CONVOLUTIONS,
+    "lfm2_moe conv": {**_ROUTED, **_SHORT_CONVOLUTIONS},
+    "lfm3 conv": {"layer_types": ["conv", "sliding_attention", "conv", "full_attention"], "sliding_window": WINDOW},
+    "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 96},
+    "granitemoehybrid": {**_MOE, **_MAMBA2, **_LINEAR, "shared_intermediate_size": 32},
+    "bamba": {**_MAMBA2, "attn_layer_indices": [1, 3]},
+    "nemotron_h": {
+        **_ROUTED,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "full_attention"],
+        "num_hidden_layers": None,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+}
+"""Models with recurrent layers: some of their layers have attention, or all have it beside the recurrent part."""
+SERVED |= RECURRENT
 SERVED |= {name: {} for name in _PLAIN.split()} | dict.fromkeys(_EXPERTS.split(), _ROUTED)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({"n_layer": 4, "n_head": 4}, "attention"),
     "mpt": ({"d_model": 48, "n_layers": 4, "n_heads": 4, "expansion_ratio": 2}, "attention"),
     "gptj": ({"n_embd": 48, "n_layer": 4, "n_head": 4, "rotary_dim": 8}, "attention"),
     "falcon": ({"head_dim": None}, "attention"),
-    "qwen3_next": ({**_MOE, "layer_types": ["linear_attention", "full_attention"] * 2}, "linear_attention"),
-    "minimax": ({**_MOE, "layer_types": ["linear_attention", "full_attention"] * 2}, "linear_attention"),
-    "mamba2": ({"num_heads": 8, "head_dim": 12, "state_size": 8, "n_groups": 1, "chunk_size": 8}, "layers"),
+    "minimax": ({**_MOE, **_LINEAR}, "recurrent layers that are not served"),
+    "mamba2": ({"num_heads": 8, "head_dim": 12, "state_size": 8, "n_groups": 1, "chunk_size": 8}, "attention"),
+    "jamba": ({**_MOE, "attn_layer_period": 2, "attn_layer_offset": 1}, "chunks of a prompt"),
+    "zamba2": (
+        {
+            "mamba_headdim": 12,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 2,
+            "mamba_d_state": 8,
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        },
+        "layers",
+    ),
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), (_MLA, "indexed_attention")),
-    "kimi_linear": (_MLA, "linear_attention"),
-    "bailing_hybrid": (_MLA, "linear_attention"),
     "llama4_text": ({**_MOE, "layer_types": ["chunked_attention", "full_attention"] * 2}, "chunked_attention"),
 }
 

@@ -84,6 +84,8 @@ class DraftModel:
                 f"model: {config.model} has a vocabulary of {model.vocab_size} tokens and the model that is served one "
                 f"of {target.vocab_size}: a small model can draft only for a model with the same vocabulary"
             )
+        if model.states is not None:
+            raise ValueError(f"model: {config.model} has recurrent layers: a small model that drafts may have none")
         page_size = max(_PAGE_SIZE, model.attention.page_multiple)
         page_bytes = model.layout(page_size).page_bytes
         if memory < page_bytes:

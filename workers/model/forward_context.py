@@ -5,7 +5,7 @@ attention.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from crossdock.kernels.backend import Attention
 from crossdock.kernels.latent_attention import latent_attention
 from crossdock.kvtransfer.layout import LayerShape
 from crossdock.workers.model.latent import unexpanded
+from crossdock.workers.model.state_pages import StepStates
 
 if TYPE_CHECKING:
     from crossdock.workers.model.vision import PictureRows
@@ -46,6 +47,8 @@ class ForwardContext:
     pages: Sequence[tuple[Tensor, Tensor]] = ()  # of each layer: keys and values, [page, kv_head, token, head_dim]
     scales: Sequence[tuple[Tensor, Tensor]] = ()  # of each layer's e4m3 pages: keys and values, [Hkv]
     first_layer: int = 0  # the layer that the first of `pages` belongs to
+    places: Mapping[int, int] = field(default_factory=dict)  # in `pages`, by layer, where not all layers have attention
+    states: StepStates | None = None  # of models with recurrent layers
     layer_batches: Sequence[AttentionBatch] = ()  # `batch` with each layer's own pages, where groups of layers differ
     probe_lengths: Sequence[int] = ()
     probe_calls: list[AttentionCall] = field(default_factory=list)
@@ -112,11 +115,12 @@ def _attend(
         page_size = page_size_for(context.probe_lengths, context.attention.page_multiple)
         k_pages, v_pages = (x.new_zeros(len(batch.kv_len), x.shape[1], page_size, x.shape[2]) for x in (k, v))
     else:
-        (k_pages, v_pages), batch = context.pages[layer - context.first_layer], context.batch
+        place = context.places[layer] if context.places else layer - context.first_layer
+        (k_pages, v_pages), batch = context.pages[place], context.batch
         if context.layer_batches:
-            batch = context.layer_batches[layer - context.first_layer]
+            batch = context.layer_batches[place]
         if context.scales:
-            scales = dict(zip(("k_scale", "v_scale"), context.scales[layer - context.first_layer], strict=True))
+            scales = dict(zip(("k_scale", "v_scale"), context.scales[place], strict=True))
     context.attention.store_kv(k, v, k_pages, v_pages, batch.slots, **scales)
     attention = context.attention.paged_attention
     if (latents := unexpanded(module)) is not None:

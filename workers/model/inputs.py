@@ -1,7 +1,7 @@
 """A batch as integers, and as tensors, in one copy to each device. step_messages.py sends it to other ranks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from crossdock.workers.model.vision import PictureEncoder, PictureRows, StepPict
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.pages import HOLE
 
+_NO_STATES = np.zeros((0, 0), np.int32)
 _ALIGNMENT = 16  # bytes: Triton compiles a kernel again for pointers that are less aligned
 
 
@@ -30,6 +31,8 @@ class StepInputs:
     query_start: NDArray[np.int32]  # [S+1]
     kv_len: NDArray[np.int32]  # [S]
     page_table: NDArray[np.int32]  # [S, P], or [S, G, P]
+    state_read: NDArray[np.int32] = field(default_factory=lambda: _NO_STATES)  # [S, n] pages; rows of -1: zeros
+    state_write: NDArray[np.int32] = field(default_factory=lambda: _NO_STATES)  # [S, n]; see `StatePages`
     pictures: StepPictures | None = None  # None: all rows are tokens
 
     @classmethod
@@ -51,6 +54,7 @@ class StepInputs:
         lengths = np.array([part.num_tokens for part in batch.scheduled], np.int64)
         query_start = np.concatenate([[0], lengths.cumsum()])
         kv_len, table = starts + lengths, _page_table(batch.scheduled, page_size)
+        state_width = len(batch.scheduled[0].state.write)
         positions = np.arange(len(token_ids)) + np.repeat(starts - query_start[:-1], lengths)
         pages = table[np.repeat(np.arange(len(lengths)), lengths), ..., positions // page_size]
         inputs = cls(
@@ -61,6 +65,8 @@ class StepInputs:
             query_start=query_start.astype(np.int32),
             kv_len=kv_len.astype(np.int32),
             page_table=table,
+            state_read=_state_table([part.state.read for part in batch.scheduled], state_width),
+            state_write=_state_table([part.state.write for part in batch.scheduled], state_width),
         )
         return inputs, rows
 
@@ -134,6 +140,8 @@ class StepTensors(NamedTuple):
     query_start: Tensor
     kv_len: Tensor
     page_table: Tensor
+    state_read: Tensor
+    state_write: Tensor
 
     def run(
         self,
@@ -146,7 +154,8 @@ class StepTensors(NamedTuple):
         batch = AttentionBatch(
             *(self.query_start, self.kv_len, self.page_table, self.slots, max_query_len, max_kv_len, num_decodes)
         )
-        return model.forward(self.token_ids, self.positions, batch, self.wanted, pictures)
+        states = ((self.state_read, self.state_write),) if self.state_write.shape[1] else ()
+        return model.forward(self.token_ids, self.positions, batch, self.wanted, pictures, *states)
 
 
 def _page_table(parts: Sequence[Scheduled], page_size: int) -> NDArray[np.int32]:
@@ -166,6 +175,16 @@ def _page_table(parts: Sequence[Scheduled], page_size: int) -> NDArray[np.int32]
             first = np.count_nonzero(row == HOLE)
             row[:first] = row[first]
     return table.reshape(len(parts), num_groups, -1) if num_groups > 1 else table
+
+
+def _state_table(states: Sequence[Sequence[int]], width: int) -> NDArray[np.int32]:
+    """Return the pages of every part's state, [S, width]; rows of -1 where there is none."""
+    table = np.full((len(states), width), -1, np.int32)
+    if width:
+        for row, pages in zip(table, states, strict=True):
+            if len(pages):
+                row[:] = pages
+    return table
 
 
 def _num_rows(part: Scheduled) -> int:

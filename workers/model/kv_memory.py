@@ -14,7 +14,7 @@ from crossdock.workers.model.mixed_graphs import MixedGraphs
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
-from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
 from crossdock.workers.schedule.request import Request, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,9 @@ def _measured(model: PagedModel, budget: MemoryBudget, page_size: int) -> int:
     and `max_num_seqs` rows sampled in the way that takes most memory; and a step of as many decodes,
     or of decodes and a chunk that is recorded.
     """
-    step = largest_step(budget.max_num_batched_tokens, model.max_model_len, page_size)
-    model.allocate_pool(int(step.page_table.max()) + 1, page_size)
+    width = model.state_pages(page_size)
+    step = largest_step(budget.max_num_batched_tokens, model.max_model_len, page_size, width)
+    model.allocate_pool(int(max(step.page_table.max(), step.state_write.max(initial=0))) + 1, page_size)
 
     def prefill() -> None:
         logits = step.run(model)
@@ -86,15 +87,19 @@ def bytes_for_pages(utilization: float, total: int, free: int, used_by_others: i
     return max(0, int(min(utilization * total - held, free)) - transient - GPU_RESERVE_BYTES)
 
 
-def largest_step(num_tokens: int, max_model_len: int, page_size: int) -> StepInputs:
-    """Return a step of whole prompts of `num_tokens` tokens in all, every token's logits wanted, in pages from 0 on."""
+def largest_step(num_tokens: int, max_model_len: int, page_size: int, state_pages: int = 0) -> StepInputs:
+    """Return a step of whole prompts of `num_tokens` tokens in all, every token's logits wanted, in pages from 0 on.
+
+    `state_pages`: of the recurrent state of each.
+    """
     parts: list[Scheduled] = []
     num_pages = 0
     for start in range(0, num_tokens, max_model_len):
         length = min(max_model_len, num_tokens - start)
         request = Request(f"largest-{start}", [0] * length, SamplingParams(prompt_logprobs=0))
         pages = range(num_pages, num_pages := num_pages + -(-length // page_size))
-        parts.append(Scheduled(request, 0, length, pages, samples=True))
+        state = StatePages((), range(num_pages, num_pages := num_pages + state_pages))
+        parts.append(Scheduled(request, 0, length, pages, samples=True, state=state))
     return StepInputs.of(Batch(parts, 0), page_size)[0]
 
 

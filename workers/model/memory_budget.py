@@ -29,7 +29,7 @@ class MemoryBudget:
         self, num_pages: int, page_bytes: int, needs: PageNeeds, max_model_len: int, device: str
     ) -> None:
         """Raise ValueError where one request of `max_model_len` tokens needs more than `num_pages` pages."""
-        needed = needs.at_once(max_model_len)
+        needed = needs.at_most(max_model_len)
         if num_pages >= needed:
             return
         known = self.known(device)
@@ -37,7 +37,7 @@ class MemoryBudget:
         if known is not None:
             limit = f"kv_cache_memory ({ByteSize(known).human_readable()})"
         held = f"{num_pages * needs.page_size} tokens of {page_bytes // needs.page_size} bytes"
-        if len(needs.windows) > 1:
+        if len(needs.windows) > 1 or needs.state_pages:
             held = f"{num_pages} pages of {page_bytes} bytes"
         raise ValueError(
             f"{limit} holds {held}; one request of max_model_len ({max_model_len}) needs "

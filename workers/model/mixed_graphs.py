@@ -117,8 +117,9 @@ class MixedGraphs:
     def _enter(self, given: StepTensors, decodes: int, tokens: int) -> None:
         """Copy a padded step to where the graph of these sizes reads."""
         recorded = self._prefixes(decodes, tokens)
-        for name in StepTensors._fields[:-1]:
-            getattr(recorded, name).copy_(getattr(given, name))
+        for name in StepTensors._fields:
+            if name != "page_table":
+                getattr(recorded, name).copy_(getattr(given, name))
         recorded.page_table[:, : given.page_table.shape[1]].copy_(given.page_table)  # entries beyond are not read
 
     @torch.inference_mode()
@@ -133,7 +134,7 @@ class MixedGraphs:
     def _prefixes(self, decodes: int, tokens: int) -> StepTensors:
         """Return where the graph of these sizes reads its step."""
         rows, sequences = decodes + tokens, decodes + _CHUNKS
-        lengths = (rows, rows, rows, decodes + self._chunk_logits, sequences + 1, sequences, sequences)
+        lengths = (rows, rows, rows, decodes + self._chunk_logits, sequences + 1, sequences, sequences, 0, 0)
         return StepTensors(*(tensor[:length] for tensor, length in zip(self._inputs, lengths, strict=True)))
 
 

@@ -11,13 +11,14 @@ from transformers import PretrainedConfig
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import CPP, Attention
 from crossdock.kernels.huge_pages import HugePages, MemoryTaker
-from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
+from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View, group_layouts
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.forward_context import ForwardContext, entered
 from crossdock.workers.model.pooling import HiddenTap
+from crossdock.workers.model.state_pages import StateLayout, StepStates
 from crossdock.workers.model.vision import PictureEncoder, PictureRows
-from crossdock.workers.schedule.layer_groups import LayerGroup, group_layers
+from crossdock.workers.schedule.layer_groups import LayerGroup
 from crossdock.workers.schedule.pages import Window
 
 
@@ -27,15 +28,18 @@ class PagedModel:
 
     module: nn.Module
     config: PretrainedConfig
-    layers: Sequence[LayerShape]  # of each layer here: the KV heads that this rank holds
+    layers: Sequence[LayerShape]  # of each layer with attention here: the KV heads that this rank holds
     max_model_len: int  # tokens
     eos_token_ids: frozenset[int]
     part: ModelPart = field(default_factory=lambda: ModelPart(RankPosition()))
     attention: Attention = CPP
     windows: Sequence[Window] = ()  # of the attention of each layer here
-    groups: Sequence[LayerGroup] = ()  # of layers that share pages, numbered from 0 here; empty: all do, for good
+    places: dict[int, int] = field(default_factory=dict)  # in `layers`, by layer number; empty: all have attention
+    states: StateLayout | None = None  # of the recurrent layers; None: there are none
+    groups: Sequence[LayerGroup] = ()  # of the whole model's layers, which share pages; empty: all do, for good
     pages: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     pool: Tensor | None = None
+    pool_bytes: Tensor | None = None  # the pool as [page, page_bytes] uint8, where recurrent states are
     scales: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Of each layer here, if pages are e4m3: of keys and of values, [Hkv] float32, powers of two."""
     kernels: str = ""  # which compute the products of fused layers, as text; empty: transformers' own code does
@@ -75,17 +79,19 @@ class PagedModel:
 
     def layouts(self, page_size: int) -> list[PoolLayout]:
         """Return the layout of a page for each group of layers: all have the same number of bytes."""
-        if not self.groups:
-            return [self.layout(page_size)]
-        shapes = [[self.layers[layer] for layer in group.layers] for group in self.groups]
-        sizes = (page_size, self.kv_dtype.itemsize)
-        largest = max(PoolLayout(layers, *sizes).page_elements for layers in shapes)
-        return [PoolLayout(layers, *sizes, largest) for layers in shapes]
+        shapes = [[self.layers[layer] for layer in layers] for layers in self.held_groups]
+        return list(group_layouts(shapes, page_size, self.kv_dtype.itemsize))
 
-    def grouped_layers(self, page_size: int) -> Sequence[LayerGroup]:
-        """Return the groups of layers with which a long stream holds the fewest bytes."""
-        token_bytes = [shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in self.layers]
-        return group_layers(self.windows, token_bytes, self.max_model_len, page_size)
+    @property
+    def held_groups(self) -> list[list[int]]:
+        """Return the layers here of each group, numbered from 0. A stage of a pipeline may have none of a group."""
+        first, held = self.part.first_layer, range(len(self.layers))
+        groups = [[layer - first for layer in group.layers if layer - first in held] for group in self.groups]
+        return groups or [list(held)]
+
+    def state_pages(self, page_size: int) -> int:
+        """Return how many pages the recurrent state of one request takes."""
+        return 0 if self.states is None else self.states.num_pages(self.layouts(page_size)[0].page_bytes)
 
     def allocate_pool(self, num_pages: int, page_size: int) -> None:
         """Allocate the one KV tensor of this process.
@@ -112,13 +118,15 @@ class PagedModel:
 
         views = [layout.views(layer, num_pages) for layout in layouts for layer in range(len(layout.layers))]
         pages = [(tensor(keys), tensor(values)) for keys, values in views]
-        order = [layer for group in self.groups for layer in group.layers] or range(len(self.layers))
+        order = [layer for layers in self.held_groups for layer in layers]
         self.pages = [pages for _, pages in sorted(zip(order, pages, strict=True), key=lambda pair: pair[0])]
         self.pool = pool
+        if self.states is not None:
+            self.pool_bytes = pool.view(torch.uint8).view(num_pages, -1)
 
     def free_pool(self) -> None:
         """Free the pool. Call it only before another component has a reference to the pool."""
-        self.pages, self.pool = [], None
+        self.pages, self.pool, self.pool_bytes = [], None, None
         if self._taker is not None:
             self._taker.end()
             self._taker = None
@@ -145,19 +153,27 @@ class PagedModel:
         batch: AttentionBatch,
         rows: Tensor,
         pictures: PictureRows | None = None,
+        states: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Compute one flat batch. Keys and values go to the pages named by `batch`.
 
         Of a model with several groups of layers, `batch` has page tables [S, G, P] and slots [T, G]. token_ids,
         positions: [T] int64. rows: [N] int64, the rows of the T whose logits are wanted. Returns [N, vocab] in the
         model's dtype; [0, vocab] on a stage that others follow. `pictures`: rows that are no tokens' embeddings.
+        `states`: the pages of the recurrent states that the step reads, and those that it writes, [S, n] int32 each.
         """
         context = ForwardContext(self.attention, batch, self.pages, self.scales, self.part.first_layer)
+        if self.states is not None:
+            assert states is not None, "the step does not say which pages hold its states"
+            assert self.pool_bytes is not None
+            lengths: list[int] = batch.query_start.diff().tolist()  # on a GPU the host waits here
+            context.places = self.places
+            context.states = StepStates(self.states, self.pool_bytes, *states, lengths, batch.num_decodes)
         if len(self.groups) > 1:
             batches = {
                 layer: replace(batch, page_table=batch.page_table[:, group], slots=slots, derived={})
-                for group, slots in enumerate(batch.slots.T.contiguous())
-                for layer in self.groups[group].layers
+                for (group, slots), layers in zip(enumerate(batch.slots.T.contiguous()), self.held_groups, strict=True)
+                for layer in layers
             }
             context.layer_batches = [batches[layer] for layer in range(len(self.layers))]
         if pictures is not None:

@@ -25,15 +25,27 @@ from crossdock.workers.model.forward_context import (
 from crossdock.workers.model.fp8_scales import example_text, in_float32, scale_for
 from crossdock.workers.model.fused_projections import join_projections
 from crossdock.workers.model.fusion import NotFusableError, fuse
+from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.latent import NoLatentsError, cache_latents, has_latents
 from crossdock.workers.model.memory_fit import free_memory
 from crossdock.workers.model.model import PagedModel, text_config
+from crossdock.workers.model.recurrent import (
+    RECURRENT_TYPES,
+    STATELESS_TYPES,
+    NotRecurrentError,
+    has_recurrent_layers,
+    keep_states_in_pages,
+    layer_kinds,
+)
 from crossdock.workers.model.triton_layers import may_use_triton_steps, use_triton_layers
 from crossdock.workers.model.vision import attention_names, num_deep_layers
+from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
+from crossdock.workers.schedule.request import Request, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention"} | RECURRENT_TYPES | STATELESS_TYPES
+_WITHOUT_ATTENTION = {"linear_attention", "conv"} | STATELESS_TYPES
 _LENGTHS = [5, 24]  # tokens of the two sequences that a probe computes
 _QUANTISED_TOLERANCE = 0.2  # relative error of logits, in norm
 
@@ -77,6 +89,8 @@ def probe(
     """
     if quantization is not None and (reason := _why_not_quantised(model, cpu_kernels)):
         raise ValueError(f"quantization {quantization}: {reason}")
+    if has_recurrent_layers(text_config(model.config)):
+        _keep_states(model, quantization)
     sequences = _ProbeBatch.for_model(model)
     context = ForwardContext(model.attention, probe_lengths=_LENGTHS)
     ours = sequences.run(model, context)
@@ -96,8 +110,14 @@ def probe(
     if has_latents(text_config(model.config)):
         calls = _cache_latents_if_equal(model, calls, sequences, theirs, tolerance)
     model.layers, model.windows = [call.shape for call in calls], [call.window for call in calls]
+    if model.states is not None:
+        model.places = {call.layer: place for place, call in enumerate(calls)}
+        _check_states(model, sequences, theirs, tolerance)
     if kv_cache_dtype == "fp8":
         model.scales = _find_scales(model)  # by transformers' own layers, before any of them is replaced
+    if model.states is not None:
+        logger.info("decoder layers run in transformers' own code: some keep a recurrent state")
+        return
     on_triton = may_use_triton_steps(model)
     if model.device.type == "cuda" or on_triton:
         _join_projections_if_equal(model, sequences, theirs, tolerance)
@@ -125,16 +145,87 @@ class _ProbeBatch:
         positions = torch.cat([torch.arange(n) for n in _LENGTHS]).to(device)
         return cls(ids, positions, torch.arange(num_tokens, device=device))
 
+    def request(self, number: int) -> Request:
+        """Return a request of one of the sequences, every token's logits wanted."""
+        token_ids = torch.split(self.token_ids, _LENGTHS)[number].tolist()
+        return Request(f"probe-{number}", token_ids, SamplingParams(prompt_logprobs=0))
+
     def run(self, model: PagedModel, context: ForwardContext) -> Tensor:
         return model.run(context, self.token_ids, self.positions, self.rows)
+
+
+def _keep_states(model: PagedModel, quantization: Quantization | None) -> None:
+    """Let the recurrent layers keep their states in pages.
+
+    Raises:
+        UnsupportedModelError: they cannot, or not in a replica of several ranks.
+        ValueError: `quantization` is for fused layers.
+    """
+    name, decoder = model.config.model_type, text_config(model.config)
+    if quantization is not None:
+        raise ValueError(f"quantization {quantization}: {name} has recurrent layers, which are not fused")
+    if model.part.position.size > 1:
+        raise UnsupportedModelError(
+            f"{name} has recurrent layers, whose states are not divided among ranks: set tensor_parallel_size and "
+            f"pipeline_parallel_size to 1"
+        )
+    if set(layer_kinds(decoder)) <= _WITHOUT_ATTENTION:
+        raise UnsupportedModelError(f"{name} has no layers with attention, and so no KV pages to keep its states in")
+    module: Any = model.module
+    module.set_attn_implementation(attention_names(model.config, "eager"))
+    try:
+        model.states = keep_states_in_pages(module, decoder)
+    except NotRecurrentError as reason:
+        raise UnsupportedModelError(f"{name} has recurrent layers that are not served: {reason}") from reason
+    finally:
+        module.set_attn_implementation(attention_names(model.config))
+
+
+def _check_states(model: PagedModel, sequences: "_ProbeBatch", theirs: Tensor, tolerance: float) -> None:
+    """Check that chunks which continue a state in pages give the logits of one pass.
+
+    Raises:
+        UnsupportedModelError: they do not: the kernels of some layers ignore an earlier state.
+    """
+    short, long = _LENGTHS
+    size = page_size_for(_LENGTHS, model.attention.page_multiple)
+    scales, model.scales = model.scales, []  # e4m3 would change the logits, by transformers' own layers as well
+    try:
+        width = model.state_pages(size)
+        model.allocate_pool(2 + 2 * width, size)
+        first, second = range(2, 2 + width), range(2 + width, 2 + 2 * width)
+        cut = long // 3
+        steps = [
+            [(0, 0, short, StatePages((), first)), (1, 0, cut, StatePages((), second))],
+            [(1, cut, cut + 1, StatePages(second, second))],
+            [(1, cut + 1, long, StatePages(second, second))],
+        ]
+        ours = []
+        for step in steps:
+            parts = [
+                Scheduled(sequences.request(number), start, stop - start, [number], samples=True, state=state)
+                for number, start, stop, state in step
+            ]
+            ours.append(StepInputs.of(Batch(parts, 0), size)[0].run(model))
+    finally:
+        model.scales = scales
+        model.free_pool()
+    if not (error := _relative_error(torch.cat(ours), theirs)) <= tolerance:
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: chunks of a prompt give logits that differ from those of one pass by "
+            f"{error:.1%} in norm: the kernels of its recurrent layers ignore the state of earlier tokens"
+        )
 
 
 def _one_call_per_layer(model: PagedModel, calls: Sequence[AttentionCall]) -> list[AttentionCall]:
     """Return the calls in the order of layers."""
     calls = sorted(calls, key=lambda call: call.layer)
     layers, part = [call.layer for call in calls], model.part
-    expected = range(part.first_layer, part.first_layer + part.num_layers)
-    if layers != list(expected):
+    expected = list(range(part.first_layer, part.first_layer + part.num_layers))
+    if model.states is not None:
+        kinds = layer_kinds(text_config(model.config))
+        expected = [layer for layer, kind in enumerate(kinds) if kind not in _WITHOUT_ATTENTION]
+    if layers != expected:
         missing = sorted(set(expected) - set(layers))
         raise UnsupportedModelError(
             f"{model.config.model_type}: layers {missing or layers} of {len(expected)} did not reach the attention "

@@ -33,6 +33,8 @@ def why_not(model: PagedModel) -> str | None:
         return ""
     if model.part.position.num_stages > 1:
         return "a pipeline's stages exchange hidden states within a step"
+    if model.states is not None:
+        return "recurrent layers run in transformers' own code, chunk by chunk"
     return None
 
 

@@ -30,26 +30,33 @@ class StepSender:
     def pack(self, inputs: StepInputs, requests: Sequence[str]) -> bytes:
         """Return a step as a message. `requests`: the name of the request of each of its sequences.
 
-        A name only decides which row is compared with which: after a request whose row is taken by another, more
-        entries differ and are sent.
+        Of G groups of layers, each sequence has G rows of pages. A name only decides which rows are compared with
+        which: after a request whose rows are taken by another, more entries differ and are sent.
         """
-        places, width = self._place(requests), inputs.page_table.shape[1]
+        shape = inputs.page_table.shape
+        num_groups, width = (1 if len(shape) == 2 else shape[1]), shape[-1]
+        table = inputs.page_table.reshape(-1, width)
+        places = _rows(self._place(requests, num_groups), num_groups)
         self._tables = _grown(self._tables, 0, width, _UNKNOWN)
-        reach = -(-inputs.kv_len // self.page_size)
-        differs = inputs.page_table != self._tables[places, :width]
+        reach = -(-inputs.kv_len // self.page_size).repeat(num_groups)
+        differs = table != self._tables[places, :width]
         differs &= np.arange(width, dtype=np.int32) < reach[:, None]
         changed = np.flatnonzero(differs).astype(np.int32)
         rows, columns = np.divmod(changed, width)
-        entries = inputs.page_table[rows, columns]
+        entries = table[rows, columns]
         self._tables[places[rows], columns] = entries
         arrays = [getattr(inputs, name) for name in (*_LONG, *_SHORT)]
-        data: bytes = msgpack.packb([width, *(array.tobytes() for array in (*arrays, places, changed, entries))])
+        arrays += [places, changed, entries, inputs.state_read, inputs.state_write]
+        sizes = [shape[1:], inputs.state_write.shape[1]]
+        data: bytes = msgpack.packb([sizes, *(array.tobytes() for array in arrays)])
         return data
 
-    def _place(self, requests: Sequence[str]) -> NDArray[np.int32]:
-        """Return a row for each request: its own of the step before, else a new one, or one that is used no more."""
-        most = max(len(self._tables), 2 * len(requests))
-        self._tables = _grown(self._tables, most, 0, _UNKNOWN)
+    def _place(self, requests: Sequence[str], num_groups: int) -> NDArray[np.int32]:
+        """Return a place for each request: its own of the step before, else a new one, or one that is used no more.
+
+        A place is `num_groups` rows, the same number in every step."""
+        most = max(len(self._tables) // num_groups, 2 * len(requests))
+        self._tables = _grown(self._tables, most * num_groups, 0, _UNKNOWN)
         for request in requests:
             if request in self._places:
                 self._places.move_to_end(request)
@@ -68,16 +75,24 @@ class StepReceiver:
 
     def unpack(self, data: bytes) -> StepInputs:
         """Return the step. Entries of its page table past a sequence's tokens are arbitrary pages of the pool."""
-        width, *packed = msgpack.unpackb(data)
+        (shape, num_state_pages), *packed = msgpack.unpackb(data)
+        width = shape[-1]
         token_ids, positions, slots, wanted = (np.frombuffer(array, np.int64) for array in packed[: len(_LONG)])
-        query_start, kv_len, places, changed, entries = (
+        query_start, kv_len, places, changed, entries, *states = (
             np.frombuffer(array, np.int32) for array in packed[len(_LONG) :]
         )
         rows, columns = np.divmod(changed, width)
         self._tables = _grown(self._tables, int(places.max()) + 1, width, 0)
         self._tables[places[rows], columns] = entries
-        table = self._tables[places, :width]
-        return StepInputs(token_ids, positions, slots, wanted, query_start, kv_len, table)
+        table = self._tables[places, :width].reshape(-1, *shape)
+        slots = slots.reshape(-1, *shape[:-1])
+        read, written = (pages.reshape(len(kv_len), num_state_pages) for pages in states)
+        return StepInputs(token_ids, positions, slots, wanted, query_start, kv_len, table, read, written)
+
+
+def _rows(places: NDArray[np.int32], num_groups: int) -> NDArray[np.int32]:
+    """Return the rows of those places, in order."""
+    return (places[:, None] * num_groups + np.arange(num_groups, dtype=np.int32)).reshape(-1).astype(np.int32)
 
 
 def _grown(tables: NDArray[np.int32], num_rows: int, width: int, fill: int) -> NDArray[np.int32]:

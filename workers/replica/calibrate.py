@@ -7,7 +7,7 @@ from statistics import median
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.replica.remembered_sweep import remembered_sweep
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.batch import NO_STATE, Batch, Scheduled, StatePages
 from crossdock.workers.schedule.cost import StepWork
 from crossdock.workers.schedule.page_needs import PageNeeds
 from crossdock.workers.schedule.request import Request, SamplingParams, Submission
@@ -59,6 +59,8 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         caches_prefixes=config.enable_prefix_caching,
         kernels=model.kernels,
         cost=fit.cost,
+        encoder_cost=engine.encoder_fit.cost if engine.encoder_fit is not None else None,
+        encoder_rows=engine.scheduler.encoding.capacity if engine.scheduler.encoding is not None else 0,
         overrun=fit.overrun,
         interval_share=engine.intervals.share,
     )
@@ -203,7 +205,8 @@ def _step_of(
     """Yield the step that `measure_step` runs, with pages for it; None where the pool does not hold the step."""
     size = engine.config.page_size
     wanted = [(context, 1)] * num_streams + ([chunk] if chunk is not None else [])
-    needs = PageNeeds(size, engine.pages.windows, engine.config.max_num_batched_tokens)
+    state_pages = engine.pages.state_pages
+    needs = PageNeeds(size, engine.pages.windows, engine.config.max_num_batched_tokens, state_pages)
     if sum(needs.at_once(start + tokens) for start, tokens in wanted) > engine.pages.num_available:
         yield None
         return
@@ -217,10 +220,20 @@ def _step_of(
             _repeated(engine.pages.allocate(name, total if most is None else min(total, most), group), total)
             for group, most in enumerate(needs.most)
         )
-        parts.append(Scheduled(request, start, tokens, pages, samples=True, further_pages=further))
+        state = _zero_state(engine, name) if state_pages else NO_STATE
+        parts.append(Scheduled(request, start, tokens, pages, samples=True, further_pages=further, state=state))
     yield Batch(parts, num_streams)
     for part in parts:
         engine.pages.release(part.request.id)
+
+
+def _zero_state(engine: Engine, owner: str) -> StatePages:
+    """Return pages for the recurrent state of a part. What lay in them before could be no number."""
+    engine.pages.allocate_state(owner)
+    pages = engine.pages.own_state_of(owner)
+    assert engine.model.pool_bytes is not None
+    engine.model.pool_bytes[list(pages)] = 0
+    return StatePages(pages, pages)
 
 
 def _repeated(pages: Sequence[int], count: int) -> list[int]:

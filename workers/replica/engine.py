@@ -23,7 +23,7 @@ from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.device import device_of
 from crossdock.workers.replica.gang import Gang
 from crossdock.workers.replica.pipeline import FinishedStep, Pipeline
-from crossdock.workers.replica.pool_layout import held_layers, pool_spec
+from crossdock.workers.replica.pool_layout import choose_groups, held_layers, pool_spec
 from crossdock.workers.replica.speculation import Speculation
 from crossdock.workers.replica.step_sampler import StepSampler
 from crossdock.workers.replica.step_sizes import sized
@@ -68,7 +68,6 @@ class Engine:
     encoder_fit: EncoderCostFit | None = None  # set by `calibrate_encoder`
     intervals: IntervalShare = field(default_factory=lambda: IntervalShare(()))  # set by `calibrate`
     gang: Gang | None = None  # the other ranks, where `model` is one rank's part
-    ships_pages: bool = True  # to other replicas, or takes theirs
     on_scheduled: Callable[[Batch], None] = lambda batch: None  # called with each step before it is executed
     pages: PagePool = field(init=False)
     scheduler: Scheduler = field(init=False)
@@ -81,14 +80,21 @@ class Engine:
         config, model = sized(self.config, self.model), self.model
         self.config = config
         speculative = config.speculative_config
+        if speculative is not None and model.states is not None:
+            raise ValueError(
+                f"speculative_config: {model.config.model_type} has recurrent layers, whose states cannot take back a "
+                f"rejected draft"
+            )
         drafter = new_drafter(speculative, model) if speculative is not None else None  # before pages take all memory
         drafting = DraftPolicy(speculative) if speculative is not None else None
-        self._group_layers()
+        if self.gang is None:  # else its ranks have chosen them together
+            choose_groups(model, config)
         windows = [group.window for group in model.groups] or [None]
-        num_pages = self._num_pages(windows)
+        state_pages = model.state_pages(config.page_size)
+        num_pages = self._num_pages(windows, state_pages)
         model.allocate_pool(num_pages, config.page_size)
-        cached = retention(config.prefix_eviction, num_pages, config.page_size, windows)
-        self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows, cached)
+        cached = retention(config.prefix_eviction, num_pages, config.page_size, windows, state_pages)
+        self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows, cached, state_pages)
         depth = model.part.position.num_stages
         encoding: Encoding | None = None
         if model.encoder is not None:
@@ -106,30 +112,6 @@ class Engine:
             self.speculation = Speculation(drafter, self.scheduler, self._sampler)
         is_ahead = self._runs_ahead()
         self.pipeline = Pipeline(self._runner(num_pages), self._sampler, self.clock, is_ahead)
-
-    def _group_layers(self) -> None:
-        """Choose the groups of layers that have pages of their own; see `PagedModel.groups`."""
-        model, reason = self.model, self._why_not_grouped()
-        has_windows = any(window is not None and window < model.max_model_len for window in model.windows)
-        model.groups = model.grouped_layers(self.config.page_size) if has_windows and reason is None else ()
-        if has_windows:
-            kinds = ", ".join(f"{len(group.layers)} (window {group.window})" for group in model.groups)
-            logger.info("layers by group of KV pages: %s", kinds or f"all in one, which keeps its pages: {reason}")
-
-    def _why_not_grouped(self) -> str | None:
-        """Return why the pages that windows have passed must stay; None: they can go."""
-        model = self.model
-        if self.config.disable_hybrid_kv_cache_manager:
-            return "disable_hybrid_kv_cache_manager is on"
-        if self.ships_pages:
-            return "replicas of this cluster ship pages to each other"
-        if self.gang is not None:
-            return "the replica has several ranks"
-        if len(set(model.windows)) > 1 and model.device.type != "cpu":
-            return "CUDA graphs take one page table for all layers"
-        if len(set(model.windows)) > 1 and model.kernels:
-            return "fused layers take one page table"
-        return None
 
     def _runner(self, num_pages: int) -> Runner:
         """Return what runs the steps, after every rank has allocated its pool and recorded its part of steps."""
@@ -157,11 +139,11 @@ class Engine:
             return False  # drafts continue the tokens of the step before
         return wanted if wanted is not None else is_one_stage and self.model.device.type == "cuda"
 
-    def _num_pages(self, windows: Sequence[Window]) -> int:
+    def _num_pages(self, windows: Sequence[Window], state_pages: int) -> int:
         """Return how many KV pages every rank can hold. ValueError: fewer than one request needs."""
         budget, page_size = self.config.budget, self.config.page_size
         room = self.gang.page_budget if self.gang is not None else count_pages_that_fit(self.model, budget, page_size)
-        needs = PageNeeds(page_size, windows, self.config.max_num_batched_tokens)
+        needs = PageNeeds(page_size, windows, self.config.max_num_batched_tokens, state_pages)
         budget.check_one_request_fits(
             room.num_pages, room.page_bytes, needs, self.model.max_model_len, self.model.device.type
         )
@@ -176,10 +158,8 @@ class Engine:
     @property
     def page_bytes(self) -> int:
         """The bytes of one KV page at all ranks together. Ranks that hold the same head count both."""
-        if self.model.groups:
-            return self.model.layouts(self.config.page_size)[0].page_bytes
         spec = self.pool_spec("")
-        return sum(spec.layout_of(rank).page_bytes for rank in range(len(spec.shards)))
+        return sum(spec.layouts_of(rank)[0].page_bytes for rank in range(len(spec.shards)))
 
     @property
     def has_work(self) -> bool:
@@ -423,4 +403,4 @@ def load_engine(spec: ReplicaSpec) -> Engine:
     device = device_of(spec)
     model = load_model(spec.model, device, kv_bytes=spec.engine.budget.known(device) or 0)
     tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
-    return Engine(model, spec.engine, tokenizer, ships_pages=spec.transfer is not None)
+    return Engine(model, spec.engine, tokenizer)

@@ -22,6 +22,7 @@ from crossdock.kvtransfer.events import (
     WriterStopped,
 )
 from crossdock.kvtransfer.layout import IncompatiblePools
+from crossdock.kvtransfer.messages import GroupPages
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine import Engine, Step
 from crossdock.workers.replica.replica_dock import ReplicaDock
@@ -105,14 +106,14 @@ class Handover:
             request = part.request
             if request.leg is not Leg.SEND or request.id not in self._transfers:
                 continue
-            pages = self.engine.pages.pages_of(request.owner)
             if request.finish_reason is not None:  # its first token was its last: the pages are not needed
                 self._cancel(request.id, Leg.SEND)
             elif request.num_output_tokens > len(request.output_token_ids):
-                state = msgpack.packb(request.token_ids[-1])
-                self.dock.finish(request.id, pages, request.num_computed_tokens, state)
+                result = msgpack.packb(request.token_ids[-1])
+                groups, state = self._pages_of(request), self.engine.pages.state_of(request.owner)
+                self.dock.finish(request.id, groups, request.num_computed_tokens, result, state)
             else:
-                self.dock.chunk(request.id, pages, request.num_computed_tokens)
+                self.dock.chunk(request.id, self._pages_of(request), request.num_computed_tokens)
             if request.id in self._transfers:
                 self._transfers[request.id].notified = self.engine.clock()
         self.grant()
@@ -125,9 +126,15 @@ class Handover:
         now = self.engine.clock()
         for request in self.engine.scheduler.grant(now):
             first = request.num_computed_tokens // self.engine.config.page_size
-            self.dock.grant(request.id, request.epoch, first, self.engine.pages.pages_of(request.owner)[first:])
+            groups, state = self._pages_of(request, first), self.engine.pages.state_of(request.owner)
+            self.dock.grant(request.id, request.epoch, first, groups, state)
             self._transfers[request.id].notified = now
         self._take_returned()
+
+    def _pages_of(self, request: Request, first: int = 0) -> list[GroupPages]:
+        """Return a request's pages in each group of layers, from page number `first` on."""
+        groups = self.engine.pages.live_pages_of(request.owner)
+        return [GroupPages(max(start, first), tuple(pages[max(first - start, 0) :])) for start, pages in groups]
 
     def _take_returned(self) -> None:
         """Cancel the transfers of requests that made way for more urgent ones, so that their pages come back."""
@@ -193,7 +200,7 @@ class Handover:
             self.engine.scheduler.take_over(request.id, self.engine.clock())
             self.engine.pages.end_quarantine(request.owner)
             return ()
-        token_id = _token(event.state, self.engine.model.vocab_size)
+        token_id = _token(event.result, self.engine.model.vocab_size)
         self.engine.arrive(request.id, token_id or 0)
         if token_id is not None:
             return ()
@@ -230,10 +237,10 @@ def _ended(request: Request) -> TokenDelta:
     return TokenDelta(request.id, [], epoch=request.epoch, finish_reason=request.finish_reason)
 
 
-def _token(state: bytes, vocab_size: int) -> int | None:
+def _token(result: bytes, vocab_size: int) -> int | None:
     """Return the token that came with the pages. Another process sent it: None where it is no token of the model."""
     try:
-        token_id = msgpack.unpackb(state)
+        token_id = msgpack.unpackb(result)
     except (ValueError, TypeError, msgpack.exceptions.UnpackException):
         return None
     return token_id if type(token_id) is int and 0 <= token_id < vocab_size else None

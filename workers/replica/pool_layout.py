@@ -1,26 +1,76 @@
-"""Which part of a replica's KV pool each rank holds, and the pool as other replicas must know it."""
+"""Which part of a replica's KV pool each rank holds, which layers share pages, and the pool as other replicas must know
+it."""
 
+import logging
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from crossdock.kvtransfer.layout import LayerShape, PoolSpec, Shard
+import msgpack
+
+from crossdock.kvtransfer.layout import LayerShape, PageGroup, PoolSpec, Shard
 from crossdock.workers.model.fp8_scales import exponents, fingerprint_of
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.schedule.layer_groups import group_layers
+
+logger = logging.getLogger(__name__)
 
 HeldLayers: TypeAlias = tuple[tuple[int, ...], ...]
-"""The layers a rank holds, a row each: layer number, first KV head, last (exclusive), heads of all ranks, key dim and
-value dim; where pages are e4m3 also the exponents of its heads' scales, all of keys, then all of values."""
+"""The layers a rank holds, a row each: layer number, first KV head, last (exclusive), heads of all ranks, key dim,
+value dim and window (0: none); where pages are e4m3 also the exponents of its heads' scales, all of keys, then all of
+values."""
 
 
 def held_layers(model: PagedModel) -> HeldLayers:
     """Return which layers and heads this rank's part of the model has."""
     rows = []
-    for number, shape in enumerate(model.layers, model.part.first_layer):
+    windows = model.windows or [None] * len(model.layers)
+    for number, (shape, window) in enumerate(zip(model.layers, windows, strict=True), model.part.first_layer):
         start, stop, count = model.part.heads.get(number, (0, shape.num_kv_heads, shape.num_kv_heads))
         scales = model.scales[number - model.part.first_layer] if model.scales else ()
         powers = [power for scale in scales for power in exponents(scale)]
-        rows.append((number, start, stop, count, shape.key_dim, shape.value_dim, *powers))
+        rows.append((number, start, stop, count, shape.key_dim, shape.value_dim, window or 0, *powers))
     return tuple(rows)
+
+
+def choose_groups(model: PagedModel, config: EngineConfig) -> None:
+    """Choose the groups of layers that have pages of their own; see `PagedModel.groups`."""
+    _choose_groups(model, config.page_size, [held_layers(model)], _why_not_grouped(model, config))
+
+
+def choose_groups_of_ranks(model: PagedModel, config: EngineConfig, store: Any, size: int) -> None:
+    """Choose the same groups at all `size` ranks of a gang, which meet at `store`. Collective.
+
+    The layers of the whole model are divided, so that replicas of unlike ranks have equal groups."""
+    own = [held_layers(model), _why_not_grouped(model, config)]
+    store.set(f"layers of rank {model.part.position.rank}", msgpack.packb(own))
+    ranks = [msgpack.unpackb(store.get(f"layers of rank {rank}"), use_list=False) for rank in range(size)]
+    reason = next((reason for _, reason in ranks if reason), "")
+    _choose_groups(model, config.page_size, [held for held, _ in ranks], reason)
+
+
+def _choose_groups(model: PagedModel, page_size: int, by_rank: Sequence[HeldLayers], reason: str) -> None:
+    """Set the groups of the model; `reason`: why there is one alone, which keeps its pages."""
+    rows = {row[0]: row for held in by_rank for row in held}
+    windows = [rows[number][6] or None for number in sorted(rows)]
+    if not any(window is not None and window < model.max_model_len for window in windows):
+        model.groups = ()
+        return
+    token_bytes = [heads * (key + value) for _, _, _, heads, key, value, *_ in map(rows.__getitem__, sorted(rows))]
+    model.groups = () if reason else group_layers(windows, token_bytes, model.max_model_len, page_size)
+    kinds = ", ".join(f"{len(group.layers)} (window {group.window})" for group in model.groups)
+    logger.info("layers by group of KV pages: %s", kinds or f"all in one, which keeps its pages: {reason}")
+
+
+def _why_not_grouped(model: PagedModel, config: EngineConfig) -> str:
+    """Return why the pages that windows have passed must stay; empty: they can go."""
+    if config.disable_hybrid_kv_cache_manager:
+        return "disable_hybrid_kv_cache_manager is on"
+    if len(set(model.windows)) > 1 and model.device.type != "cpu":
+        return "CUDA graphs take one page table for all layers"
+    if len(set(model.windows)) > 1 and model.kernels:
+        return "fused layers take one page table"
+    return ""
 
 
 def pool_spec(
@@ -30,7 +80,7 @@ def pool_spec(
 
     `by_rank`: the layers each rank holds. `name` names the weights: pages of different models never mix.
     """
-    layers = {number: LayerShape(*shape) for rows in by_rank for number, _, _, *shape in (row[:6] for row in rows)}
+    layers = {row[0]: LayerShape(*row[3:6]) for rows in by_rank for row in rows}
     dtype = str(model.kv_dtype).removeprefix("torch.")
     if model.scales:
         dtype += f", scales {_fingerprint_of_scales(by_rank)}"
@@ -43,13 +93,15 @@ def pool_spec(
         shards=tuple(Shard(rows[0][0], tuple((start, stop) for _, start, stop, *_ in rows)) for rows in by_rank),
         rank=rank,
         num_pages=num_pages,
+        groups=tuple(PageGroup(group.window, group.layers) for group in model.groups),
+        state="" if model.states is None else model.states.name,
     )
 
 
 def _fingerprint_of_scales(by_rank: Sequence[HeldLayers]) -> str:
     """Return the same for any division of a model among ranks, if ranks that share a head have the same scales."""
     heads: list[tuple[int, ...]] = []
-    for number, start, stop, _, _, _, *powers in (row for rows in by_rank for row in rows):
+    for number, start, stop, _, _, _, _, *powers in (row for rows in by_rank for row in rows):
         keys, values = powers[: stop - start], powers[stop - start :]
         heads += zip([number] * (stop - start), range(start, stop), keys, values, strict=True)
     return fingerprint_of(heads)

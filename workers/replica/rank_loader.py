@@ -16,6 +16,7 @@ from crossdock.workers.model.memory_fit import used
 from crossdock.workers.model.model import PagedModel
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.device import device_of
+from crossdock.workers.replica.pool_layout import choose_groups_of_ranks
 from crossdock.workers.replica.rank_network import gloo_on, use_interface_of
 from crossdock.workers.replica.step_sizes import sized
 
@@ -72,6 +73,7 @@ def load_rank(
     known = spec.engine.budget.known(device)
     model = load_model(spec.model, device, links, known or 0, loaded)
     phases.done("logits checked")
+    choose_groups_of_ranks(model, spec.engine, store, position.size)
     budget = sized(spec.engine, model).budget
     room = count_pages_that_fit(model, budget, spec.engine.page_size)
     if known is None:

@@ -13,6 +13,7 @@ import msgpack
 from pydantic import BaseModel
 
 from crossdock.kvtransfer.events import Event, Figures
+from crossdock.kvtransfer.messages import GroupPages
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.pool_layout import HeldLayers
 
@@ -95,7 +96,7 @@ class ChunkCall:
     """`Dock.chunk`"""
 
     request: str
-    pages: tuple[int, ...]
+    groups: tuple[GroupPages, ...]
     num_tokens: int
 
 
@@ -104,9 +105,10 @@ class FinishCall:
     """`Dock.finish`"""
 
     request: str
-    pages: tuple[int, ...]
+    groups: tuple[GroupPages, ...]
     num_tokens: int
-    state: bytes
+    result: bytes
+    state_pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,8 @@ class GrantCall:
     request: str
     epoch: int
     first_page: int
-    pages: tuple[int, ...]
+    groups: tuple[GroupPages, ...]
+    state_pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +215,7 @@ _FROM_DRIVER, _FROM_FOLLOWER = _kinds(DriverMessage), _kinds(FollowerMessage)
 _FIELDS: dict[type, tuple[tuple[str, Any], ...]] = {
     kind: tuple((field.name, get_type_hints(kind)[field.name]) for field in fields(kind))
     for kind in (*_FROM_DRIVER.values(), *_FROM_FOLLOWER.values(), Figures)
-}
+} | {GroupPages: tuple(get_type_hints(GroupPages).items())}
 
 
 def encode(message: DriverMessage | FollowerMessage) -> bytes:

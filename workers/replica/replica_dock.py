@@ -9,6 +9,7 @@ import msgpack
 from crossdock.kvtransfer.dock import Dock, DockCounts
 from crossdock.kvtransfer.events import Event
 from crossdock.kvtransfer.layout import PoolSpec
+from crossdock.kvtransfer.messages import GroupPages
 from crossdock.kvtransfer.nixl import NixlTransport
 from crossdock.kvtransfer.tcp import TcpTransport
 from crossdock.kvtransfer.transport import Memory, Transport, TransportUnavailable
@@ -72,14 +73,18 @@ class ReplicaDock:
     def offer(self, request: str, epoch: int) -> None:
         self._call(OfferCall(request, epoch))
 
-    def chunk(self, request: str, pages: Sequence[int], num_tokens: int) -> None:
-        self._call(ChunkCall(request, tuple(pages), num_tokens))
+    def chunk(self, request: str, groups: Sequence[GroupPages], num_tokens: int) -> None:
+        self._call(ChunkCall(request, tuple(groups), num_tokens))
 
-    def finish(self, request: str, pages: Sequence[int], num_tokens: int, state: bytes) -> None:
-        self._call(FinishCall(request, tuple(pages), num_tokens, state))
+    def finish(
+        self, request: str, groups: Sequence[GroupPages], num_tokens: int, result: bytes, state_pages: Sequence[int]
+    ) -> None:
+        self._call(FinishCall(request, tuple(groups), num_tokens, result, tuple(state_pages)))
 
-    def grant(self, request: str, epoch: int, first_page: int, pages: Sequence[int]) -> None:
-        self._call(GrantCall(request, epoch, first_page, tuple(pages)))
+    def grant(
+        self, request: str, epoch: int, first_page: int, groups: Sequence[GroupPages], state_pages: Sequence[int]
+    ) -> None:
+        self._call(GrantCall(request, epoch, first_page, tuple(groups), tuple(state_pages)))
 
     def cancel_ship(self, request: str, epoch: int) -> None:
         self._call(CancelShipCall(request, epoch))
@@ -133,12 +138,12 @@ def apply_call(dock: Dock, call: DockCall) -> None:
             dock.expect(request, epoch, peers, deadline_s)
         case OfferCall(request, epoch):
             dock.offer(request, epoch)
-        case ChunkCall(request, pages, num_tokens):
-            dock.chunk(request, pages, num_tokens)
-        case FinishCall(request, pages, num_tokens, state):
-            dock.finish(request, pages, num_tokens, state)
-        case GrantCall(request, epoch, first_page, pages):
-            dock.grant(request, epoch, first_page, pages)
+        case ChunkCall(request, groups, num_tokens):
+            dock.chunk(request, groups, num_tokens)
+        case FinishCall(request, groups, num_tokens, result, state_pages):
+            dock.finish(request, groups, num_tokens, result, state_pages)
+        case GrantCall(request, epoch, first_page, groups, state_pages):
+            dock.grant(request, epoch, first_page, groups, state_pages)
         case CancelShipCall(request, epoch):
             dock.cancel_ship(request, epoch)
         case CancelExpectCall(request, epoch):

@@ -27,7 +27,7 @@ needs no checkpoint: its own state becomes one.
 EVICTED_CHANCE = 0.1
 """Chance that a request needs the cached pages that a checkpoint evicts. These are the least recently used ones."""
 
-_TOKENS = StepCost(base=0.0, per_prefill_token=1.0)  # where no cost is known, every token takes as long
+_TOKENS = StepCost.of((0.0, 1.0))  # where no cost is known, every token takes as long
 
 
 def is_worth_its_pages(

@@ -103,7 +103,7 @@ class SchedulerConfig(BaseModel):
                 f"({self.max_num_batched_tokens}){state}: give it more memory, or lower one of the two"
             )
         capacity = pages.num_pages * pages.page_size
-        if capacity < max_model_len:
+        if capacity < max_model_len and not pages.has_windows:
             raise ValueError(
                 f"the KV pool holds {capacity} tokens ({pages.num_pages} pages of {pages.page_size}), less "
                 f"than one request of max_model_len ({max_model_len}): give it more memory or lower max_model_len"

@@ -16,18 +16,23 @@ def match_prefix(table: RequestTable, request: Request) -> PrefixHit:
     if not pages.enable_prefix_caching or request.sampling.needs_whole_prompt:
         return pages.match_prefix(())
     hashes = _page_hashes(request, pages.page_size)[: (request.num_tokens - 1) // pages.page_size]
-    return pages.match_prefix(hashes, needs_state=request.leg is not Leg.RECEIVE)  # with a transfer the state comes
+    if request.leg is Leg.RECEIVE:  # with the transfer comes the state, and what windows see
+        position = request.num_tokens if None in pages.windows else None  # else no group would tell prompts apart
+        return pages.match_prefix(hashes, needs_state=False, position=position)
+    return pages.match_prefix(hashes)
 
 
 def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int = 0) -> bool:
     """Reserve pages for all tokens of a waiting request and start it; False if there are too few pages.
 
     All pages are reserved before the first chunk, so that no prompt starts that cannot end; in a group with a window
-    as many as it holds at once. Room is left for the outputs of all requests, so that none is preempted soon. `hit`:
-    the result of `match_prefix`. `set_aside`: pages that requests before this one are about to take.
+    as many as it holds at once. A prompt that another replica computes gets there the pages that tokens after it see.
+    Room is left for the outputs of all requests, so that none is preempted soon. `hit`: the result of `match_prefix`.
+    `set_aside`: pages that requests before this one are about to take.
     """
     pages, hits = table.pages, hit.pages
-    new = table.needs.to_start(request.num_tokens, hit)
+    is_arriving = request.leg is Leg.RECEIVE
+    new = (table.needs.to_receive if is_arriving else table.needs.to_start)(request.num_tokens, hit)
     room = table.room_for_outputs()
     if table.running or table.held:  # a request that is alone can have the whole pool
         room += table.num_growth_pages(request)
@@ -35,6 +40,8 @@ def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int 
     if not pages.can_allocate(needed, shared=hits) and not _make_way(table, request, needed, hits):
         return False
     pages.share(request.owner, hit)
+    if is_arriving:
+        pages.leave_out(request.owner, request.num_tokens)
     for group, num_pages in enumerate(new):
         pages.allocate(request.owner, num_pages, group)
     if pages.state_pages:

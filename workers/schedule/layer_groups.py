@@ -55,12 +55,12 @@ def _in_one_group(windows: Sequence[Window]) -> tuple[LayerGroup, ...]:
 
 
 def _divided(windows: Sequence[Window], most_layers: int) -> tuple[LayerGroup, ...]:
-    """Return groups of up to `most_layers` layers with equal windows."""
+    """Return groups of up to `most_layers` layers with equal windows.
+
+    Neighbours are in different groups: so every stage of a pipeline holds as many layers of each group, about."""
     groups = []
     for window in sorted(set(windows), key=lambda window: (window is not None, window or 0)):
         layers = [layer for layer, other in enumerate(windows) if other == window]
-        groups += [
-            LayerGroup(window, tuple(layers[first : first + most_layers]))
-            for first in range(0, len(layers), most_layers)
-        ]
+        num_groups = -(-len(layers) // most_layers)
+        groups += [LayerGroup(window, tuple(layers[first::num_groups])) for first in range(num_groups)]
     return tuple(groups)

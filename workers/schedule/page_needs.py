@@ -76,6 +76,12 @@ class PageNeeds:
             )
         return longest * self.page_size
 
+    def to_receive(self, num_tokens: int, hit: PrefixHit) -> list[int]:
+        """Return for each group the pages that a prompt must get to arrive, beside those of the hit: the ones that
+        tokens after the prompt see."""
+        firsts = (first_visible_page(window, num_tokens, self.page_size) for window in self.windows)
+        return [self.pages(num_tokens) - max(first, hit.num_pages) for first in firsts]
+
     def to_start(self, num_tokens: int, hit: PrefixHit) -> list[int]:
         """Return for each group the pages that a prompt must get to start, beside those of the hit."""
         missing, end = self.pages(num_tokens) - hit.num_pages, hit.num_pages * self.page_size

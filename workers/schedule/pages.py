@@ -186,6 +186,10 @@ class PagePool:
         """Return an owner's pages of each group after the first, as `pages_of`."""
         return [held.pages for held in self._owned.get(owner, ())[1:]] if len(self.windows) > 1 else ()
 
+    def live_pages_of(self, owner: str) -> list[tuple[int, Sequence[int]]]:
+        """Return for each group the number of an owner's first page that is no hole, and the pages from it on."""
+        return [(held.first, held.live()) for held in self._owned.get(owner, ())]
+
     def num_held(self, owner: str, group: int) -> int:
         """Return how many pages an owner has for one group, without holes."""
         held = self._owned.get(owner)
@@ -236,11 +240,14 @@ class PagePool:
         owned = sum(1 for owners in self._num_owners if owners)
         return PageCounts(free, owned, cached, self.num_quarantined, self.num_pages)
 
-    def match_prefix(self, hashes: Sequence[PageHash], needs_state: bool = True) -> PrefixHit:
+    def match_prefix(
+        self, hashes: Sequence[PageHash], needs_state: bool = True, position: int | None = None
+    ) -> PrefixHit:
         """Return the longest indexed prefix of `hashes` that every group can continue from. No owner changes.
 
         A group without a window needs all its pages. A group with one needs those that the next token sees. Recurrent
-        layers need a checkpoint at the end, unless another replica computes what follows: `needs_state` is False.
+        layers need a checkpoint at the end. Where another replica computes what follows, `needs_state` is False, and
+        the first token that is computed here is the one at `position`; None: the one after the prefix.
         """
         if len(self.windows) == 1 and not self.has_windows:  # each waiting prompt is looked up in each step
             pages = self._run(hashes, 0)
@@ -255,16 +262,16 @@ class PagePool:
             else:
                 found.append([self._indexes[group].get(page_hash, HOLE) for page_hash in hashes[:num_pages]])
             num_pages = len(found[-1])
-        num_pages = num_indexed = self._without_gap(found, num_pages)
+        num_pages = num_indexed = self._without_gap(found, num_pages, position)
         while needs_state and (shorter := self._last_checkpoint(hashes, num_pages)) < num_pages:
-            num_pages = self._without_gap(found, shorter)
-        firsts = [self._first(group, num_pages) for group in range(len(found))]
+            num_pages = self._without_gap(found, shorter, position)
+        firsts = [self._first(group, num_pages, position) for group in range(len(found))]
         by_group = ([HOLE] * first + pages[first:num_pages] for first, pages in zip(firsts, found, strict=True))
         return PrefixHit(num_pages, tuple(by_group), self._checkpoint(hashes, num_pages, needs_state), num_indexed)
 
-    def _without_gap(self, found: Sequence[Sequence[int]], num_pages: int) -> int:
+    def _without_gap(self, found: Sequence[Sequence[int]], num_pages: int, position: int | None) -> int:
         """Return the longest prefix of up to `num_pages` pages for which the groups with windows lack no page."""
-        while num_pages and (gap := self._last_gap(found, num_pages)) is not None:
+        while num_pages and (gap := self._last_gap(found, num_pages, position)) is not None:
             num_pages = gap  # a longer prefix would need the missing page as well
         return num_pages
 
@@ -288,20 +295,22 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def _last_gap(self, found: Sequence[Sequence[int]], num_pages: int) -> int | None:
-        """Return the last page that the token after `num_pages` pages sees and that a group with a window lacks."""
+    def _last_gap(self, found: Sequence[Sequence[int]], num_pages: int, position: int | None) -> int | None:
+        """Return the last of `num_pages` pages that the token at `position` sees and that a group with a window
+        lacks; None for the position: the token after these pages."""
         gaps = (
             page
             for group, pages in enumerate(found)
             if self.windows[group] is not None
-            for page in range(self._first(group, num_pages), num_pages)
+            for page in range(self._first(group, num_pages, position), num_pages)
             if pages[page] == HOLE
         )
         return max(gaps, default=None)
 
-    def _first(self, group: int, num_pages: int) -> int:
-        """Return the first page that the token after `num_pages` full pages sees."""
-        return first_visible_page(self.windows[group], num_pages * self.page_size, self.page_size)
+    def _first(self, group: int, num_pages: int, position: int | None = None) -> int:
+        """Return the first of `num_pages` full pages that the token at `position` sees; None: the token after them."""
+        position = num_pages * self.page_size if position is None else position
+        return min(first_visible_page(self.windows[group], position, self.page_size), num_pages)
 
     def can_allocate(self, num_pages: int, shared: Sequence[int] = ()) -> bool:
         """Return whether `num_pages` pages are available beside the pages to share; a shared cached page is used up."""
@@ -340,9 +349,9 @@ class PagePool:
             )
             self._num_owners[page] += 1
         self.cached.share(hit.pages)
-        firsts = (self._first(group, hit.num_pages) for group in range(self.num_groups))
         self._owned[owner] = tuple(
-            _Held(array("i", pages), first) for pages, first in zip(hit.by_group, firsts, strict=True)
+            _Held(array("i", pages), next((number for number, page in enumerate(pages) if page != HOLE), len(pages)))
+            for pages in hit.by_group
         )
         if self.state_pages:
             self._states[owner] = state = _HeldState(newest=hit.checkpoint, num_indexed=hit.num_indexed)
@@ -441,6 +450,17 @@ class PagePool:
             if first > held.first:
                 self._give_back(held.pages[held.first : first])
                 held.pages[held.first : first] = array("i", [HOLE]) * (first - held.first)
+                held.first = first
+
+    def leave_out(self, owner: str, position: int) -> None:
+        """Give back the pages that no token from `position` on sees, and leave holes for those that are not here yet.
+
+        So pages that `allocate` gives from now on begin with the first one that such a token sees."""
+        self.slide(owner, position)
+        for held, window in zip(self._owned[owner], self.windows, strict=True):
+            first = first_visible_page(window, position, self.page_size)
+            if first > len(held.pages):
+                held.pages.extend([HOLE] * (first - len(held.pages)))
                 held.first = first
 
     def index(self, owner: str, hashes: Sequence[PageHash], first: int) -> None:

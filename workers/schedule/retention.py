@@ -88,6 +88,7 @@ class EvictionPrice:
         self._most = 2.0 * num_pages  # pages that are remembered
         self._first_token, self._next_token = 0.0, 0.0  # seconds of a token, and how much longer the next one takes
         self._eviction_age = 0.0  # mean seconds from the last use to the eviction
+        self._num_evicted = 0.0  # in that mean
         self._num_old = 0.0  # that were used again or evicted
         self._saved_s = 0.0  # by those that were used again
 
@@ -103,7 +104,8 @@ class EvictionPrice:
 
     def evicted(self, age: float) -> None:
         """Count a page that is evicted after `age` seconds without a use."""
-        self._eviction_age += (age - self._eviction_age) / min(self._num_old + 1, self._most)
+        self._num_evicted = min(self._num_evicted + 1, self._most)
+        self._eviction_age += (age - self._eviction_age) / self._num_evicted
         self._count()
 
     def at(self, oldest: float) -> float:

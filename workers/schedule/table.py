@@ -157,7 +157,6 @@ class RequestTable:
 
     def add(self, request: Request) -> None:
         """Put a new request at the end of the queue."""
-        assert request.leg is Leg.LOCAL or not self.pages.has_windows, "pages that a window has passed cannot be sent"
         self._by_id[request.id] = request
         self.waiting.append(request)
         self.arrived[request.priority] = request.arrival_time

@@ -55,7 +55,10 @@ def test_fleet_from_a_file_has_its_settings_and_the_profiles_rest(tmp_path: Path
     assert load_fleet(path, "mixed=3xh100-8b").pools[0].replicas == 3
 
 
-def test_profile_with_windows_in_pools_that_ship_pages_is_refused() -> None:
-    pools = [{"name": name, "replicas": 1, "profile": profile(windows=(None, 64))} for name in ("prefill", "decode")]
-    with pytest.raises(ValueError, match=r"profile of prefill .* --disable-hybrid-kv-cache-manager"):
+def test_pools_that_ship_pages_with_unlike_windows_are_refused() -> None:
+    windows = {"prefill": (None, 64), "decode": (None,)}
+    pools = [{"name": name, "replicas": 1, "profile": profile(windows=each)} for name, each in windows.items()]
+    with pytest.raises(ValueError, match=r"unlike groups of layers .* --disable-hybrid-kv-cache-manager"):
         describe({"pools": pools})
+    equal = [{**pool, "profile": profile(windows=(None, 64))} for pool in pools]
+    assert describe({"pools": equal}).pools[0].profile.windows == (None, 64)

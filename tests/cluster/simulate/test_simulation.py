@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from crossdock.cluster.bench.pictures import DrawnPicture
 from crossdock.cluster.bench.workloads import Job, Segment, read_trace
 from crossdock.cluster.simulate.replica import Noise
 from crossdock.cluster.simulate.simulation import token_ids
+from crossdock.workers.schedule.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pages import hash_pages
 from tests.cluster.simulate.small_fleets import COST, assert_all_ended, fleet, job, play, profile, times
 
@@ -80,6 +82,14 @@ def test_chunks_of_a_shipped_prompt_travel_while_the_next_is_computed() -> None:
     assert times(outcome)[0][1] == pytest.approx(chunk + 2 * 1 / 2 + decode), "the second waits for the first"
 
 
+def test_pages_that_a_window_has_passed_do_not_travel() -> None:
+    """The group with a window of 64 tokens ships the last four of its 32 pages, with the second chunk."""
+    pools = tuple({"name": name, "profile": profile(windows=(None, 64))} for name in ("prefill", "decode"))
+    simulation, outcome = play(fleet(*pools, router={"shipping": "always"}), [job("a", 512, 2)])
+    assert times(outcome) == [[2 * 17 / 64, 2 * 17 / 64 + (16 + 4) / 64 + 1 / 64 + 1 / 1024]]
+    assert_all_ended(simulation, outcome, [job("a", 512, 2)])
+
+
 def test_output_of_one_token_is_not_shipped() -> None:
     pools = {"name": "prefill"}, {"name": "decode"}
     jobs = [job("a", 512, 1), job("b", 512, 1, due=0.1)]
@@ -114,6 +124,18 @@ def test_slow_replica_gets_only_requests_that_it_can_serve_in_time() -> None:
         counts[policy] = {replica.name: replica.num_prefilled // 64 for replica in outcome.replicas}
     assert counts["round-robin"] == {"fast/0": 20, "slow/0": 20}
     assert counts["seconds"]["slow/0"] < 8
+
+
+def test_picture_takes_its_rows_and_the_seconds_of_the_encoder_once() -> None:
+    """A picture of 112 pixels has 16 rows. The second request with it is on a replica that has its embeddings."""
+    pictured = {"profile": profile(encoder_cost=EncoderCost(base=1 / 8, per_row=1 / 256), encoder_rows=100)}
+    picture = DrawnPicture("cat", 112)
+    jobs = [Job((Segment(name, 32),), 1, due, pictures=(picture,)) for name, due in (("a", 0.0), ("b", 2.0))]
+    _, outcome = play(fleet({"enable_prefix_caching": False, **pictured}), jobs)
+    prompt = 1 / 64 + (16 + 32) / 1024
+    assert times(outcome) == [[prompt + 1 / 8 + 16 / 256], [2 + prompt]]
+    _, outcome = play(fleet(pictured), jobs)
+    assert times(outcome) == [[prompt + 1 / 8 + 16 / 256], [2 + prompt - 16 / 1024]]  # the picture's page is found
 
 
 def test_prompts_are_equal_where_their_segments_are_equal() -> None:

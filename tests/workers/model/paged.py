@@ -23,10 +23,14 @@ def monolithic(module: PreTrainedModel, ids: Tensor) -> Tensor:
 def through_pages(model: PagedModel, prompts: list[Tensor], steps: list[list[tuple[int, int, int]]]) -> list[Tensor]:
     """Return every token's logits, computed in `steps` of (sequence, start, end) parts, one flat forward pass each."""
     per_sequence = -(-max(map(len, prompts)) // PAGE_SIZE)
-    model.allocate_pool(per_sequence * len(prompts), PAGE_SIZE)
+    num_kv, width = per_sequence * len(prompts), model.state_pages(PAGE_SIZE)
+    model.allocate_pool(num_kv + 2 * width * len(prompts), PAGE_SIZE)
     assert model.pool is not None
     model.pool.copy_(torch.tensor(float("nan")))  # a page slot that was never written must never be read
-    pages = torch.randperm(per_sequence * len(prompts)).view(len(prompts), -1).int()
+    shuffled = torch.randperm(num_kv + 2 * width * len(prompts)).int()
+    pages = shuffled[:num_kv].view(len(prompts), -1)
+    old = shuffled[num_kv:].view(2, len(prompts), width)[0].clone()  # where each sequence's state is read
+    new = shuffled[num_kv:].view(2, len(prompts), width)[1].clone()  # and where it goes
     logits = [torch.full((len(prompt), model.vocab_size), float("nan")) for prompt in prompts]
     for parts in steps:
         positions = torch.cat([torch.arange(start, end) for _, start, end in parts])
@@ -43,7 +47,11 @@ def through_pages(model: PagedModel, prompts: list[Tensor], steps: list[list[tup
             num_decodes=next((s for s, n in enumerate(lengths) if n > 1), len(lengths)),
         )
         ids = torch.cat([prompts[s][start:end] for s, start, end in parts])
-        flat = model.forward(ids, positions, batch, torch.arange(len(ids)))
+        owners_of_parts = [s for s, _, _ in parts]
+        fresh = torch.tensor([start == 0 for _, start, _ in parts])[:, None]
+        states = (old[owners_of_parts].masked_fill(fresh, -1), new[owners_of_parts])
+        flat = model.forward(ids, positions, batch, torch.arange(len(ids)), *((None, states) if width else ()))
+        old[owners_of_parts], new[owners_of_parts] = new[owners_of_parts], old[owners_of_parts]
         if not model.part.position.is_last_stage:
             continue
         for (s, start, end), part in zip(parts, flat.split(lengths), strict=True):

@@ -8,7 +8,7 @@ import torch
 
 from crossdock.workers.model.inputs import StepInputs, StepTensors
 from crossdock.workers.model.model import PagedModel
-from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Request, SamplingParams
 
@@ -37,7 +37,7 @@ def test_tensors_equal_the_integers() -> None:
     assert step.kv_len.tolist() == [21, 21]
     assert step.page_table.tolist() == [[3, 1, 2], [5, 0, 4]]
     assert (step.max_query_len, step.num_decodes) == (13, 1)
-    assert [getattr(step, name).dtype for name in StepTensors._fields] == [np.int64] * 4 + [np.int32] * 3
+    assert [getattr(step, name).dtype for name in StepTensors._fields] == [np.int64] * 4 + [np.int32] * 5
 
 
 def test_model_is_told_how_many_decodes_come_first() -> None:
@@ -68,6 +68,17 @@ def test_pages_of_a_pool_are_those_of_a_list() -> None:
     for name in StepTensors._fields:
         assert np.array_equal(getattr(of_pool, name), getattr(of_list, name)), name
     assert of_pool.slots.tolist() == list(range(7 * 8 + 5, 7 * 8 + 25))
+
+
+def test_states_of_a_step_are_those_of_its_parts() -> None:
+    """A part without an earlier state reads none: its row is -1."""
+    request = Request("a", list(range(40)), SamplingParams())
+    states = [StatePages([4, 2], [4, 2]), StatePages((), range(5, 7))]
+    step = StepInputs.of(Batch([Scheduled(request, 9, 1, [3, 1], True, state=state) for state in states], 1), 8)[0]
+    assert step.state_read.tolist() == [[4, 2], [-1, -1]]
+    assert step.state_write.tolist() == [[4, 2], [5, 6]]
+    assert step.on(torch.device("cpu")).state_write.tolist() == [[4, 2], [5, 6]]
+    assert mixed_step().state_read.shape == mixed_step().state_write.shape == (2, 0)
 
 
 @pytest.mark.parametrize("samples", [False, True])

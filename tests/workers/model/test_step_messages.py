@@ -3,38 +3,44 @@
 import random
 
 import numpy as np
+import pytest
 
 from crossdock.workers.model.inputs import StepInputs, StepTensors
 from crossdock.workers.model.step_messages import StepReceiver, StepSender
-from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
 from crossdock.workers.schedule.request import Request, SamplingParams
 
 PAGE_SIZE = 4
 
 
-def step_of(parts: list[tuple[str, int, int, list[int]]]) -> tuple[StepInputs, list[str]]:
-    """Return a step of parts (request, start, tokens, pages), and the names of its requests."""
-    scheduled = [
-        Scheduled(Request(name, list(range(start + tokens)), SamplingParams()), start, tokens, pages, True)
-        for name, start, tokens, pages in parts
-    ]
+def step_of(parts: list[tuple[str, int, int, list[int]]], num_groups: int = 1) -> tuple[StepInputs, list[str]]:
+    """Return a step of parts (request, start, tokens, pages), and the names of its requests.
+
+    Each group of layers after the first has the pages in another order.
+    """
+    scheduled = []
+    for name, start, tokens, pages in parts:
+        request = Request(name, list(range(start + tokens)), SamplingParams())
+        further = [pages[group:] + pages[:group] for group in range(1, num_groups)]
+        scheduled.append(Scheduled(request, start, tokens, pages, True, further_pages=further))
     return StepInputs.of(Batch(scheduled, 0), PAGE_SIZE)[0], [name for name, *_ in parts]
 
 
 def check(received: StepInputs, sent: StepInputs, num_pages: int) -> None:
-    for name in StepTensors._fields[:-1]:
+    for name in set(StepTensors._fields) - {"page_table"}:
         assert np.array_equal(getattr(received, name), getattr(sent, name)), name
         assert getattr(received, name).dtype == getattr(sent, name).dtype
     assert received.page_table.shape == sent.page_table.shape
     assert received.page_table.dtype == sent.page_table.dtype
     for row, (ours, theirs) in enumerate(zip(received.page_table, sent.page_table, strict=True)):
         reach = -(-sent.kv_len[row] // PAGE_SIZE)
-        assert np.array_equal(ours[:reach], theirs[:reach])
+        assert np.array_equal(ours[..., :reach], theirs[..., :reach])
     assert (received.page_table >= 0).all()
     assert (received.page_table < num_pages).all()
 
 
-def test_any_history_of_steps_is_received() -> None:
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_any_history_of_steps_is_received(num_groups: int) -> None:
     """Requests come, grow, lose their pages, return with others and end, among more names than there are rows."""
     rng, num_pages = random.Random(3), 50
     sender, receiver = StepSender(PAGE_SIZE), StepReceiver()
@@ -51,8 +57,18 @@ def test_any_history_of_steps_is_received() -> None:
             while len(pages) * PAGE_SIZE < start + tokens:
                 pages.append(rng.randrange(num_pages))
             parts.append((name, start, tokens, list(pages)))
-        sent, requests = step_of(parts)
+        sent, requests = step_of(parts, num_groups)
         check(receiver.unpack(sender.pack(sent, requests)), sent, num_pages)
+
+
+def test_pages_of_recurrent_states_are_received() -> None:
+    request = Request("a", list(range(9)), SamplingParams())
+    states = [StatePages((), [4, 7, 1]), StatePages([2, 3, 5], [2, 3, 5])]
+    parts = [Scheduled(request, 0, 9, [0, 8, 6], True, state=state) for state in states]
+    sent = StepInputs.of(Batch(parts, 0), PAGE_SIZE)[0]
+    received = StepReceiver().unpack(StepSender(PAGE_SIZE).pack(sent, ["a", "b"]))
+    check(received, sent, 10)
+    assert received.state_read.tolist() == [[-1, -1, -1], [2, 3, 5]]
 
 
 def test_new_sender_needs_no_new_receiver() -> None:

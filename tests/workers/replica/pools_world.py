@@ -1,5 +1,8 @@
 """A prefill and a decode replica without models, threads and network: real schedulers, page pools, handovers and
-transfer protocol. Messages are late or lost as a test chooses. A small router places requests again."""
+transfer protocol. Messages are late or lost as a test chooses. A small router places requests again.
+
+Pages have content: of each token, a hash of all tokens up to it. Steps check what they read, in every group of layers,
+and writes copy it."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -7,13 +10,15 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from crossdock.kvtransfer.messages import GroupPages
 from crossdock.kvtransfer.receiver import Receiver
 from crossdock.kvtransfer.sender import ProtocolOutput, Send, Sender, TargetRank, Write
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine import Step
 from crossdock.workers.replica.handover import Handover
+from crossdock.workers.schedule.batch import Scheduled
 from crossdock.workers.schedule.drafting import DraftPolicy
-from crossdock.workers.schedule.pages import PagePool
+from crossdock.workers.schedule.pages import HOLE, PagePool, Window
 from crossdock.workers.schedule.request import (
     FinishReason,
     Leg,
@@ -57,25 +62,33 @@ class SansIoDock:
         return self.name.encode()
 
     def ship(self, request: str, epoch: int, peer: bytes, deadline_s: float) -> None:
-        target = {peer.decode(): TargetRank(1000, 10, 1)}
+        target = {peer.decode(): TargetRank(1000, self.world.page_bytes, 1)}
         self.run(self.sender.ship(request, epoch, target, deadline_s, self.world.now))
         self.lose_dead(peer.decode())
 
     def expect(self, request: str, epoch: int, peer: bytes, deadline_s: float) -> None:
-        self.run(self.receiver.expect(request, epoch, {peer.decode(): (0, 10)}, deadline_s, self.world.now))
+        self.run(
+            self.receiver.expect(
+                request, epoch, {peer.decode(): (0, self.world.page_bytes)}, deadline_s, self.world.now
+            )
+        )
         self.lose_dead(peer.decode())
 
     def offer(self, request: str, epoch: int) -> None:
         self.run(self.sender.offer(request, epoch))
 
-    def chunk(self, request: str, pages: Sequence[int], num_tokens: int) -> None:
-        self.run(self.sender.chunk(request, pages, num_tokens, self.world.now))
+    def chunk(self, request: str, groups: Sequence[GroupPages], num_tokens: int) -> None:
+        self.run(self.sender.chunk(request, groups, num_tokens, self.world.now))
 
-    def finish(self, request: str, pages: Sequence[int], num_tokens: int, state: bytes) -> None:
-        self.run(self.sender.finish(request, pages, num_tokens, state, self.world.now))
+    def finish(
+        self, request: str, groups: Sequence[GroupPages], num_tokens: int, result: bytes, state_pages: Sequence[int]
+    ) -> None:
+        self.run(self.sender.finish(request, groups, num_tokens, result, self.world.now, tuple(state_pages)))
 
-    def grant(self, request: str, epoch: int, first_page: int, pages: Sequence[int]) -> None:
-        self.run(self.receiver.grant(request, epoch, first_page, pages, self.world.now))
+    def grant(
+        self, request: str, epoch: int, first_page: int, groups: Sequence[GroupPages], state_pages: Sequence[int]
+    ) -> None:
+        self.run(self.receiver.grant(request, epoch, first_page, groups, self.world.now, tuple(state_pages)))
 
     def cancel_ship(self, request: str, epoch: int) -> None:
         self.run(self.sender.cancel(request, epoch, self.world.now))
@@ -128,11 +141,21 @@ class PoolReplica:
     is_dead: bool = False
     inbox: deque[Callable[[], None]] = field(default_factory=deque)
 
+    memory: dict[int, list[int | None]] = field(default_factory=dict)  # by page: the content of its tokens
+
     def __post_init__(self) -> None:
         defaults = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "admission": "queue", "slo_classes": CLASSES}
         drafting = DraftPolicy(DRAFTS) if self.world.is_drafting else None
         settings = defaults | self.settings
-        self.scheduler = new_scheduler(self.num_pages, LONGEST, cost=COST, drafting=drafting, **settings)
+        self.scheduler = new_scheduler(
+            self.num_pages,
+            LONGEST,
+            cost=COST,
+            drafting=drafting,
+            windows=self.world.windows,
+            state_pages=self.world.state_pages,
+            **settings,
+        )
         self.pages: PagePool = self.scheduler.pages
         self.config, self.model = SimpleNamespace(page_size=PAGE_SIZE), SimpleNamespace(vocab_size=1000)
         self.dock = SansIoDock(self.name, self.world, lambda event: self.inbox.append(lambda: self.handle(event)))
@@ -187,6 +210,8 @@ class PoolReplica:
             drafts = guesses(self.scheduler, self.scheduler.wanted_drafts(self.world.now))
             batch = self.scheduler.schedule(self.world.now, drafts)
             self.on_scheduled(batch)
+            for part in batch.scheduled:
+                self.compute(part)
             sampled = {
                 part.request.id: sampled_by(part, [*part.request.token_ids, *part.drafts])
                 for part in batch.scheduled
@@ -198,6 +223,36 @@ class PoolReplica:
         else:
             self.report(self.handover.step(None))
         return bool(batch)
+
+    def compute_state(self, part: Scheduled, tokens: Sequence[int]) -> None:
+        """Check the recurrent state that a part of a step reads, and write the one after it."""
+        assert len(part.state.write) == self.world.state_pages
+        assert len(part.state.read) == (self.world.state_pages if part.start else 0)
+        for number, page in enumerate(part.state.read):
+            found, expected = self.memory[page], [hash((number, *tokens[: part.start]))]
+            assert found == expected, f"{part.request.id} reads another state at {part.start}"
+        for number, page in enumerate(part.state.write):
+            self.memory[page] = [hash((number, *tokens))]
+
+    def compute(self, part: Scheduled) -> None:
+        """Check the tokens that a part of a step reads, and write its own, in every group of layers."""
+        tokens = [*part.request.token_ids[: part.start + part.num_tokens - len(part.drafts)], *part.drafts]
+        end = part.start + part.num_tokens
+        assert len(tokens) == end
+        self.compute_state(part, tokens)
+        for group, pages in enumerate((part.pages, *part.further_pages)):
+            window = self.world.windows[group]
+            for position in range(max(part.start - window + 1, 0) if window else 0, end):
+                page, at = pages[position // PAGE_SIZE], position % PAGE_SIZE
+                assert page != HOLE, f"{part.request.id} reads a page of token {position} that was given back"
+                content = hash((group, *tokens[: position + 1]))
+                if position < part.start:
+                    found = self.memory[page][at]
+                    assert found == content, f"{part.request.id} reads another token at {position} of group {group}"
+                else:
+                    if at == 0 or len(self.memory.get(page, ())) != PAGE_SIZE:  # it may have been a state's
+                        self.memory[page] = [None] * PAGE_SIZE
+                    self.memory[page][at] = content
 
     on_scheduled: Callable[[Any], None] = lambda batch: None
 
@@ -221,9 +276,19 @@ class World:
     decode replica, as between two mixed ones."""
 
     def __init__(
-        self, prefill_pages: int, decode_pages: int, both_ways: bool = False, is_drafting: bool = False, **settings: Any
+        self,
+        prefill_pages: int,
+        decode_pages: int,
+        both_ways: bool = False,
+        is_drafting: bool = False,
+        windows: Sequence[Window] = (None,),
+        state_pages: int = 0,
+        **settings: Any,
     ) -> None:
         self.now = 0.0
+        self.windows = windows  # of each group of layers
+        self.state_pages = state_pages  # of the recurrent state of one request
+        self.num_copied = 0  # pages, from replica to replica
         self.both_ways = both_ways
         self.is_drafting = is_drafting
         self.channels: dict[tuple[str, str], deque[Any]] = {}
@@ -234,6 +299,11 @@ class World:
         self.count = 0
         self.replicas: dict[str, PoolReplica] = {}
         self.prefill, self.decode = self.start("P"), self.start("D")
+
+    @property
+    def page_bytes(self) -> tuple[int, ...]:
+        """The bytes of a page that travel, of each group of layers."""
+        return (10,) * (len(self.windows) + bool(self.state_pages))
 
     def start(self, role: str) -> PoolReplica:
         name = f"{role}{self.count}"
@@ -355,6 +425,11 @@ class World:
         if target.is_dead:
             dock.run(dock.sender.write_failed(message.request, message.epoch, write.peer, "dead", self.now))
             return
+        source = self.replicas[dock.name]
+        for copy in write.copies:
+            for here, there in zip(copy.source_pages, copy.target_pages, strict=True):
+                target.memory[there] = list(source.memory[here])
+                self.num_copied += 1
         self.post(dock.name, write.peer, message)
         dock.run(dock.sender.write_done(message.request, message.epoch, write.peer, self.now))
 

@@ -41,10 +41,10 @@ def test_transfer_arrived_at_every_rank_has_arrived(order: list[int], pages: lis
     merger = EventMerger(range(RANKS))
     events: list[Event] = []
     for place, rank in enumerate(order):
-        report = Arrived("r", 1, 40, b"state", Figures(total_seconds=place, num_bytes=pages[rank], num_pages=3))
+        report = Arrived("r", 1, 40, b"result", Figures(total_seconds=place, num_bytes=pages[rank], num_pages=3))
         events += merged(merger, (rank, committed(40)), (rank, report))
         assert any(isinstance(event, Arrived) for event in events) == (place == RANKS - 1)
-    assert events == [committed(40), Arrived("r", 1, 40, b"state", Figures())]
+    assert events == [committed(40), Arrived("r", 1, 40, b"result", Figures())]
     assert isinstance(events[1], Arrived)
     figures = events[1].figures
     assert (figures.num_bytes, figures.num_pages, figures.total_seconds) == (sum(pages), 3, RANKS - 1)

@@ -25,7 +25,7 @@ from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.cost import StepWork
 from crossdock.workers.schedule.interval_share import IntervalShare
 from crossdock.workers.schedule.request import SamplingParams, Submission
-from tests.workers.architectures import SERVED, build
+from tests.workers.architectures import RECURRENT, SERVED, build
 from tests.workers.gangs import SETTINGS, ganged
 from tests.workers.ranks import DIVISIONS, Ranks, saved
 
@@ -36,7 +36,7 @@ CHOSEN = ["llama", "gemma2", "gemma4_text", "phi", "phi3", "gpt_neox", "gpt2", "
 CHOSEN += ["deepseek_v2", "youtu", "gpt_oss"]
 WITHOUT_STAGES = ["longcat_flash"]  # a layer of its list has two attentions
 UNDIVIDED = ["aria_text", "beam"]  # tests/workers/model/cut has the reasons
-REST = [pytest.param(name, marks=pytest.mark.soak) for name in SERVED if name not in CHOSEN + UNDIVIDED]
+REST = [pytest.param(name, marks=pytest.mark.soak) for name in SERVED if name not in [*CHOSEN, *UNDIVIDED, *RECURRENT]]
 
 
 def works(count: int = 10, num_tokens: int = 8, **params: Any) -> list[Submission]:

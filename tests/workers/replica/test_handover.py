@@ -298,16 +298,16 @@ def test_late_events_of_a_lost_placement_do_not_end_the_next() -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [b"", b"\xc1", msgpack.packb("x"), msgpack.packb(True), msgpack.packb(-1), msgpack.packb(1 << 30)]
+    "result", [b"", b"\xc1", msgpack.packb("x"), msgpack.packb(True), msgpack.packb(-1), msgpack.packb(1 << 30)]
 )
-def test_peer_that_sends_no_token_ends_its_request_alone(state: bytes) -> None:
+def test_peer_that_sends_no_token_ends_its_request_alone(result: bytes) -> None:
     """Another process's bytes are checked: the engine's thread goes on, and the pages are given back."""
 
     async def main() -> None:
         async with pair("tcp") as (prefill, decode):
             dock = prefill.handover.dock
             finish = dock.finish
-            dock.finish = lambda *args: finish(*args[:-1], state)  # type: ignore[method-assign]
+            dock.finish = lambda *args: finish(*args[:3], result, *args[4:])  # type: ignore[method-assign]
             work = submission(prompts()[5])
             await start(prefill, decode, work)
             last = await decode.next(work.id)

@@ -14,26 +14,38 @@ from crossdock.kvtransfer.events import Arrived, Figures
 from crossdock.workers.schedule import handoff, kv
 from crossdock.workers.schedule.admission import num_places
 from crossdock.workers.schedule.order import order_prefills
+from crossdock.workers.schedule.page_needs import PageNeeds
+from crossdock.workers.schedule.pages import Window
 from crossdock.workers.schedule.request import Leg, Request, Status
 from crossdock.workers.schedule.table import RequestTable
 
-from .pools_world import World
+from .pools_world import LONGEST, PAGE_SIZE, World
 
+WINDOWS: list[tuple[Window, ...]] = [(None,), (None, 9), (6,), (None, 5, 12)]  # of groups of layers
 CLASS = st.sampled_from(["interactive", "standard", "batch"])
 
 
 class Pools(RuleBasedStateMachine):
     """Requests of all classes arrive, leave and lose replicas, on page pools that few of them fill."""
 
+    windows = WINDOWS
+    state_pages = (0, 0, 3)
+
     @initialize(
-        prefill_pages=st.integers(16, 30),
-        decode_pages=st.integers(16, 30),
+        spare=st.tuples(st.integers(1, 15), st.integers(1, 15)),
         both_ways=st.booleans(),
         is_drafting=st.booleans(),
         seqs=st.integers(2, 8),
+        data=st.data(),
     )
-    def begin(self, prefill_pages: int, decode_pages: int, both_ways: bool, is_drafting: bool, seqs: int) -> None:
-        self.world = World(prefill_pages, decode_pages, both_ways, is_drafting, max_num_seqs=seqs, starvation_s=5.0)
+    def begin(self, spare: tuple[int, int], both_ways: bool, is_drafting: bool, seqs: int, data: st.DataObject) -> None:
+        windows, state_pages = data.draw(st.sampled_from(self.windows)), data.draw(st.sampled_from(self.state_pages))
+        is_drafting &= not state_pages
+        is_drafting &= len(windows) == 1
+        needs = PageNeeds(PAGE_SIZE, windows, 24, state_pages)
+        least = max(needs.at_most(LONGEST), needs.held(LONGEST))
+        sizes = (least + each for each in spare)
+        self.world = World(*sizes, both_ways, is_drafting, windows, state_pages, max_num_seqs=seqs, starvation_s=5.0)
 
     @rule(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=6), slo_class=CLASS, max_tokens=st.integers(1, 12))
     def submit(self, sizes: list[int], slo_class: str, max_tokens: int) -> None:
@@ -100,6 +112,13 @@ class Pools(RuleBasedStateMachine):
             self.world.settle()
 
 
+class PlainPools(Pools):
+    """Pools of a model without windows."""
+
+    windows: list[tuple[Window, ...]] = [(None,)]  # noqa: RUF012
+    state_pages = (0, 0, 0)
+
+
 HISTORIES = settings(
     max_examples=150,
     stateful_step_count=30,
@@ -141,7 +160,7 @@ def test_pools_that_grant_without_offers_deadlock() -> None:
     once = {"phases": [Phase.generate], "report_multiple_bugs": False, "derandomize": True}
     search = settings(HISTORIES, max_examples=500, database=None, **once)
     with grants_without_offers(), pytest.raises(AssertionError, match="not everything ends"):
-        run_state_machine_as_test(Pools, settings=search)
+        run_state_machine_as_test(PlainPools, settings=search)
 
 
 def test_prompt_that_arrives_with_another_length_is_computed_here() -> None:
@@ -151,8 +170,8 @@ def test_prompt_that_arrives_with_another_length_is_computed_here() -> None:
     while not world.decode.scheduler.held:
         world.go_round()
     (request,) = world.decode.scheduler.held
-    state = msgpack.packb(7)
-    world.decode.handover.handle(Arrived(request.id, request.epoch, request.num_tokens - 1, state, Figures()))
+    result = msgpack.packb(7)
+    world.decode.handover.handle(Arrived(request.id, request.epoch, request.num_tokens - 1, result, Figures()))
     assert (request.leg, request.status) == (Leg.LOCAL, Status.WAITING)
     world.settle()
     assert client.is_over

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdock.kvtransfer.events import Arrived, Committed, Failed, Figures, Granted, Reason, Released, WriterStopped
+from crossdock.kvtransfer.messages import GroupPages
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.pool_layout import HeldLayers
 from crossdock.workers.replica.rank_messages import (
@@ -40,7 +41,8 @@ from crossdock.workers.replica.rank_messages import (
     encode,
 )
 
-HELD = ((0, 0, 2, 4, 12, 12), (1, 0, 2, 4, 12, 12, -3, 5))
+HELD = ((0, 0, 2, 4, 12, 12, 0), (1, 0, 2, 4, 12, 12, 16, -3, 5))
+GROUPS = (GroupPages(0, (1, 2, 3)), GroupPages(2, (7,)))
 DRIVER_MESSAGES: list[DriverMessage] = [
     AllocatePool(100),
     RecordSteps(64, 2048, 8),
@@ -49,9 +51,9 @@ DRIVER_MESSAGES: list[DriverMessage] = [
     EndRank(),
     ShipCall("r", 1, (b"a", b"b"), 10.0),
     ExpectCall("r", 1, (b"a",), 10.0),
-    ChunkCall("r", (1, 2, 3), 48),
-    FinishCall("r", (), 0, b"\0state"),
-    GrantCall("r", 1, 0, (7,)),
+    ChunkCall("r", GROUPS, 48),
+    FinishCall("r", (), 0, b"\0result", (4, 2)),
+    GrantCall("r", 1, 0, GROUPS, (5,)),
     CancelShipCall("r", 1),
     CancelExpectCall("r", 1),
     WaitCall("r", 1, 0.5),
@@ -81,7 +83,10 @@ MALFORMED: list[Any] = [
     ["RunStep", "text"],
     ["AllocatePool", True],
     ["AllocatePool", 1.0],
-    ["ChunkCall", "r", [1, "2"], 48],
+    ["ChunkCall", "r", [[0, [1, "2"]]], 48],
+    ["ChunkCall", "r", [[0, [1], 2]], 48],
+    ["ChunkCall", "r", [[-1, [1]]], 48],
+    ["ChunkCall", "r", [1, 2], 48],
     ["ChunkCall", "r", 5, 48],
     ["ShipCall", "r", 1, [b"a"], "10"],
     ["OpenDock", [[[0, "0"]]], "m", "prefill", {}],
@@ -118,6 +123,7 @@ FITTING: dict[Any, list[Any]] = {  # the values of VALUES that a field of this t
     bytes: [b"bytes"],
     bool: [True],
     tuple[int, ...]: [[]],
+    tuple[GroupPages, ...]: [[]],
     tuple[bytes, ...]: [[]],
     tuple[HeldLayers, ...]: [[]],
     HeldLayers: [[]],

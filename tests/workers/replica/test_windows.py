@@ -1,7 +1,6 @@
 """Layers with a window give pages back while a request runs, and its tokens stay those of transformers."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +9,9 @@ from pydantic import ByteSize
 
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import PagedModel
-from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.calibrate import warm_up
-from crossdock.workers.replica.config import EngineConfig, ReplicaSpec, TransferConfig
-from crossdock.workers.replica.engine import Engine, load_engine
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.request import Submission
 from tests.workers.architectures import SERVED, WINDOW, build
@@ -41,11 +39,11 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, 128) for _ in range(length)] for length in lengths] + [[*shared, 7], [*shared, 8, 9]]
 
 
-def engine_on(model: PagedModel, num_tokens: int, ships_pages: bool = False, **config: Any) -> Engine:
+def engine_on(model: PagedModel, num_tokens: int, **config: Any) -> Engine:
     """Return an engine with the memory that `num_tokens` tokens take where every layer keeps its pages."""
     memory = ByteSize(num_tokens * model.layout(8).page_bytes // 8)
     settings = {"page_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 12} | config
-    return Engine(model, EngineConfig(kv_cache_memory=memory, **settings), ships_pages=ships_pages)
+    return Engine(model, EngineConfig(kv_cache_memory=memory, **settings))
 
 
 def unowned(engine: Engine) -> list[int]:
@@ -118,7 +116,7 @@ def test_pool_serves_a_context_that_it_could_not_hold_without_windows() -> None:
     )
     model, prompt = wrap_module(module), prompts()[9]
     with pytest.raises(ValueError, match="max_model_len"):
-        engine_on(model, 192, ships_pages=True, max_num_batched_tokens=32)
+        engine_on(model, 192, disable_hybrid_kv_cache_manager=True, max_num_batched_tokens=32)
     engine = engine_on(model, 192, max_num_batched_tokens=32)
     assert [group.window for group in model.groups] == [None, WINDOW, WINDOW, WINDOW]
     expected = generated(
@@ -134,7 +132,6 @@ def test_layers_keep_their_pages_where_windows_cannot_pass_them(caplog: pytest.L
     qwen = wrap_module(build("qwen2", {**SERVED["qwen2 sliding"], **WIDE}))
     caplog.set_level("INFO")
     for model, config, reason in (
-        (gemma, {"ships_pages": True}, "ship pages"),
         (gemma, {"disable_hybrid_kv_cache_manager": True}, "disable_hybrid_kv_cache_manager"),
         (qwen, {}, "fused layers"),
     ):
@@ -149,15 +146,3 @@ def test_replica_with_windows_is_calibrated(model: PagedModel) -> None:
     profile = warm_up(engine)
     assert profile.page_bytes * profile.num_pages == model.pool.nbytes  # type: ignore[union-attr]
     assert engine.pages.counts().owned == 0
-
-
-def test_replica_of_a_cluster_that_ships_pages_keeps_them(tmp_path: Path) -> None:
-    build("gemma3_text", MODELS["gemma3_text"]).save_pretrained(tmp_path)
-    model, config = ModelSpec(str(tmp_path), "float32"), EngineConfig(kv_cache_memory=ByteSize(1 << 20))
-    alone, shipping = (
-        load_engine(ReplicaSpec(model, config, 1, transfer=transfer, device="cpu"))
-        for transfer in (None, TransferConfig())
-    )
-    assert (alone.pages.windows, shipping.pages.windows) == ((None, WINDOW), (None,))
-    assert alone.pages.num_pages == 2 * shipping.pages.num_pages
-    assert 2 * alone.page_bytes == shipping.page_bytes
