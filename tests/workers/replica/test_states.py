@@ -88,8 +88,8 @@ def test_pages_that_no_request_owns_are_never_read(model: PagedModel, expected: 
 def test_tokens_under_preemption_are_those_of_transformers(
     model: PagedModel, expected: list[list[int]], is_ahead: bool
 ) -> None:
-    longest = 29 + 2 * model.state_pages(8)  # pages of the longest request
-    engine = engine_on(model, 50 + longest, async_scheduling=is_ahead, max_num_batched_tokens=40)
+    longest = 32 + 2 * model.state_pages(8)  # pages of a request of max_model_len, with a checkpoint
+    engine = engine_on(model, 10 + longest, async_scheduling=is_ahead, max_num_batched_tokens=40)
     num_preemptions = 0
 
     def count(batch: Batch) -> None:
