@@ -35,7 +35,7 @@ SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {  # replicas, and flags
     "value": (1, ("--prefix-eviction", "value")),
     "lru-2": (2, ("--prefix-eviction", "lru")),
     "value-2": (2, ("--prefix-eviction", "value")),
-    "lru-2-unpriced": (2, ("--prefix-eviction", "lru", "--set", "router.price_evictions=false")),
+    "lru-2-unpriced": (2, ("--prefix-eviction", "lru", "--set", "router.evictions=ignored")),
     "vllm": (1, ()),
 }
 VLLM_PAGE = 32  # tokens: its attention on CPUs takes multiples of 32 alone; ours has 16

@@ -225,10 +225,10 @@ def router(seeds: int) -> None:
     """Print what the price of evictions changes on several replicas."""
     out = Table("replicas", "agents", "pages of each", "evictions", *CELLS, title="The price of evictions")
     for replicas, agents, pages in ((4, 16, 1500), (4, 32, 1500), (8, 64, 1500), (16, 128, 1500), (4, 32, 3000)):
-        for is_priced in (False, True):
-            simulated = fleet(replicas, pages, "lru", price_evictions=is_priced)
+        for evictions in ("ignored", "priced"):
+            simulated = fleet(replicas, pages, "lru", evictions=evictions)
             cells = play(simulated, agents, 0.0, seeds)
-            out.add_row(str(replicas), str(agents), str(pages), "priced" if is_priced else "not priced", *cells)
+            out.add_row(str(replicas), str(agents), str(pages), evictions, *cells)
     Console(width=110).print(out)
 
 

@@ -123,8 +123,9 @@ def accepted_by_length(answers: Mapping[str, Sequence[Answer]]) -> str:
 
 # -- do the policy's first guesses matter? ---------------------------------------------------------------------------
 
-COST = StepCost(base=0.0088, per_prefill_token=0.0011, per_decode=0.00078, per_context=4e-7)
-"""Of steps of the default model on two cores of Zen 5 (`python benchmarks/step_cost.py`, 2026-11-23)."""
+COST = StepCost(base=0.008, per_prefill_token=0.001, per_decode=0.00027, bend_rows=8, per_early_row=0.00062)
+"""Steps of the default model with 1, 8 and 16 rows after 100 tokens take 8.9, 15.1 and 17.3 ms at least, drafts and
+decodes alike (two cores of Zen 5, 2026-11-23)."""
 
 _GUESSES = {
     "as shipped": PRIORS,

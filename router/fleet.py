@@ -36,8 +36,8 @@ class RouterConfig(BaseModel):
         "auto",
         description="One replica computes the prompt for another: where that is better, wherever possible, never.",
     )
-    price_evictions: bool = Field(
-        True, description="Count the seconds of prefill that will be done again because a request evicts cached pages."
+    evictions: Literal["priced", "ignored"] = Field(
+        "priced", description="The seconds of prefill that will be done again where a request evicts cached pages."
     )
     ttl_s: float = Field(3.0, gt=0, description="Silence after which a replica counts as busy as the busiest.")
     max_prefix_pages: int = Field(500_000, ge=0, description="Page hashes known at most, about 300 bytes each.")
@@ -107,7 +107,7 @@ class Fleet:
         slo, loads = self.classes[priority], self.table.loads
         ages = self.table.ages(now)
         prediction = predict(loads, query.num_tokens, query.max_tokens, priority, cached, ages, self.classes)
-        if not self.config.price_evictions:
+        if self.config.evictions == "ignored":
             prediction.evicted[:] = 0.0
         self.num_chosen += 1
         if self.config.policy == "seconds":

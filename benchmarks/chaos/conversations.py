@@ -155,7 +155,7 @@ def _message(rng: random.Random, number: int, tokens: Mapping[str, int]) -> Ques
 
 
 class Answer(Protocol):
-    """What the events of one stream add up to."""
+    """Adds the events of one stream up."""
 
     is_done: bool
 
@@ -405,4 +405,5 @@ async def _answers(model: Path, tokenizer: ModelTokenizer, asked: Sequence[Quest
         answers = await asyncio.gather(*(answer(question, http) for question in asked))
     await dispatcher.close()
     await replica.engine_thread.close()
+    replica.engine_thread.engine.grammars.close()
     return answers

@@ -156,7 +156,7 @@ def run(given: argparse.Namespace, folder: Path) -> bool:
         from conversations import agent_tokenizer, make_conversations  # late: it imports the tests' small tokenizer
 
         model = tiny_model(folder / "model", agent_tokenizer())
-        cases: Sequence[Any] = make_conversations(model, 200, given.seed)
+        cases: Sequence[Any] = make_conversations(model, 120, given.seed)
     else:
         model = tiny_model(folder / "model")
         cases = make_cases(model, 400, given.seed)

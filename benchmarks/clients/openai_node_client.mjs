@@ -76,6 +76,16 @@ await run("openai (Node)", "openai", {
     });
     equal(answer.output_parsed, WEATHER);
   },
+  "embeddings": async () => {
+    const input = ["a text", "another text", "a text"];
+    const answer = await client.embeddings.create({ model: MODEL, input });  // asks for base64, and decodes it
+    const [first, second, third] = answer.data.map((one) => one.embedding);
+    equal(first, third);
+    equal(first.length, 4);
+    equal(first.every((number, i) => number === second[i]), false);
+    equal(Math.abs(first.reduce((sum, number) => sum + number * number, 0) - 1) < 1e-5, true);
+    await refused(client.embeddings.create({ model: MODEL, input: [] }), 400, "input");
+  },
   "errors 401, 400, 404": async () => {
     await refused(wrong.responses.create({ model: MODEL, input: "Hi" }), 401);
     await refused(client.chat.completions.create({ model: MODEL, messages: HI, top_p: 7 }), 400, "top_p");

@@ -92,6 +92,19 @@ def response_parse() -> None:
     equal(answer.output_parsed, Weather(city="Paris", degrees=21))
 
 
+def embeddings() -> None:
+    texts = ["a text", "another text", "a text"]
+    answer = client.embeddings.create(model=MODEL, input=texts)  # asks for base64, and decodes it
+    vectors = [one.embedding for one in answer.data]
+    equal(vectors[0], vectors[2])
+    assert vectors[0] != vectors[1], vectors
+    assert abs(sum(number * number for number in vectors[0]) - 1) < 1e-5, vectors
+    as_numbers = client.embeddings.create(model=MODEL, input=texts[0], encoding_format="float")
+    assert max(abs(a - b) for a, b in zip(as_numbers.data[0].embedding, vectors[0], strict=True)) < 1e-6
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens > 0
+    raised(openai.BadRequestError, lambda: client.embeddings.create(model=MODEL, input=[]), "input")
+
+
 def models() -> None:
     equal([model.id for model in client.models.list()], [MODEL])
 
@@ -119,6 +132,7 @@ run(
         "response, streamed": response_stream,
         "response, two parallel calls": response_tools,
         "response, structured output": response_parse,
+        "embeddings": embeddings,
         "models": models,
         "errors 401, 400, 404": errors,
     },

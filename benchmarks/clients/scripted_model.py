@@ -9,13 +9,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import Grammar, Submission, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, Grammar, Submission, TokenDelta
 from tests.cluster.api.scripted_api import ScriptedDispatcher
 from tests.cluster.conftest import byte_level
 
@@ -52,6 +53,9 @@ class ScriptedModel(ScriptedDispatcher):
     def _play(self, submission: Submission) -> Iterable[TokenDelta | Exception | float]:
         prompt = self._hf.decode(submission.prompt_token_ids, skip_special_tokens=False)
         self.prompts.append(prompt)
+        if submission.sampling.pooling is not None:
+            yield _embedding(submission)
+            return
         grammar = submission.sampling.grammar
         words = answer(prompt, grammar)
         ids = self.tokenizer.encode(words)
@@ -77,6 +81,14 @@ class ScriptedModel(ScriptedDispatcher):
         if taken == len(ids) and matcher.is_accepting():
             return ""
         return matcher.get_error() or f"it stops after {self.tokenizer.decode(ids[:taken])!r}"
+
+
+def _embedding(submission: Submission) -> TokenDelta:
+    """Return the vector of a prompt: four numbers that count its tokens."""
+    ids = submission.prompt_token_ids
+    vector = np.array([len(ids), sum(ids) % 7, max(ids) % 5, 1], "<f4")
+    reason = FinishReason.LENGTH
+    return TokenDelta(submission.id, list(ids[:1]), finish_reason=reason, embedding=vector.tobytes())
 
 
 def answer(prompt: str, grammar: Grammar | None) -> str:

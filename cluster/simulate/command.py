@@ -131,6 +131,13 @@ class SimulateFlags:
             rich_help_panel=_STUDY,
         ),
     ] = None
+    evictions: Annotated[
+        str | None,
+        typer.Option(
+            help="Whether the router counts what a request evicts, or both to compare: priced, ignored.",
+            rich_help_panel=_STUDY,
+        ),
+    ] = None
     sweep: Annotated[
         bool,
         typer.Option("--sweep", help="Find the best ratio of prefill to decode replicas.", rich_help_panel=_STUDY),
@@ -182,11 +189,11 @@ def _fleet(flags: SimulateFlags) -> "SimulatedFleet":
 
 
 def _variants(fleet: "SimulatedFleet", flags: SimulateFlags) -> "list[tuple[str, SimulatedFleet]]":
-    """Return the named fleets to compare: every policy, with every kind of shipping, in every ratio of pools."""
+    """Return the named fleets to compare: every combination of the router's settings, in every ratio of pools."""
     from crossdock.cluster.simulate.study import ratios, routed
 
     variants = [("", fleet)]
-    for setting, values in (("policy", flags.policy), ("shipping", flags.shipping)):
+    for setting, values in (("policy", flags.policy), ("shipping", flags.shipping), ("evictions", flags.evictions)):
         if values is not None:
             variants = [
                 (f"{name} {value}".strip(), variant)

@@ -19,6 +19,7 @@ from crossdock.cluster.simulate.fleet import SimulatedPool
 from crossdock.workers.report.advertise import Publisher
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.drafting import DraftPolicy
+from crossdock.workers.schedule.encoding import Encoding
 from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import Request, TokenDelta
 from crossdock.workers.schedule.retention import retention
@@ -26,6 +27,7 @@ from crossdock.workers.schedule.scheduler import Scheduler
 
 TOKEN = 2**32 - 1  # the token that every simulated model samples
 _SAMPLED = SampledToken(TOKEN)
+_ROWS = 100_000  # of embeddings, where the profile does not say how many a replica keeps
 _DRAFT_SEED = 1  # sets their random numbers apart from those of noise
 
 Action: TypeAlias = Callable[[float], None]
@@ -177,6 +179,7 @@ class SimulatedReplica:
             depth=depth,
             interval_share=self._stages.interval_share,
             drafting=DraftPolicy(speculative) if speculative is not None else None,
+            encoding=Encoding(profile.encoder_rows or _ROWS, profile.encoder_cost),
         )
         self._drafts = DrawnDrafts(self.pool.draft_acceptance, self.noise.seed)
         self.publisher = Publisher(self.scheduler, self.name)
@@ -238,7 +241,10 @@ class SimulatedReplica:
 
     def _begin(self, batch: Batch, now: float) -> _Flight:
         cost, step = self.pool.profile.cost, self.num_steps + len(self._flights)
-        end = self._stages.begin(cost.seconds(batch.work) * self.noise.factor(step), now)
+        seconds = cost.seconds(batch.work)
+        if self.scheduler.encoding is not None:
+            seconds += self.scheduler.encoding.seconds(batch.encoder.items)
+        end = self._stages.begin(seconds * self.noise.factor(step), now)
         ends = [end]
         is_pipeline = len(self._stages.shares) > 1
         more = self.scheduler.steady_steps(batch) - 1 if self.at_once and not is_pipeline else 0

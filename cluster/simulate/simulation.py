@@ -25,8 +25,11 @@ from crossdock.router.fleet import Fleet
 from crossdock.router.request_life import RequestLife
 from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile
 from crossdock.workers.schedule.batch import Batch
+from crossdock.workers.schedule.items import Item
 from crossdock.workers.schedule.request import Leg, Overloaded, Request, SamplingParams, Submission, TokenDelta
 
+_ROW_SIDE = 28  # pixels on each side that one row of Qwen2-VL's encoder stands for
+_PLACEHOLDER = 2**32 - 2  # a token that no text has
 _NOT_YET = 2**63 - 1  # as the number of a live profile: a request is in none so far
 
 
@@ -147,7 +150,8 @@ class Simulation:
     def _submission(self, name: str, job: Job, slo_class: str) -> Submission:
         is_promised = job.service_tier is not None  # as at the API
         sampling = _sampling(job.output_tokens)
-        return Submission(name, token_ids(job), sampling, slo_class=slo_class, is_promised=is_promised)
+        tokens, items = prompt_of(job)
+        return Submission(name, tokens, sampling, slo_class=slo_class, is_promised=is_promised, items=items)
 
     def _do(self, request: SimulatedRequest, actions: Sequence[Action], now: float) -> None:
         """Carry out what the life of a request asks for."""
@@ -388,6 +392,20 @@ def token_ids(job: Job) -> list[int]:
         pair = [int.from_bytes(digest[:4]), int.from_bytes(digest[4:])]
         ids += (pair * (segment.tokens // 2 + 1))[: segment.tokens]
     return ids
+
+
+def prompt_of(job: Job) -> tuple[list[int], list[Item]]:
+    """Return the tokens of a job and its items: pictures before the text, each of as many rows as Qwen2-VL gives it.
+
+    Two pictures are equal exactly where their keys are.
+    """
+    ids, items = list[int](), list[Item]()
+    for picture in job.pictures:
+        rows = max(round(picture.side / _ROW_SIDE) ** 2, 1)
+        content_hash = blake2b(f"{picture.key}/{picture.side}".encode(), digest_size=16).digest()
+        items.append(Item(len(ids), rows, rows, "image", content_hash))
+        ids += [_PLACEHOLDER] * rows
+    return ids + token_ids(job), items
 
 
 @cache

@@ -87,7 +87,7 @@ def scores(
 
 
 def routed(fleet: SimulatedFleet, setting: str, values: Sequence[str]) -> Iterator[tuple[str, SimulatedFleet]]:
-    """Yield each value, and the fleet with that value of a setting of its router: its policy, or its shipping."""
+    """Yield each value, and the fleet with that value of a setting of its router."""
     for value in values:
         router = type(fleet.router).model_validate({**fleet.router.model_dump(), setting: value})
         yield value, fleet.model_copy(update={"router": router})

@@ -1,6 +1,7 @@
 """The benchmarks of windows and of paired steps on tiny inputs: what they count, and their tables."""
 
 import argparse
+import random
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -25,11 +26,15 @@ def test_groups_of_layers_hold_more_prompts_at_a_time_and_give_the_same_tokens(
 ) -> None:
     layers = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "max_position_embeddings": 512}
     build("gemma3_text", SERVED["gemma3_text"] | layers).save_pretrained(tmp_path)
+    draw = random.Random(0)
+    prompts = [[draw.randrange(3, 100) for _ in range(240)] for _ in range(4)]
     args = argparse.Namespace(
-        model=tmp_path, dtype="float32", prompt_tokens=240, output_tokens=16, requests=4, fit=1, chunk=32, page_size=8
+        model=tmp_path, dtype="float32", prompt_tokens=240, output_tokens=16, fit=1, chunk=32, page_size=8
     )
     memory = script.memory_of(args)
-    (before, tokens), (after, others) = (script.serve(args, memory, has_groups) for has_groups in (False, True))
+    (before, tokens), (after, others) = (
+        script.serve(args, prompts, memory, has_groups) for has_groups in (False, True)
+    )
     assert (before["at a time"], after["at a time"]) == (1, 2)
     assert tokens == others
     assert [len(answer) for answer in tokens] == [16] * 4

@@ -37,8 +37,8 @@ def test_request_goes_where_it_evicts_least() -> None:
     """Two replicas without work: "a" has the prompt's first 10 pages, and pages that are worth much; "b" has room."""
     prompt = list(range(1000, 2000))
     shared, cached = hash_pages(prompt[:160], PAGE_SIZE), {"eviction_seconds": 0.01, "empty_pages": 0}
-    for is_priced, expected in ((True, "b"), (False, "a")):
-        fleet = fleet_of({"a": profile(), "b": profile()}, price_evictions=is_priced)
+    for evictions, expected in (("priced", "b"), ("ignored", "a")):
+        fleet = fleet_of({"a": profile(), "b": profile()}, evictions=evictions)
         fleet.hear("a", live(2, **cached), 0.0)
         fleet.hear("b", live(2, eviction_seconds=0.01, empty_pages=100), 0.0)
         fleet.hear_pages("a", PageChanges("first life", 1, shared))

@@ -228,6 +228,27 @@ def test_pages_are_hashed_again_with_the_output_and_not_at_all_for_prompt_logpro
     assert not every.query.page_hashes
 
 
+@pytest.mark.parametrize("policy", ["seconds", "round-robin"])
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_prompt_whose_vector_is_wanted_goes_to_a_prefill_replica_alone(pooling: str, policy: str) -> None:
+    """Decode replicas take it only once no other is left. The mean has no use for cached pages."""
+    fleet = router(["p1", "p2", "d1"], policy=policy, shipping="always")
+    sampling = SamplingParams(max_tokens=1, pooling=pooling)
+    life = RequestLife(Submission("r", PROMPT, sampling), fleet, 0.0)
+    seen = []
+    for attempt in range(3):
+        [submit] = life.place(float(attempt))
+        assert isinstance(submit, Submit)
+        assert (submit.peer, submit.submission.leg) == (None, Leg.LOCAL)
+        assert life.query is not None
+        assert bool(life.query.page_hashes) == (pooling == "last")
+        seen.append(submit.replica)
+        life.taken(submit.replica, attempt, 1, float(attempt))
+        life.lost(submit.replica, attempt, LOSS, float(attempt))
+    assert {*seen[:2]} == {"p1", "p2"}
+    assert seen[2] == "d1"
+
+
 def test_token_that_client_has_already_is_cut_off_with_its_logprob() -> None:
     life = paired_life()
     life.tokens("p", delta(0), 1.0)

@@ -86,8 +86,8 @@ class StepReceiver:
         self._tables[places[rows], columns] = entries
         table = self._tables[places, :width].reshape(-1, *shape)
         slots = slots.reshape(-1, *shape[:-1])
-        read, write = (pages.reshape(len(kv_len), num_state_pages) for pages in states)
-        return StepInputs(token_ids, positions, slots, wanted, query_start, kv_len, table, read, write)
+        read, written = (pages.reshape(len(kv_len), num_state_pages) for pages in states)
+        return StepInputs(token_ids, positions, slots, wanted, query_start, kv_len, table, read, written)
 
 
 def _rows(places: NDArray[np.int32], num_groups: int) -> NDArray[np.int32]:

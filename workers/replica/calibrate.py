@@ -59,6 +59,8 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         caches_prefixes=config.enable_prefix_caching,
         kernels=model.kernels,
         cost=fit.cost,
+        encoder_cost=engine.encoder_fit.cost if engine.encoder_fit is not None else None,
+        encoder_rows=engine.scheduler.encoding.capacity if engine.scheduler.encoding is not None else 0,
         overrun=fit.overrun,
         interval_share=engine.intervals.share,
     )

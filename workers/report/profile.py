@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from crossdock.workers.schedule.config import ChunkPolicy
 from crossdock.workers.schedule.cost import StepCost
+from crossdock.workers.schedule.encoder_cost import EncoderCost
 from crossdock.workers.schedule.page_needs import PageNeeds
 from crossdock.workers.schedule.pages import Window
 from crossdock.workers.schedule.slo import SloClass
@@ -42,6 +43,8 @@ class SchedulingProfile(BaseModel):
     kernels: str = ""  # which compute the matrix products of fused layers on a CPU; empty: transformers' own code does
     peer: bytes = b""  # address for KV transfers; empty: the replica makes none
     cost: StepCost  # as measured at the start
+    encoder_cost: EncoderCost | None = None  # of pictures, as measured at the start; None: prompts are text alone
+    encoder_rows: int = 0  # of embeddings, that the replica keeps
     interval_share: float = 1.0  # interval of the steps of a full pipeline / seconds of one; see `IntervalShare`
     overrun: float = 1.0  # see `StepCostFit`
 

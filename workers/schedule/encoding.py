@@ -158,6 +158,8 @@ class Encoding:
 
     def take_work(self) -> EncoderWork:
         """Return what the next step must do before it computes. Every step in order must do its own."""
+        if not self._evicted and not self._planned:
+            return NO_ENCODER_WORK
         work = EncoderWork(tuple(self._evicted), tuple(self._planned.values()))
         self._evicted, self._planned = [], {}
         return work

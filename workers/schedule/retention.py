@@ -62,7 +62,10 @@ class Retention(Protocol):
         """Note that a page, which is not cached any more, is not indexed any more."""
 
     def add(self, pages: Sequence[int], hint: ReturnHint = NO_HINT) -> None:
-        """Keep indexed pages that have lost their last owner, a request. The end of its prefix is first."""
+        """Keep indexed pages that have lost their last owner, a request. The end of its prefix is first.
+
+        A cached page may come again: it then counts as used now.
+        """
 
     def share(self, pages: Sequence[int]) -> None:
         """Let go of those of `pages` that are cached: a request owns this whole prefix now."""
@@ -88,6 +91,7 @@ class EvictionPrice:
         self._most = 2.0 * num_pages  # pages that are remembered
         self._first_token, self._next_token = 0.0, 0.0  # seconds of a token, and how much longer the next one takes
         self._eviction_age = 0.0  # mean seconds from the last use to the eviction
+        self._num_evicted = 0.0  # in that mean
         self._num_old = 0.0  # that were used again or evicted
         self._saved_s = 0.0  # by those that were used again
 
@@ -103,7 +107,8 @@ class EvictionPrice:
 
     def evicted(self, age: float) -> None:
         """Count a page that is evicted after `age` seconds without a use."""
-        self._eviction_age += (age - self._eviction_age) / min(self._num_old + 1, self._most)
+        self._num_evicted = min(self._num_evicted + 1, self._most)
+        self._eviction_age += (age - self._eviction_age) / self._num_evicted
         self._count()
 
     def at(self, oldest: float) -> float:
@@ -150,6 +155,7 @@ class LeastRecentlyUsed:
     def add(self, pages: Sequence[int], hint: ReturnHint = NO_HINT) -> None:
         for page in pages:
             self._pages[page] = self._now
+            self._pages.move_to_end(page)
 
     def share(self, pages: Sequence[int]) -> None:
         for number, page in enumerate(pages):

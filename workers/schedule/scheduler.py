@@ -13,7 +13,7 @@ from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost import StepCost
 from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.encoder_cost import EncoderCost
-from crossdock.workers.schedule.encoding import Encoding
+from crossdock.workers.schedule.encoding import NO_ENCODER_WORK, Encoding
 from crossdock.workers.schedule.forecast import Forecast
 from crossdock.workers.schedule.outputs import append_sampled, new_delta
 from crossdock.workers.schedule.pace import next_due, skip_decodes
@@ -205,8 +205,8 @@ class Scheduler:
             batch = self.verification.with_drafts(batch, drafts)
         if self._states is not None:
             batch = self._states.with_states(batch)
-        if batch and self.encoding is not None:
-            batch = replace(batch, encoder=self.encoding.take_work())
+        if batch and self.encoding is not None and (work := self.encoding.take_work()) is not NO_ENCODER_WORK:
+            batch = replace(batch, encoder=work)
         for part in batch.scheduled:
             part.request.num_in_flight_tokens += part.num_tokens
         return batch

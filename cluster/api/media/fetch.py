@@ -145,7 +145,7 @@ class PictureFetcher:
         addresses = await self._resolve(url.host, url.port or (443 if url.scheme == "https" else 80))
         if not addresses or not all(map(self._is_allowed, addresses)):
             raise wrong_picture(picture.param, "its URL names a host that this server does not fetch pictures from")
-        return addresses[0]
+        return min(addresses, key=lambda address: ":" in address)  # IPv4 first: not every machine has a way for IPv6
 
     async def _body(self, answer: httpx.Response, picture: Picture) -> bytes:
         if answer.status_code != 200:

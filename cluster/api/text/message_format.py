@@ -20,7 +20,7 @@ from crossdock.cluster.api.text.harmony import HarmonyText
 from crossdock.cluster.api.text.marked_text import MarkedFamily, MarkedText
 from crossdock.cluster.api.text.message_parser import ChatMessage, MessageParser, PlainText, ReasonedText
 from crossdock.cluster.api.text.reasoning_grammar import ReasoningGrammar
-from crossdock.cluster.api.text.strict_calls import forced_calls, strict_calls
+from crossdock.cluster.api.text.strict_calls import forced_calls, form_of, harmony_call, strict_calls, tagged_calls
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.schedule.request import Grammar
 
@@ -65,7 +65,7 @@ class MessageFormat:
         found = family_in(tokenizer.chat_template)
         tools = found if tool_parser == AUTO else family_of(tool_parser, TOOL_PARSERS)
         reasoning = found if reasoning_parser == AUTO else family_of(reasoning_parser, REASONING_PARSERS)
-        self._tools = tools
+        self._tools, self._call_form = tools, form_of(tools, tokenizer.chat_template)
         self._reasoning_family = reasoning
         self._special = {text: token_id for token_id, text in tokenizer.special_tokens().items()}
         self._is_gpt_oss = _GPT_OSS in (tools, reasoning)
@@ -107,6 +107,8 @@ class MessageFormat:
         if body.continue_final_message:
             is_thinking = is_thinking or _is_unanswered(last_assistant_text(body.messages), self._family)
         given, call = body.grammar(), body.forced_call()
+        if call is not None and (own := self._own_reading(call, body, end, is_thinking=is_thinking)) is not None:
+            return own
         openings = None if call is None else plain_openings(call)
         if call is not None and (native := self._native(call, body)) is not None:
             given, openings = native
@@ -134,11 +136,34 @@ class MessageFormat:
     def _native(self, call: ForcedCall, body: ChatCompletionRequest) -> tuple[Grammar, dict[str, str]] | None:
         """Return the grammar of forced calls in the family's own form; None: they have the form for any model."""
         is_single = call.is_named or not body.parallel_tool_calls
-        return forced_calls(self._tools, call, self._tokens, is_single=is_single)
+        return forced_calls(self._call_form, call, self._tokens, is_single=is_single)
+
+    def _own_reading(
+        self, call: ForcedCall, body: ChatCompletionRequest, end: str, *, is_thinking: bool
+    ) -> MessageReading | None:
+        """Return the reading of forced calls that are written and read as those that the model makes by itself.
+
+        Such a call appears once it is complete. None: the arguments are JSON, which comes while it is written.
+        """
+        schemas = _schemas(body.tools)
+        parser: Callable[[], MessageParser]
+        if self._tools == _GPT_OSS and end.endswith("<|start|>assistant"):
+            grammar = harmony_call(call, self._tokens)
+            parser = partial(HarmonyText, schemas, "", SIGN if self._shown_always else "")
+        else:
+            is_single = call.is_named or not body.parallel_tool_calls
+            grammar = tagged_calls(self._tools, call, self._tokens, is_single=is_single)
+            parser = partial(MarkedText, self._signed, schemas, is_thinking=is_thinking)
+        if grammar is None:
+            return None
+        body.grammar()  # refuses another constraint beside the call
+        if (around := self._reasoning(body, is_thinking=is_thinking)) is not None:
+            grammar = around.around(grammar, has_rules=True)
+        return MessageReading(parser, self._shown_for_calls, grammar, body, is_named=call.is_named)
 
     def _strict(self, body: ChatCompletionRequest) -> Grammar | None:
         """Return the grammar of calls whose functions are strict."""
-        return strict_calls(self._tools, body.tools, self._tokens) if self._reads_calls(body) else None
+        return strict_calls(self._call_form, body.tools, self._tokens) if self._reads_calls(body) else None
 
     def _reasoning(self, body: ChatCompletionRequest, *, is_thinking: bool) -> ReasoningGrammar | None:
         """Return the grammar of the reasoning; None where the reasoning has no single token that ends it."""

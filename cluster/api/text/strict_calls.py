@@ -16,13 +16,48 @@ _FORMS = {
     "hermes": ("<tool_call>", '\n{"name": {json}, "arguments": ', "}\n</tool_call>"),
     "kimi_k2": ("<|tool_call_begin|>", "functions.{name}:\0<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     "mistral": ("[TOOL_CALLS]", "{name}[ARGS]", ""),
+    # Without a marker: only where the whole text is calls.
+    "llama3_json": ("", '{"name": {json}, "parameters": ', "}"),
+    "deepseek_v3": ("<｜tool▁call▁begin｜>", "{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    "deepseek_v3_code": (
+        "<｜tool▁call▁begin｜>",
+        "function<｜tool▁sep｜>{name}\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+    ),
 }
 
 # The texts around all calls, and between two of them.
 _AROUND = {
     "hermes": ("", "\n", ""),
     "kimi_k2": ("<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>"),
+    "llama3_json": ("", "; ", ""),
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),
+    "deepseek_v3_code": ("<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
 }
+
+# Calls whose parameters stand between tags: the texts that begin a call, that begin and end each value, that follow a
+# value, and that end the call. Where `_HAS_LOOSE_LINES`, line breaks may be left out, as newer models do.
+_TAGGED = {
+    "qwen3_xml": (
+        "<tool_call>\n<function={name}>\n",
+        "<parameter={key}>\n",
+        "\n</parameter>",
+        "\n",
+        "</function>\n</tool_call>",
+    ),
+    "glm": ("<tool_call>{name}\n", "<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>", "\n", "</tool_call>"),
+}
+_HAS_LOOSE_LINES = ("glm",)
+_PLAIN_NAME = re.compile(r"[\w.\-]+")
+_OBJECT_WORDS = {"$defs", "$schema", "additionalProperties", "description", "properties", "required", "title", "type"}
+_STRING_BOUNDS = {"format", "maxLength", "minLength", "pattern"}
+
+_HARMONY = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>")  # of gpt-oss
+
+
+def form_of(family: str | None, chat_template: str) -> str | None:
+    """Return the form of a family's calls. DeepSeek's first models write arguments as a block of code."""
+    return "deepseek_v3_code" if family == "deepseek_v3" and "```json" in chat_template else family
 
 
 def strict_calls(
@@ -38,8 +73,8 @@ def strict_calls(
     if family not in _FORMS or not any(function.get("strict") is True for function in functions):
         return None
     opener, before, after = _FORMS[family]
-    if family == "mistral" and "[ARGS]" not in token_ids:
-        return None  # an older format
+    if not opener or (family == "mistral" and "[ARGS]" not in token_ids):
+        return None  # calls without a marker, or an older format
     if (token := token_ids.get(opener)) is not None:
         text = f"<[^{token}]>*"
         rules = [f"start: ({text} call)* {text}", f"call: <[{token}]> called"]
@@ -81,6 +116,92 @@ def forced_calls(
     grammar = from_text("lark", "\n".join(rules), "tools")
     assert grammar is not None
     return grammar, openings
+
+
+def tagged_calls(
+    family: str | None, call: ForcedCall, token_ids: Mapping[str, int], *, is_single: bool
+) -> Grammar | None:
+    """Return the grammar of one or more forced calls in a family's tags.
+
+    None: the family has no tags, or a schema says more than tags can: a union, or a bound of a text.
+    Raises ApiError for schemas that are too long.
+    """
+    if family not in _TAGGED:
+        return None
+    begin, before, closer, after, end = _TAGGED[family]
+    exact = family not in _HAS_LOOSE_LINES
+    close = _parts(closer, token_ids, exact=True)
+    ends_text = re.escape(closer).replace("/", r"\/").replace("\\\n", r"\n")
+    rules = ["start: call" + ("" if is_single else f" ({_parts(chr(10), token_ids, exact=True)} call)*")]
+    rules.append("call: " + " | ".join(f"call{i}" for i in range(len(call.parameters))))
+    is_token = closer in token_ids  # which no free text contains
+    rules.append(f"text: free {close}\nfree: /(.|\\n)*/" if is_token else f"text[lazy]: /(.|\\n)*{ends_text}/")
+    for i, (name, schema) in enumerate(call.parameters.items()):
+        values = _tagged_values(schema)
+        if values is None or _PLAIN_NAME.fullmatch(name) is None:
+            return None
+        parts = [_parts(begin.replace("{name}", name), token_ids, exact=exact)]
+        for j, (key, value, is_required) in enumerate(values):
+            rule = "text" if value == "text" else f"({value}) {close}"
+            if value.startswith("%json"):
+                rules.append(f"value{i}_{j}: {value}")
+                rule = f"value{i}_{j} {close}"
+            head, tail = (_parts(part, token_ids, exact=exact) for part in (before.replace("{key}", key), after))
+            parts.append(f"({head} {rule} {tail})" + "?" * (not is_required))
+        rules.append(f"call{i}: {' '.join(parts)} {_parts(end, token_ids, exact=exact)}")
+    return from_text("lark", "\n".join(rules), "tools")
+
+
+def _tagged_values(schema: Mapping[str, Any]) -> list[tuple[str, str, bool]] | None:
+    """Return each parameter's key, the grammar of its value, and whether it is required; None: tags cannot say it.
+
+    `text` is the grammar of any text.
+    """
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    is_plain = schema.keys() <= _OBJECT_WORDS and schema.get("type", "object") == "object"
+    if not is_plain or not isinstance(properties, dict) or not set(required) <= properties.keys():
+        return None
+    found = []
+    for key, given in properties.items():
+        value = _tagged_value(given, schema.get("$defs", {})) if _PLAIN_NAME.fullmatch(key) else None
+        if value is None:
+            return None
+        found.append((key, value, key in required))
+    return found
+
+
+def _tagged_value(schema: Any, shared: Mapping[str, Any]) -> str | None:
+    """Return the grammar of one value, without the quotes of a text; None: tags cannot say it."""
+    if not isinstance(schema, dict) or "$ref" in schema or not isinstance(schema.get("type"), str):
+        return None
+    if schema["type"] != "string":
+        return json_rule({**schema, **({"$defs": shared} if shared else {})})
+    if "enum" in schema:
+        texts = schema["enum"]
+        is_safe = all(isinstance(text, str) and re.search(r"[<\n]", text) is None for text in texts)
+        return " | ".join(map(json.dumps, texts)) if is_safe and texts else None
+    return None if schema.keys() & (_STRING_BOUNDS | {"const"}) else "text"
+
+
+def harmony_call(call: ForcedCall, token_ids: Mapping[str, int]) -> Grammar | None:
+    """Return the grammar of one forced call of gpt-oss, after reasoning or without; None: it cannot be written so.
+
+    The prompt ends with `<|start|>assistant`. Raises ApiError for schemas that are too long.
+    """
+    has_names = all(re.fullmatch(r"[\w.\-]+", name) for name in call.parameters)
+    if not has_names or not token_ids.keys() >= set(_HARMONY):
+        return None
+    channel, message, end, start, constrain, last = (f"<[{token_ids[mark]}]>" for mark in _HARMONY)
+    rules = [
+        "start: analysis? call",
+        f'analysis: {channel} "analysis" {message} /(.|\\n)*/ {end} {start} "assistant"',
+        "call: " + " | ".join(f"call{i}" for i in range(len(call.parameters))),
+    ]
+    for i, (name, schema) in enumerate(call.parameters.items()):
+        recipient = json.dumps(f"commentary to=functions.{name} ")
+        rules.append(f'call{i}: {channel} {recipient} {constrain} "json" {message} arguments{i} {last}')
+        rules.append(f"arguments{i}: {json_rule(schema)}")
+    return from_text("lark", "\n".join(rules), "tools")
 
 
 def _parts(text: str, token_ids: Mapping[str, int], *, exact: bool = False) -> str:

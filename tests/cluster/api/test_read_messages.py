@@ -376,6 +376,20 @@ def test_strict_and_forced_calls_may_have_markers_that_are_tokens_but_not_specia
 
 
 KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>")
+DEEPSEEK = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
+DEEPSEEK_NEW = (DEEPSEEK[0], f'{DEEPSEEK[2]}move{DEEPSEEK[4]}{{"to": "a"}}{DEEPSEEK[3]}', DEEPSEEK[1])
+DEEPSEEK_OLD = (
+    DEEPSEEK[0],
+    f'{DEEPSEEK[2]}function{DEEPSEEK[4]}move\n```json\n{{"to": "a"}}\n```{DEEPSEEK[3]}',
+    DEEPSEEK[1],
+)
+
+
+def two_of(parts: tuple[str, str, str], between: str) -> str:
+    begin, call, end = parts
+    return f"{begin}{call}{between}{call}{end}"
+
+
 KIMI_CALL = '<|tool_call_begin|>functions.move:%d<|tool_call_argument_begin|>{"to": "a"}<|tool_call_end|>'
 
 
@@ -400,6 +414,14 @@ KIMI_CALL = '<|tool_call_begin|>functions.move:%d<|tool_call_argument_begin|>{"t
             KIMI[0] + KIMI_CALL % 0 + KIMI[1],
             KIMI[0] + KIMI_CALL % 0 + KIMI_CALL % 1 + KIMI[1],
         ),
+        (
+            "{# <|python_tag|> #}",
+            (),
+            '{"name": "move", "parameters": {"to": "a"}}',
+            '{"name": "move", "parameters": {"to": "a"}}; {"name": "move", "parameters": {"to": "}"}}',
+        ),
+        ("{# <｜tool▁calls▁begin｜> #}", DEEPSEEK, "".join(DEEPSEEK_NEW), two_of(DEEPSEEK_NEW, "")),
+        ("{# <｜tool▁calls▁begin｜> ```json #}", DEEPSEEK, "".join(DEEPSEEK_OLD), two_of(DEEPSEEK_OLD, "\n")),
     ],
 )
 def test_forced_calls_have_the_form_of_the_family(
@@ -428,6 +450,148 @@ def test_forced_calls_have_the_form_of_the_family(
             assert len([call for call in calls if "id" in call]) == count
             assert len(calls) > 3 * count, "the arguments come while they are written"
             assert whole_message(reading.message(), *pieces)["content"] is None
+
+
+@pytest.mark.parametrize(("template", "parts"), [("", DEEPSEEK_NEW), ("```json", DEEPSEEK_OLD)])
+def test_strict_calls_of_deepseek_obey_their_schema(
+    tokenizers: dict[str, PreTrainedTokenizerFast], template: str, parts: tuple[str, str, str]
+) -> None:
+    tokenizer = with_tokens(tokenizers["byte_level"], f"{{# <｜tool▁calls▁begin｜> {template} #}}", *DEEPSEEK)
+    body = ChatCompletionRequest.model_validate({"messages": HI, "tools": STRICT})
+    grammar = MessageFormat(tokenizer).reading(body, tokenizer.encode("Hi")).grammar
+    assert grammar is not None
+    for text in ("Sure.", f"Sure.{''.join(parts)}", two_of(parts, "\n")):
+        assert accepts(tokenizer, grammar.source, text)
+    for text in ("".join(parts).replace('"to"', '"too"'), "".join(parts).replace("move", "jump")):
+        assert not accepts(tokenizer, grammar.source, text)
+
+
+ROUTE = {
+    "type": "object",
+    "properties": {
+        "to": {"type": "string"},
+        "days": {"type": "integer"},
+        "kind": {"type": "string", "enum": ["road", "rail"]},
+        "stops": {"type": "array", "items": {"$ref": "#/$defs/stop"}},
+    },
+    "required": ["to", "days"],
+    "$defs": {"stop": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+}
+QWEN = "<tool_call>\n<function=plan>\n{}</function>\n</tool_call>"
+QWEN_VALUE = "<parameter={}>\n{}\n</parameter>\n"
+GLM, GLM_VALUE = "<tool_call>plan\n{}</tool_call>", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+GLM_MARKS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+WHOLE = {"to": 'Bonn "a" </x>\n{1', "days": "3", "kind": "rail", "stops": '[{"x": 1}]'}
+
+
+@pytest.mark.parametrize("marks", ["no tokens", "tokens", "special tokens"])
+@pytest.mark.parametrize(
+    ("template", "call", "value", "tokens"),
+    [
+        ("{# <tool_call> <function= #}", QWEN, QWEN_VALUE, GLM_MARKS[:2]),
+        ("{# <tool_call> <arg_key> #}", GLM, GLM_VALUE, GLM_MARKS),
+        ("{# <tool_call> <arg_key> #}", GLM.replace("\n", ""), GLM_VALUE.replace("\n", ""), GLM_MARKS),
+    ],
+)
+def test_forced_calls_between_tags_obey_their_schema(
+    tokenizers: dict[str, PreTrainedTokenizerFast],
+    template: str,
+    call: str,
+    value: str,
+    tokens: tuple[str, ...],
+    marks: str,
+) -> None:
+    own = deepcopy(tokenizers["byte_level"])
+    if marks == "tokens":
+        own.add_tokens(list(tokens))
+    tokenizer = with_tokens(own, template, *(tokens[:2] if marks == "special tokens" else ()))
+    tools = [{"type": "function", "function": {"name": "plan", "parameters": ROUTE}}, TOOLS[1]]
+
+    def written(**values: str) -> str:
+        return call.format("".join(value.format(*pair) for pair in values.items()))
+
+    body = ChatCompletionRequest.model_validate({"messages": HI, "tools": tools, "tool_choice": "required"})
+    reading = MessageFormat(tokenizer, reads_unforced_calls=False).reading(body, [5])
+    assert reading.grammar is not None
+    few = {name: WHOLE[name] for name in ("to", "days")}
+    for good in (written(**WHOLE), written(**few), written(**{**few, "to": ""})):
+        assert accepts(tokenizer, reading.grammar.source, good)
+    for wrong in (
+        {"to": "Bonn"},
+        {**few, "days": "three"},
+        {**WHOLE, "kind": "air"},
+        {**WHOLE, "stops": '[{"x": "1"}]'},
+        {**few, "more": "1"},
+    ):
+        assert not accepts(tokenizer, reading.grammar.source, written(**wrong))
+    assert not accepts(tokenizer, reading.grammar.source, f"Sure.{written(**few)}")
+    assert accepts(tokenizer, reading.grammar.source, f"{written(**few)}\n{written(**WHOLE)}")
+    detokenizer = tokenizer.detokenizer(shown=reading.shown)
+    ids = tokenizer.encode(f"{written(**few)}\n{written(**WHOLE)}", add_special_tokens=False)
+    message = whole_message(reading.message(), *map(detokenizer.add, ids), detokenizer.flush())
+    assert calls_of(message) == [
+        ("plan", {"to": WHOLE["to"], "days": 3}),
+        ("plan", {"to": WHOLE["to"], "days": 3, "kind": "rail", "stops": [{"x": 1}]}),
+    ]
+    assert not (message["content"] or "").strip()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        {"type": "string", "maxLength": 5},
+        {"type": ["string", "integer"]},
+        {"$ref": "#/$defs/stop"},
+        {"type": "string", "enum": ["a<b"]},
+        {},
+    ],
+)
+def test_forced_call_that_tags_cannot_say_is_json(
+    tokenizers: dict[str, PreTrainedTokenizerFast], schema: dict[str, Any]
+) -> None:
+    tokenizer = with_tokens(tokenizers["byte_level"], "{# <tool_call> <function= #}")
+    parameters = {"type": "object", "properties": {"to": schema}, "$defs": {"stop": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "plan", "parameters": parameters}}]
+    body = ChatCompletionRequest.model_validate({"messages": HI, "tools": tools, "tool_choice": "required"})
+    reading = MessageFormat(tokenizer).reading(body, [5])
+    assert reading.grammar is not None
+    text = '{"name": "plan", "arguments": {}}'
+    assert accepts(tokenizer, reading.grammar.source, text)
+    assert calls_of(whole_message(reading.message(), text)) == [("plan", {})]
+
+
+GPT_OSS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+HARMONY_CALL = '<|channel|>commentary to=functions.move <|constrain|>json<|message|>{"to": "a"}'
+
+
+@pytest.mark.parametrize("thought", ["", "Why"])
+@pytest.mark.parametrize("shows_end", [True, False])  # an engine ends at <|call|> and does not show it
+@pytest.mark.parametrize("reads", [True, False])
+def test_forced_call_of_gpt_oss_has_its_form_after_its_reasoning(
+    tokenizers: dict[str, PreTrainedTokenizerFast], thought: str, shows_end: bool, reads: bool
+) -> None:
+    tokenizer = with_tokens(tokenizers["byte_level"], "{# <|channel|> #}", *GPT_OSS)
+    text = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant" * bool(thought) + HARMONY_CALL
+    for choice in ("required", {"type": "function", "function": {"name": "move"}}):
+        body = ChatCompletionRequest.model_validate({"messages": HI, "tools": STRICT, "tool_choice": choice})
+        prompt = tokenizer.encode("Hi<|start|>assistant", add_special_tokens=False)
+        reading = MessageFormat(tokenizer, reads_unforced_calls=reads).reading(body, prompt)
+        assert reading.grammar is not None
+        assert accepts(tokenizer, reading.grammar.source, f"{text}<|call|>")
+        for wrong in (
+            "Sure.<|return|>",
+            "<|channel|>final<|message|>Sure.<|return|>",
+            text.replace("move", "jump") + "<|call|>",
+            text.replace('"to"', '"too"') + "<|call|>",
+        ):
+            assert not accepts(tokenizer, reading.grammar.source, wrong)
+        detokenizer = tokenizer.detokenizer(shown=reading.shown)
+        written = text + "<|call|>" * shows_end
+        pieces = [*map(detokenizer.add, tokenizer.encode(written, add_special_tokens=False)), detokenizer.flush()]
+        message = whole_message(reading.message(), *pieces)
+        assert calls_of(message) == [("move", {"to": "a"})]
+        assert (message["content"], message.get("reasoning", "")) == (None, thought)
 
 
 @pytest.mark.parametrize("reads", [True, False])

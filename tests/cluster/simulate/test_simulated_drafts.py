@@ -36,3 +36,9 @@ def test_full_batch_drafts_nothing_where_rows_take_all_the_time() -> None:
     jobs = [job(f"{number}", 16, 60) for number in range(16)]
     with_drafts, without = (times(play(fleet(pool), jobs)[1]) for pool in (adaptive, {}))
     assert max(map(max, with_drafts)) <= 1.1 * max(map(max, without))
+
+
+def test_simulated_requests_have_no_grammar_that_could_dictate_drafts() -> None:
+    grammar = {"speculative_config": {"method": "grammar", "num_speculative_tokens": 3}, "draft_acceptance": 1.0}
+    jobs = [job(f"{number}", 50, 60, number / 8) for number in range(6)]
+    assert times(play(fleet(grammar), jobs)[1]) == times(play(fleet({}), jobs)[1])

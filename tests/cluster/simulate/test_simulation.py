@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from crossdock.cluster.bench.pictures import DrawnPicture
 from crossdock.cluster.bench.workloads import Job, Segment, read_trace
 from crossdock.cluster.simulate.replica import Noise
 from crossdock.cluster.simulate.simulation import token_ids
+from crossdock.workers.schedule.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pages import hash_pages
 from tests.cluster.simulate.small_fleets import COST, assert_all_ended, fleet, job, play, profile, times
 
@@ -122,6 +124,18 @@ def test_slow_replica_gets_only_requests_that_it_can_serve_in_time() -> None:
         counts[policy] = {replica.name: replica.num_prefilled // 64 for replica in outcome.replicas}
     assert counts["round-robin"] == {"fast/0": 20, "slow/0": 20}
     assert counts["seconds"]["slow/0"] < 8
+
+
+def test_picture_takes_its_rows_and_the_seconds_of_the_encoder_once() -> None:
+    """A picture of 112 pixels has 16 rows. The second request with it is on a replica that has its embeddings."""
+    pictured = {"profile": profile(encoder_cost=EncoderCost(base=1 / 8, per_row=1 / 256), encoder_rows=100)}
+    picture = DrawnPicture("cat", 112)
+    jobs = [Job((Segment(name, 32),), 1, due, pictures=(picture,)) for name, due in (("a", 0.0), ("b", 2.0))]
+    _, outcome = play(fleet({"enable_prefix_caching": False, **pictured}), jobs)
+    prompt = 1 / 64 + (16 + 32) / 1024
+    assert times(outcome) == [[prompt + 1 / 8 + 16 / 256], [2 + prompt]]
+    _, outcome = play(fleet(pictured), jobs)
+    assert times(outcome) == [[prompt + 1 / 8 + 16 / 256], [2 + prompt - 16 / 1024]]  # the picture's page is found
 
 
 def test_prompts_are_equal_where_their_segments_are_equal() -> None:

@@ -65,6 +65,18 @@ def test_rejected_drafts_are_forgotten() -> None:
         assert drafts == expected({"a": text}, 4)["a"]
 
 
+def test_drafts_after_forced_tokens_continue_the_text_with_them() -> None:
+    drafting, text, forced = drafter(), prompt_of(30, 8), prompt_of(4, 9)
+    drafting.add("a", text)
+    continued = expected({"a": text + forced}, 3)["a"]
+    assert drafting.propose({"a": 3}, {"a": forced}) == {"a": continued}
+    text += forced[:2]  # a step had room for two of them
+    assert drafting.propose({"a": 3}, {"a": forced[2:]}) == {"a": continued}
+    assert drafting.propose({"a": 3}) == expected({"a": text}, 3), "as if nothing were forced"
+    text += [*forced[2:], continued[0], (continued[1] + 1) % VOCAB_SIZE]
+    assert drafting.propose({"a": 3}) == expected({"a": text}, 3)
+
+
 def test_long_prompt_is_computed_over_several_calls_while_others_draft() -> None:
     drafting = drafter()
     long, short = prompt_of(2 * CATCH_UP_TOKENS + 50, 4), prompt_of(5, 5)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.load import load_model, wrap_module
 from crossdock.workers.model.model import PagedModel
+from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.encoding import EncoderWork
@@ -198,3 +200,12 @@ def test_model_whose_pictures_attend_both_ways_takes_text_alone(family: str) -> 
     model.allocate_pool(8, PAGE_SIZE)
     (logits,) = through_pages(model, [ids], [[(0, 0, 20)], [(0, 20, 50)]])
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_saved_model_is_loaded_with_its_encoder(family: str, tmp_path: Path) -> None:
+    module, prompt = build_multimodal(family), PicturePrompt.of(3, picture(family, 1), 5)
+    module.save_pretrained(tmp_path)
+    model = load_model(ModelSpec(str(tmp_path), "float32"), kv_bytes=1 << 20)
+    length = len(prompt.token_ids)
+    (logits,) = logits_of(model, [prompt], [[(0, 0, 6)], [(0, 6, length)]])
+    torch.testing.assert_close(logits, one_pass(module, prompt), rtol=1e-3, atol=1e-3)

@@ -220,7 +220,7 @@ def test_model_of_text_alone_refuses_pictures_with_the_reason() -> None:
 @pytest.mark.parametrize("family", ["qwen2_vl", "smolvlm", "qwen3_vl"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_prefill_replica_encodes_and_the_decode_replica_goes_on(family: str, transport: str) -> None:
-    """The prefill replica encodes; the decode replica has the positions, and encodes only what it computes."""
+    """The decode replica needs the positions of the prompt alone: it encodes nothing."""
     module = build_multimodal(family)
     one = picture(family, 1, (2, 3))
     prompt, longer = PicturePrompt.of(5, one, 9, seed=1), PicturePrompt.of(5, one, 9, picture(family, 3), 4, seed=1)

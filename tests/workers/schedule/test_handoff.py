@@ -87,6 +87,50 @@ def test_prompt_taken_over_is_computed_from_what_has_arrived() -> None:
     assert scheduler.pages.counts().quarantined == 0
 
 
+def test_prompt_of_a_recurrent_model_is_taken_over_from_its_last_checkpoint() -> None:
+    """The state comes with the last chunk: all tokens after the last state that is here are computed again."""
+    scheduler = new_scheduler(state_pages=2)
+    replica = ModelFreeReplica(scheduler)
+    scheduler.add(new_request("before", [ord("a")] * 12 + [1], 1))
+    replica.run()
+    scheduler.add(pair_request("a", 30, Leg.RECEIVE))
+    (request,) = scheduler.grant(0.0)
+    assert request.num_computed_tokens == 12, "these pages need no transfer, and no state"
+    state = list(scheduler.pages.state_of("a#1"))
+    scheduler.commit("a", 24)
+    scheduler.take_over("a", 1.0)
+    assert request.expected_cached_tokens == 12
+    assert scheduler.pages.counts().quarantined == 2 + 2, "the state, and the pages of six tokens"
+    assert not scheduler.pages.num_held_by("a#1")
+    parts = [part for batch in replica.run() for part in batch.scheduled]
+    assert [(part.start, part.num_tokens) for part in parts][:2] == [(12, 12), (24, 4)], "to the pages that are here"
+    assert not set(state) & {page for part in parts for page in (*part.state.read, *part.state.write)}
+
+
+def test_received_state_is_read_and_overwritten_by_the_first_decode() -> None:
+    scheduler = new_scheduler(state_pages=2)
+    scheduler.add(pair_request("a", 30, Leg.RECEIVE))
+    scheduler.grant(0.0)
+    state = scheduler.pages.state_of("a#1")
+    assert len(state) == 2
+    scheduler.start_decoding("a", 7, 0.0)
+    (part,) = scheduler.schedule(0.0).scheduled
+    assert part.state.read is part.state.write is state
+
+
+def test_sent_state_stays_until_it_is_read() -> None:
+    scheduler = new_scheduler(state_pages=2)
+    scheduler.add(pair_request("a", 30, Leg.SEND))
+    replica = ModelFreeReplica(scheduler)
+    while scheduler.has_work:
+        last = replica.step().batch.scheduled[0]
+    assert scheduler.pages.state_of("a#1") is last.state.write
+    scheduler.finish_sent("a")
+    assert scheduler.pages.state_of("a#1") is last.state.write
+    scheduler.pages.release("a#1")
+    assert scheduler.pages.counts().owned == 0
+
+
 def test_abort_of_a_receiving_request_quarantines_its_pages() -> None:
     scheduler = new_scheduler()
     scheduler.add(pair_request("a", 30, Leg.RECEIVE))

@@ -1,13 +1,13 @@
 """Drafts in a step: what fits, what it takes from others, and what is given back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.cost import StepCost
-from crossdock.workers.schedule.drafting import DraftPolicy
+from crossdock.workers.schedule.drafting import DraftPolicy, FreeDrafts
 from crossdock.workers.schedule.page_needs import PageNeeds
 from crossdock.workers.schedule.request import FinishReason, Request, Status
 from crossdock.workers.schedule.scheduler import Scheduler
@@ -151,6 +151,30 @@ def test_several_tokens_at_once_move_the_deadline_by_the_longest_gap_at_most() -
     scheduler = scheduler_of(stream)
     land(scheduler, scheduler.schedule(1.0, {"a": [5] * 4}), {"a": 4}, now=1.0)
     assert stream.due == pytest.approx(1.0 + 1.25 * 0.02)
+
+
+class Dictated(FreeDrafts):
+    """Grammars that dictate so many tokens of each request."""
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self.counts = counts
+
+    def forced(self, request_ids: Sequence[str]) -> Mapping[str, int]:
+        return {name: self.counts[name] for name in request_ids if name in self.counts}
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_method_grammar_drafts_what_grammars_dictate_alone(adaptive: bool) -> None:
+    config = SpeculativeConfig(method="grammar", num_speculative_tokens=6, adaptive=adaptive)
+    scheduler = new_scheduler(drafting=DraftPolicy(config, Dictated({"a": 3, "b": 9})), admission="queue")
+    for name, max_tokens in (("a", 20), ("b", 6), ("c", 20)):
+        scheduler.add(new_request(name, [1, 2, 3], max_tokens=max_tokens))
+    while any(not request.is_decoding for request in scheduler.requests()):
+        land(scheduler, scheduler.schedule(0.0), {})
+    scheduler.learn(StepCost(base=1.0, per_prefill_token=1e-3, per_decode=1e-3), overrun=1.0)
+    for stream in scheduler.running:
+        stream.due = 1e6
+    assert scheduler.wanted_drafts(0.0) == {"a": 3, "b": 4}, "b may get five more tokens, one of them no draft"
 
 
 def test_share_of_a_gap_follows_from_accepted_drafts_and_longer_steps() -> None:

@@ -1,0 +1,155 @@
+"""Chats, responses and messages of the chaos benchmark over real engines, of which one after the other is lost."""
+
+import asyncio
+import importlib
+import json
+import random
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import ByteSize
+
+from crossdock.cluster.api.endpoints import build_api
+from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.workers.model.load import load_model
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine import Engine
+from tests.cluster.dispatch.in_process import IN_TURN, InProcess, ready
+
+
+@pytest.fixture
+def conversations(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "chaos"))
+    return importlib.import_module("conversations")
+
+
+def replica_of(model: Path) -> InProcess:
+    config = EngineConfig(
+        kv_cache_memory=ByteSize(32 << 20), max_num_batched_tokens=128, max_num_seqs=16, admission="queue"
+    )
+    return InProcess(engine=Engine(load_model(ModelSpec(str(model), "float32", 1024)), config, model))
+
+
+class Losses:
+    """Replicas that serve conversations, and a task that loses one after the other in the middle of streams."""
+
+    def __init__(self, model: Path, num_losses: int) -> None:
+        self.dispatcher = Dispatcher("tiny", IN_TURN)
+        self.replicas = {f"r{number}": replica_of(model) for number in range(num_losses + 1)}
+        self.num_lost = 0
+        self.app = build_api(self.dispatcher, ModelTokenizer.load(model), HttpConfig.model_validate({}))
+
+    async def start(self) -> None:
+        for name, replica in self.replicas.items():
+            self.dispatcher.join(name, replica, replica.profile)
+        await ready(self.dispatcher, len(self.replicas))
+
+    async def lose_all_but_one(self) -> None:
+        """Lose a replica whenever one has three streams with tokens."""
+        while len(self.replicas) - self.num_lost > 1:
+            await asyncio.sleep(0.01)
+            live = await self.dispatcher.live_requests(None)
+            streaming = [each["replica"] for each in live if each["num_output_tokens"] > 4]
+            for name in set(streaming):
+                if streaming.count(name) >= 3 and not self.replicas[name].is_killed:
+                    self.replicas[name].is_killed = True
+                    self.dispatcher.leave(name)
+                    self.num_lost += 1
+                    break
+
+    async def close(self) -> None:
+        await self.dispatcher.close()
+        for replica in self.replicas.values():
+            await replica.engine_thread.close()
+            replica.engine_thread.engine.grammars.close()
+
+
+async def difference(http: httpx.AsyncClient, conversation: Any, places: asyncio.Semaphore) -> str | None:
+    """Return how the stream of a conversation differs from the undisturbed one; None where it does not."""
+    async with places:
+        body = conversation.body(random.Random(str(conversation.question.body)))
+        reply = await http.post(conversation.path, json=body, timeout=120)
+    if reply.status_code != 200:
+        return f"{reply.status_code} {reply.text[:300]}"
+    answer = conversation.new_answer()
+    for line in reply.text.splitlines():
+        if line.startswith("data: {"):
+            event = json.loads(line[6:])
+            if event.get("error"):
+                return f"an error ends the stream: {event}"
+            answer.add(event)
+        elif line == "data: [DONE]":
+            answer.is_done = True
+    assert answer.is_done
+    found: str | None = conversation.difference(answer, is_whole=True)
+    return found
+
+
+async def disturbed(model: Path, asked: list[Any], num_losses: int, at_once: int) -> tuple[list[str], int, int]:
+    """Return what differs, the number of lost replicas, and how often a request went on elsewhere."""
+    losses, places = Losses(model, num_losses), asyncio.Semaphore(at_once)
+    await losses.start()
+    losing = asyncio.create_task(losses.lose_all_but_one())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(losses.app), base_url="http://chaos") as http:
+        found = await asyncio.gather(*(difference(http, each, places) for each in asked))
+    losing.cancel()
+    again = re.search(r"crossdock_ingress_placed_again_total (\d+)", losses.dispatcher.metrics.text())
+    assert again is not None
+    await losses.close()
+    wrong = [f"{each}: {problem}" for each, problem in zip(asked, found, strict=True) if problem is not None]
+    return wrong, losses.num_lost, int(again[1])
+
+
+def test_conversations_whose_replicas_are_lost_equal_the_undisturbed_ones(
+    conversations: ModuleType, tmp_path: Path
+) -> None:
+    """Deltas joined: content, reasoning, names and arguments of calls; ids do not change within a stream."""
+    fleet = importlib.import_module("fleet")
+    model = fleet.tiny_model(tmp_path / "model", conversations.agent_tokenizer())
+    asked = conversations.make_conversations(model, 28, 5)
+    written = str([each.expected for each in asked])
+    for part in ("get_weather", "book_truck", "reasoning_content", "reasoning_text.delta", "thinking_delta"):
+        assert part in written, f"no answer has {part}"
+    wrong, num_lost, num_again = asyncio.run(disturbed(model, asked, num_losses=3, at_once=12))
+    assert not wrong
+    assert num_lost == 3
+    assert num_again >= 9
+
+
+def test_answer_that_differs_or_contradicts_itself_is_seen(conversations: ModuleType) -> None:
+    def chunk(delta: dict[str, Any], finish: str | None = None, name: str = "a") -> dict[str, Any]:
+        return {"id": name, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+
+    call = {"index": 0, "id": "call_1", "function": {"name": "f", "arguments": "{"}}
+    more = {"index": 0, "function": {"arguments": "}"}}
+    chunks = [chunk({"role": "assistant"}), chunk({"tool_calls": [call]}), chunk({"tool_calls": [more]}, "tool_calls")]
+
+    def joined(*events: dict[str, Any]) -> Any:
+        answer = conversations.ChatAnswer()
+        for event in events:
+            answer.add(event)
+        return answer
+
+    question = conversations.Question("/v1/chat/completions", "named", {})
+    expected = conversations.Conversation(question, joined(*chunks).value())
+    assert expected.difference(joined(*chunks), is_whole=True) is None
+    assert expected.difference(joined(*chunks[:2]), is_whole=False) is None
+    assert expected.difference(joined(*chunks[:2]), is_whole=True) is not None
+    other = chunk({"tool_calls": [{**call, "function": {"name": "f", "arguments": "["}}]})
+    assert expected.difference(joined(chunks[0], other), is_whole=False) is not None
+    malformed = importlib.import_module("streams").Malformed
+    for wrong in (
+        chunk({"tool_calls": [{**more, "id": "call_2"}]}),
+        chunk({"tool_calls": [call]}),
+        chunk({"tool_calls": [{**call, "index": 1}]}),
+        chunk({"content": "a"}, name="b"),
+    ):
+        with pytest.raises(malformed):
+            joined(*chunks[:2], wrong)
