@@ -24,19 +24,27 @@ def test_window_and_chunk_need_no_more_pages_than_counted(window: int, chunk: in
     assert last - first + 1 <= needs.most[0] <= (window + chunk) // size + 2
 
 
-@given(st.lists(st.sampled_from([None, 8, 64]), min_size=1, max_size=5), st.integers(0, 300), st.integers(1, 64))
-def test_longest_prompt_needs_the_pages_that_there_are(windows: list[Window], num_pages: int, chunk: int) -> None:
-    needs = PageNeeds(PAGE_SIZE, windows, chunk)
+@given(
+    st.lists(st.sampled_from([None, 8, 64]), min_size=1, max_size=5),
+    st.integers(0, 300),
+    st.integers(1, 64),
+    st.integers(0, 9),
+)
+def test_longest_prompt_needs_the_pages_that_there_are(
+    windows: list[Window], num_pages: int, chunk: int, state_pages: int
+) -> None:
+    needs = PageNeeds(PAGE_SIZE, windows, chunk, state_pages)
     longest = needs.longest_prompt(num_pages)
-    assert needs.at_once(int(min(longest, 1e6)) // PAGE_SIZE * PAGE_SIZE) <= num_pages
+    assert needs.at_once(int(min(longest, 1e6)) // PAGE_SIZE * PAGE_SIZE) <= max(num_pages, state_pages)
     if len({window for window in windows if window is not None}) < 2 and longest < inf:  # else it is a lower bound
         assert needs.at_once(int(longest) + PAGE_SIZE) > num_pages
 
 
 def test_router_counts_pages_as_the_replica_does() -> None:
     """The router's formula for many replicas at once is `at_once` of the same prompt, where windows are alike."""
-    for windows in ([None], [None, 64, 64], [64], [None, None, 8]):
-        needs = PageNeeds(PAGE_SIZE, windows, 32)
+    for windows, state in (([None], 0), ([None, 64, 64], 0), ([64], 0), ([None, None, 8], 0), ([None, 64], 7)):
+        needs = PageNeeds(PAGE_SIZE, windows, 32, state)
         for num_pages in range(1, 60):
             full = needs.num_full_groups * num_pages
-            assert min(len(windows) * num_pages, full + needs.window_pages) == needs.at_once(num_pages * PAGE_SIZE)
+            counted = min(len(windows) * num_pages, full + needs.window_pages) + needs.state_pages
+            assert counted == needs.at_once(num_pages * PAGE_SIZE)

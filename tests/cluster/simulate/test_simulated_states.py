@@ -1,0 +1,30 @@
+"""Simulated replicas of recurrent models: the real scheduler and pool, with states, checkpoints and transfers."""
+
+from crossdock.cluster.bench.workloads import Job, Segment
+from tests.cluster.simulate.small_fleets import assert_all_ended, fleet, job, play, profile, times
+
+
+def test_third_request_with_a_system_prompt_begins_from_the_checkpoint_of_the_second() -> None:
+    jobs = [
+        Job((Segment("system", 512), Segment(str(number), 64)), 2, 4.0 * number, service_tier="standard")
+        for number in range(3)
+    ]
+    simulation, outcome = play(fleet({"profile": profile(state_pages=20)}), jobs)
+    assert_all_ended(simulation, outcome, jobs)
+    first, second, third = (
+        sample[0] - each.due for sample, each in zip(times(outcome), jobs, strict=True) if each.due is not None
+    )
+    assert third < 64 / 1024 + 3 / 64 < 0.5 < first <= second
+    (replica,) = outcome.replicas
+    assert replica.scheduler.pages.counts().cached > 4 * 20, "a state is as many pages as 320 tokens"
+
+
+def test_states_travel_between_pools_and_return_with_a_lost_sender() -> None:
+    shipping = {"profile": profile(state_pages=20)}
+    pools = ({"name": "p", "role": "prefill"} | shipping, {"name": "d", "role": "decode"} | shipping)
+    jobs = [job(str(number), 300, 20, 0.25 * number) for number in range(12)]
+    simulation, outcome = play(fleet(*pools), jobs)
+    assert_all_ended(simulation, outcome, jobs)
+    failing = fleet(*pools, failures=[{"kill": "p/0", "at": 1.0}, {"add": "p", "at": 1.5}])
+    simulation, outcome = play(failing, jobs)
+    assert_all_ended(simulation, outcome, jobs)
