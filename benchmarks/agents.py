@@ -7,8 +7,8 @@ or vLLM?
 
 The load is `crossdock bench -w agents`: sessions of many turns, each of which repeats all before it. All settings get
 the same sessions and the same KV memory, `--kv-tokens` in all; two replicas have half each. `unpriced`: the router does
-not count what a request evicts. Agents wait for answers, so
-a slow server gets fewer turns: look at the turns as well as at the times.
+not count what a request evicts. Agents wait for answers, so a slow server gets fewer turns: look at the turns as well
+as at the times.
 
 Settings run one at a time, each on a server of its own, and alternate in every repeat. Run nothing else beside them.
 """
@@ -93,11 +93,11 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="Hugging Face directory (default: the embedded model)")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=["lru", "value"])
-    parser.add_argument("--agents", type=int, default=16, help="sessions at a time (default: %(default)s)")
+    parser.add_argument("--agents", type=int, default=24, help="sessions at a time (default: %(default)s)")
     parser.add_argument("--kv-tokens", type=int, default=20_480, help="tokens of KV memory (default: %(default)s)")
     parser.add_argument("--turns", type=float, default=43.0, help="median turns of a session (default: %(default)s)")
     parser.add_argument("--speed", type=float, default=3.0, help="divides all pauses (default: %(default)s)")
-    parser.add_argument("--duration", type=float, default=90.0, help="seconds of a run (default: %(default)s)")
+    parser.add_argument("--duration", type=float, default=150.0, help="seconds of a run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--venvs", type=Path, help="directory of the peers' environments (default: .cache/peers)")
