@@ -134,7 +134,7 @@ def measure(engine: Engine, num_streams: int, num_requests: int, with_pictures: 
                 last[delta.request_id] = ended
 
     prefilling: Sequence[str] = ()
-    until = engine.clock() + 2.0
+    until = engine.clock() + 1.0
     run_until(lambda: engine.clock() > until)
     for number in range(num_requests):
         tokens, items = prompt_of(example, rng, with_pictures)
@@ -163,7 +163,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model, rows = new_model(), dict[str, list[Row]]()
-    config = EngineConfig(kv_cache_memory=ByteSize(1 << 30), enable_prefix_caching=False, admission="queue")
+    config = EngineConfig(
+        kv_cache_memory=ByteSize(256 << 20),
+        enable_prefix_caching=False,
+        admission="queue",
+        max_num_batched_tokens=1024,
+        max_num_seqs=16,
+    )
     engine = Engine(model, config)
     warm_up(engine)
     paced = engine.scheduler.encoding
