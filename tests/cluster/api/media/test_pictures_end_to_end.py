@@ -43,8 +43,10 @@ def built(kind: str, ids: dict[str, Any], vocab_size: int) -> Any:
 
 
 @torch.inference_mode()
-def expected(module: Any, folder: Path, token_ids: list[int], arguments: dict[str, Any]) -> list[int]:
-    """Return transformers' greedy tokens for a prompt with all pictures, processed together."""
+def expected(
+    module: Any, folder: Path, token_ids: list[int], arguments: dict[str, Any]
+) -> tuple[list[int], list[float]]:
+    """Return transformers' greedy tokens and their log-probabilities, with all pictures processed together."""
     processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil")
     kind = module.config.model_type
     images: Any = [IMAGES] if kind in ("smolvlm", "idefics3") else IMAGES
@@ -53,13 +55,16 @@ def expected(module: Any, folder: Path, token_ids: list[int], arguments: dict[st
     tensors.pop("num_patches", None)
     placeholder = getattr(module.config, "image_token_id", None) or module.config.image_token_index
     output: list[int] = []
+    logprobs: list[float] = []
     for _ in range(NUM_TOKENS):
         ids = torch.tensor([[*token_ids, *output]])
         if kind.startswith("qwen"):
             module.model.rope_deltas = None
             tensors["mm_token_type_ids"] = (ids == placeholder).long()
-        output.append(int(module(input_ids=ids, **tensors, use_cache=False).logits[0, -1].argmax()))
-    return output
+        found = module(input_ids=ids, **tensors, use_cache=False).logits[0, -1].log_softmax(-1)
+        output.append(int(found.argmax()))
+        logprobs.append(float(found.max()))
+    return output, logprobs
 
 
 async def answered(module: Any, folder: Path, tokenizer: ModelTokenizer) -> list[dict[str, Any]]:
@@ -77,6 +82,7 @@ async def answered(module: Any, folder: Path, tokenizer: ModelTokenizer) -> list
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
+        "logprobs": True,
     }
     try:
         dispatcher.join("r0", replica, replica.profile)
@@ -103,5 +109,8 @@ def test_tokens_after_pictures_equal_those_of_transformers(kind: str, tmp_path: 
     token_ids = answers[0]["prompt_token_ids"]
     assert [answer["usage"]["prompt_tokens"] for answer in answers] == [len(token_ids)] * 3
     oracle = built(kind, json.loads((tmp_path / "config.json").read_text()), vocab_size)
-    wanted = expected(oracle, tmp_path, token_ids, {**(model.arguments or {})})
-    assert [answer["choices"][0]["token_ids"] for answer in answers] == [wanted] * 3
+    wanted, logprobs = expected(oracle, tmp_path, token_ids, {**(model.arguments or {})})
+    for answer in answers:
+        choice = answer["choices"][0]
+        assert choice["token_ids"] == wanted
+        assert [each["logprob"] for each in choice["logprobs"]["content"]] == pytest.approx(logprobs, abs=1e-3)
