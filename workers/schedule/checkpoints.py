@@ -25,13 +25,23 @@ needs no checkpoint: its own state becomes one.
 """
 
 EVICTED_CHANCE = 0.1
-"""Chance that a request needs the cached pages that a checkpoint evicts. These are the least recently used ones."""
+"""Chance that a request needs the cached pages that a checkpoint evicts, at least: the least recently used ones.
+
+What these are worth is learnt while pages are evicted (`Retention.price`). Until then, this bounds how many checkpoints
+there are of one prompt: one for each fifth of the tokens that have as many pages, with `FOLLOW_UP_CHANCE`.
+"""
 
 _TOKENS = StepCost.of((0.0, 1.0))  # where no cost is known, every token takes as long
 
 
 def is_worth_its_pages(
-    last: int, position: int, chance: float, state_tokens: int, cost: StepCost | None, step_seconds: float = 0.0
+    last: int,
+    position: int,
+    chance: float,
+    state_tokens: int,
+    cost: StepCost | None,
+    evicted_seconds: float = 0.0,
+    step_seconds: float = 0.0,
 ) -> bool:
     """Return whether a checkpoint at `position` saves more seconds than it costs.
 
@@ -41,11 +51,12 @@ def is_worth_its_pages(
         chance: that a later request continues from there.
         state_tokens: how many tokens have as many pages as a state.
         cost: what steps take; None: each token takes as long.
+        evicted_seconds: of prefill that the eviction of so many pages costs, as learnt.
         step_seconds: of the step that the checkpoint costs, if a chunk must end for it.
     """
     cost = cost or _TOKENS
     saved = chance * cost.chunk_seconds(last, position - last)
-    return saved > EVICTED_CHANCE * cost.chunk_seconds(0, state_tokens) + step_seconds
+    return saved > max(EVICTED_CHANCE * cost.chunk_seconds(0, state_tokens), evicted_seconds) + step_seconds
 
 
 def further_step_seconds(start: int, end: int, cost: StepCost | None) -> float:

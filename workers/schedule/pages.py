@@ -497,8 +497,7 @@ class PagePool:
                     del held.pages[num_pages:]
                 checkpoint = self._checkpoints.get(page_hash, ())
                 if checkpoint and checkpoint[0] in self.cached:
-                    self.cached.share(checkpoint)
-                    self.cached.add(checkpoint)
+                    self.cached.add(checkpoint, hint)
         return num_unowned + sum(self._give_back(held.live(), hint) for held in groups)
 
     def trim(self, owner: str, num_pages: int) -> None:
@@ -562,10 +561,8 @@ class PagePool:
 
     def _evict(self) -> int:
         page = self.cached.evict()
-        if self._group_of[page] == _STATES and (page_hash := self._hash_of[page]) is not None:
-            others = [other for other in self._checkpoints[page_hash] if other != page]
-            self.cached.share(others)
-            self._free.extend(others)
+        if self._group_of[page] == _STATES:  # the other pages of the checkpoint were last used at the same time
+            self._free.extend(self.cached.evict() for _ in range(self.state_pages - 1))
         self._forget(page)
         return page
 

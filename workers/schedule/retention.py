@@ -62,7 +62,10 @@ class Retention(Protocol):
         """Note that a page, which is not cached any more, is not indexed any more."""
 
     def add(self, pages: Sequence[int], hint: ReturnHint = NO_HINT) -> None:
-        """Keep indexed pages that have lost their last owner, a request. The end of its prefix is first."""
+        """Keep indexed pages that have lost their last owner, a request. The end of its prefix is first.
+
+        A cached page may come again: it then counts as used now.
+        """
 
     def share(self, pages: Sequence[int]) -> None:
         """Let go of those of `pages` that are cached: a request owns this whole prefix now."""
@@ -152,6 +155,7 @@ class LeastRecentlyUsed:
     def add(self, pages: Sequence[int], hint: ReturnHint = NO_HINT) -> None:
         for page in pages:
             self._pages[page] = self._now
+            self._pages.move_to_end(page)
 
     def share(self, pages: Sequence[int]) -> None:
         for number, page in enumerate(pages):

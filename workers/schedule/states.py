@@ -83,8 +83,8 @@ class RecurrentStates:
         if not pages.enable_prefix_caching:
             return False
         last, state_tokens = pages.last_checkpoint_of(request.owner) * pages.page_size, self._state_tokens
-        chance = self._chance(request, position)
-        return is_worth_its_pages(last, position, chance, state_tokens, self.forecast.cost, step_seconds)
+        chance, evicted = self._chance(request, position), pages.state_pages * pages.cached.price()
+        return is_worth_its_pages(last, position, chance, state_tokens, self.forecast.cost, evicted, step_seconds)
 
     def _chance(self, request: Request, position: int) -> float:
         """Return the chance that a later request continues from a position of this one."""

@@ -14,7 +14,7 @@ from crossdock.workers.replica.calibrate import warm_up
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.request import SamplingParams, Submission
+from crossdock.workers.schedule.request import SamplingParams, Status, Submission
 from crossdock.workers.schedule.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.states import RecurrentStates
 from tests.workers.architectures import SERVED, build
@@ -88,18 +88,28 @@ def test_pages_that_no_request_owns_are_never_read(model: PagedModel, expected: 
 def test_tokens_under_preemption_are_those_of_transformers(
     model: PagedModel, expected: list[list[int]], is_ahead: bool
 ) -> None:
-    longest = 29 + 2 * model.state_pages(8)  # pages of the longest request
-    engine = engine_on(model, 50 + longest, async_scheduling=is_ahead, max_num_batched_tokens=40)
-    num_preemptions = 0
+    longest = 32 + 2 * model.state_pages(8)  # pages of a request of max_model_len, with a checkpoint
+    engine = engine_on(model, 10 + longest, async_scheduling=is_ahead, max_num_batched_tokens=40)
+    scheduler, num_steps = engine.scheduler, 0
 
-    def count(batch: Batch) -> None:
-        nonlocal num_preemptions
-        num_preemptions = max(num_preemptions, *(each.num_preemptions for each in engine.scheduler.requests()), 0)
+    def preempt_some() -> None:
+        nonlocal num_steps
+        num_steps += 1
+        for request in scheduler.requests() if num_steps % 5 == 0 else ():
+            if request.status is Status.RUNNING and not request.num_in_flight_tokens:
+                scheduler._table.preempt(request)
+                break
 
-    engine.on_scheduled = count
     for _ in range(2):
-        assert served(engine, prompts()) == expected
-    assert num_preemptions > 0
+        for number, prompt in enumerate(prompts()):
+            engine.add(Submission(str(number), prompt, greedy(NUM_TOKENS)))
+        tokens: dict[str, list[int]] = {}
+        while engine.has_work:
+            for delta in engine.step().deltas:
+                tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            preempt_some()
+        assert [tokens[str(number)] for number in range(len(expected))] == expected
+    assert is_ahead or scheduler.num_preemptions > 0, "ahead, most requests are in flight all the time"
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])

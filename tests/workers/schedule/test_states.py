@@ -166,6 +166,7 @@ def test_checkpoint_is_worth_its_pages_where_much_is_computed_again() -> None:
     assert not is_worth_its_pages(3900, 4000, 0.5, 3000, COST), "little is computed since the one before"
     assert not is_worth_its_pages(0, 4000, 0.03, 3000, COST)
     assert not is_worth_its_pages(0, 4000, 0.5, 3000, COST, step_seconds=10.0)
+    assert not is_worth_its_pages(0, 4000, 0.5, 3000, COST, evicted_seconds=10.0)
     assert is_worth_its_pages(0, 4000, 0.5, 3000, None)
 
 
