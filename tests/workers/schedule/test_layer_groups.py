@@ -41,6 +41,17 @@ def test_groups_of_gemma_have_as_many_layers_as_there_are_without_a_window() -> 
     assert [len(group.layers) for group in groups] == [3] * 6
 
 
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_stages_of_a_pipeline_hold_as_many_layers_of_each_group(num_stages: int) -> None:
+    """A page takes as many bytes on each stage as the largest group there."""
+    windows, layer_bytes = GEMMA_3_27B
+    groups = group_layers(windows, [layer_bytes] * len(windows), CONTEXT, PAGE_SIZE)
+    for stage in range(num_stages):
+        first, last = (len(windows) * (stage + each) // num_stages for each in (0, 1))
+        counts = [sum(first <= layer < last for layer in group.layers) for group in groups]
+        assert max(counts) - min(counts) <= 1
+
+
 def test_model_without_windows_is_one_group() -> None:
     assert group_layers([None] * 4, [64] * 4, CONTEXT, PAGE_SIZE) == (LayerGroup(None, (0, 1, 2, 3)),)
 
