@@ -69,7 +69,7 @@ def run_source(kind: str, page_bytes: int, num_pages: int, repeats: int) -> None
     for repeat in range(repeats + 1):  # the first one makes the connection
         request, begin = f"r{repeat}", cpu_seconds()
         pages = random.Random(repeat).sample(range(0, 2 * num_pages, 2), num_pages)
-        dock.ship(request, 1, [blob], 60)
+        dock.ship(request, 1, [blob], 60.0)
         dock.chunk(request, [GroupPages(0, tuple(pages[:-1]))], num_pages - 1)
         sys.stdin.readline()  # the other side has committed
         time.sleep(0.005)
@@ -85,7 +85,7 @@ def run_source(kind: str, page_bytes: int, num_pages: int, repeats: int) -> None
     begin = cpu_seconds()
     time.sleep(1.0)
     idle = cpu_seconds() - begin
-    dock.ship("open", 1, [blob], 60)
+    dock.ship("open", 1, [blob], 60.0)
     time.sleep(0.3)
     begin = cpu_seconds()
     time.sleep(1.0)
@@ -105,7 +105,7 @@ def measure(kind: str, page_bytes: int, num_pages: int, repeats: int) -> dict[st
         blob = bytes.fromhex(child.stdout.readline())
         for repeat in range(repeats + 1):
             request = f"r{repeat}"
-            dock.expect(request, 1, [blob], 60)
+            dock.expect(request, 1, [blob], 60.0)
             pages = random.Random(-1 - repeat).sample(range(0, 2 * num_pages, 2), num_pages)
             dock.grant(request, 1, 0, [GroupPages(0, tuple(pages))])
             if repeat == 0:

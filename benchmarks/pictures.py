@@ -2,14 +2,14 @@
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/pictures.py --requests 12       # three minutes
 
-Streams of the class interactive (50 ms a token) decode while requests of eight pictures each arrive. The same model,
+Streams of the class standard (100 ms a token) decode while requests of eight pictures each arrive. The same model,
 engine and requests are measured three ways:
 
 - paced: as Crossdock serves. A picture is encoded in the step of the chunk that reads it, within the streams' slack.
 - at once: all pictures of a request are encoded in the step of its first chunk, as other servers do.
 - text: prompts of as many tokens, without pictures.
 
-Weights are random: 12 decoder layers of 576 and an encoder of 6 layers of 384 (SmolVLM's shapes, made small), since
+Weights are random: 12 decoder layers of 576 and an encoder of 4 layers of 384 (SmolVLM's shapes, made small), since
 seconds depend on shapes alone. Prints the gaps between tokens of the streams while such a request is prefilled, and the
 requests' time to first token.
 """
@@ -66,7 +66,7 @@ def new_model() -> PagedModel:
     vision = {
         "hidden_size": 384,
         "intermediate_size": 1536,
-        "num_hidden_layers": 6,
+        "num_hidden_layers": 4,
         "num_attention_heads": 6,
         "image_size": 224,
         "patch_size": 14,
@@ -119,7 +119,7 @@ def measure(engine: Engine, num_streams: int, num_requests: int, with_pictures: 
     for number in range(num_streams):
         sampling = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
         prompt = [rng.randrange(10, 8000) for _ in range(64)]
-        engine.add(Submission(f"stream-{number}", prompt, sampling, slo_class="interactive"))
+        engine.add(Submission(f"stream-{number}", prompt, sampling, slo_class="standard"))
     last: dict[str, float] = {}
 
     def run_until(done: Callable[[], bool]) -> None:
@@ -169,14 +169,14 @@ def main() -> None:
     paced = engine.scheduler.encoding
     assert paced is not None
     assert engine.encoder_fit is not None
-    print(f"encoding: {engine.encoder_fit.cost}")
+    print(f"encoding: {engine.encoder_fit.cost}", flush=True)
     at_once = AtOnce(paced.capacity, paced.cost)
     for repeat in range(args.repeats):
         for setting, encoding in (("paced", paced), ("at once", at_once), ("text", paced)):
             engine.scheduler.encoding = engine.scheduler._forecast.encoding = encoding
             found = measure(engine, args.streams, args.requests, setting != "text", seed=repeat)
             rows.setdefault(setting, []).append(found.row())
-            print(setting, rows[setting][-1])
+            print(setting, rows[setting][-1], flush=True)
     results = {setting: medians(measured) for setting, measured in rows.items()}
     text = f"{hardware()}, {today()}; medians of {args.repeats}\n\n{table(results, 'encoding')}"
     write(args.output, text, rows)

@@ -27,6 +27,7 @@ from crossdock.cluster.api.text.message_parser import ChatMessage
 from crossdock.cluster.api.text.prompts import output_limit
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer, TextStream
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ModelCard
+from crossdock.workers.schedule.items import salted
 from crossdock.workers.schedule.request import InvalidField, SamplingParams, Submission, TokenDelta
 
 _CHOICES_AT_ONCE = 32  # made between two looks at other requests; about 20 µs each
@@ -170,19 +171,20 @@ class Generations:
     ) -> Choice:
         body, state = generation.body, generation.state
         key = state.api_key
+        salt = body.cache_salt if key is None else key.cache_salt(body.cache_salt)
         submission = Submission(
             # A client may use an id twice, and one HTTP request has several submissions.
             f"{state.request_id}-{uuid.uuid4().hex}",
             prompt.token_ids,
             sampling,
-            body.cache_salt if key is None else key.cache_salt(body.cache_salt),
+            salt,
             generation.tier.slo_class,
             body.priority,
             generation.tier.is_promised,
             request_id=state.request_id,
             tenant="" if key is None else key.tenant,
             returns_within_s=body.returns_within_s,
-            items=prompt.items,
+            items=salted(prompt.items, salt),
         )
         skips = body.skip_special_tokens
         stream = TextStream(

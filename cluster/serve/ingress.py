@@ -20,6 +20,7 @@ from crossdock.cluster.api.http.http_config import OPEN_TO_OTHERS
 from crossdock.cluster.api.http.limits import Loan
 from crossdock.cluster.api.http.listener import Listener, listen
 from crossdock.cluster.api.http.tiers import Tiers
+from crossdock.cluster.api.media.media import Media
 from crossdock.cluster.api.routes.responses import Action
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.dispatch.client import follow_members
@@ -59,6 +60,7 @@ class Ingress:
         self._name = uuid.uuid4().hex
         self._drain_s = config.http.drain_timeout_s
         self._listener: Listener | None = None
+        self._media: Media | None = None
         context = serve.get_replica_context()
         self._every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
         self._every_ingress._init()

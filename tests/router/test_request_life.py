@@ -27,15 +27,21 @@ from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.placement import Placement, Query
 from crossdock.router.request_life import MOST_PLACEMENTS, RequestLife
 from crossdock.workers.report.advertise import Prompts
+from crossdock.workers.schedule import kv
+from crossdock.workers.schedule.config import SchedulerConfig
+from crossdock.workers.schedule.items import Item
+from crossdock.workers.schedule.pages import PagePool
 from crossdock.workers.schedule.request import (
     FinishReason,
     Leg,
     Overloaded,
+    Request,
     SamplingParams,
     Submission,
     TokenDelta,
     TokenLogprobs,
 )
+from crossdock.workers.schedule.table import RequestTable
 from tests.router.replicas import live, profile
 
 LOSS = ReplicaLost("out of reach")
@@ -226,6 +232,24 @@ def test_pages_are_hashed_again_with_the_output_and_not_at_all_for_prompt_logpro
     every.place(0.0)
     assert every.query is not None
     assert not every.query.page_hashes
+
+
+def test_pages_with_pictures_have_the_hashes_that_replicas_give_them() -> None:
+    """Those of the pages from the picture on differ from a prompt's with another picture."""
+    found = []
+    for content in (b"cat", b"cat", b"dog"):
+        items = [Item(20, 8, 8, "image", content.ljust(16))]
+        submission = Submission("r", PROMPT, cache_salt="tenant", items=items)
+        life = RequestLife(submission, router("ab"), 0.0)
+        life.place(0.0)
+        assert life.query is not None
+        request, pages = Request.from_submission(submission, 0.0), PagePool(8, 16)
+        table = RequestTable(SchedulerConfig(), pages, 128)
+        kv.match_prefix(table, request)
+        assert list(life.query.page_hashes) == request.page_hashes
+        found.append(life.query.page_hashes)
+    assert found[0] == found[1]
+    assert [one == other for one, other in zip(found[0], found[2], strict=True)] == [True, False]
 
 
 @pytest.mark.parametrize("policy", ["seconds", "round-robin"])

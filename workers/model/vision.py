@@ -170,6 +170,8 @@ class PictureEncoder:
 
     def failure(self, request: Request) -> str | None:
         """Return why an item of a request could not be encoded; None: all could, as far as they were needed."""
+        if not self._failed:
+            return None
         return next(
             (self._failed[item.content_hash] for item in request.items if item.content_hash in self._failed), None
         )

@@ -287,7 +287,7 @@ class Engine:
         """Wait for the oldest step in flight, and update its requests."""
         step = self.pipeline.finish()
         batch, seconds = step.batch, step.ended - step.started
-        failed = self._fail_pictures(batch) if batch.encoder.items else []
+        failed = self._fail_pictures(batch) if self.model.encoder is not None else []
         deltas = failed + self.scheduler.update(batch, step.sampled, step.ended)
         for delta in deltas:
             delta.prompt_logprobs = self._sampler.take_prompt_logprobs(delta.request_id)

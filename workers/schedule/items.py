@@ -1,8 +1,9 @@
 """Pictures and videos in prompts: which tokens stand for them, and what the encoder computes them from."""
 
+import hashlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,21 @@ class Item:
 
 
 NO_ITEMS: Sequence[Item] = ()
+
+
+def salted(items: Sequence[Item], salt: str) -> Sequence[Item]:
+    """Return the items under content hashes of their own for requests with this `salt`; as they are without one.
+
+    Embeddings are then shared between these requests alone, as cached pages are: the time to a first token would show
+    that another tenant has sent the same picture.
+    """
+    if not salt or not items:
+        return items
+    key = hashlib.blake2b(salt.encode(), digest_size=32).digest()
+    return [
+        replace(item, content_hash=hashlib.blake2b(item.content_hash, digest_size=16, key=key).digest())
+        for item in items
+    ]
 
 
 def num_bytes(item: Item) -> int:

@@ -279,7 +279,7 @@ def _ttl_s(control: tuple[str, Any]) -> float:
     if value is None:
         return 0.0
     fields = object_of(value, name)
-    ttl = fields.get("ttl", "5m")
+    ttl = "5m" if fields.get("ttl") is None else fields["ttl"]
     if fields.get("type") != "ephemeral" or not isinstance(ttl, str) or ttl not in _TTLS_S:
         raise wrong(name, "its type must be 'ephemeral', and its ttl '5m' or '1h'")
     return _TTLS_S[ttl]

@@ -317,7 +317,7 @@ def test_tokens_are_counted_as_the_prompt_has_them(
         ({"messages": [{"role": "robot", "content": "Hi"}]}, "'messages[0].role'"),
         ({"messages": [{"role": ["user"], "content": "Hi"}]}, "'messages[0].role'"),
         ({"messages": [{"role": "user"}]}, "'messages[0].content'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'messages[0].content[0]'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'messages[0].content[0].source'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "'messages[0].content[0].text'"),
         ({"messages": [{"role": "user", "content": ["Hi"]}]}, "'messages[0].content[0]'"),
         (

@@ -266,7 +266,7 @@ def test_items_become_the_messages_of_a_chat() -> None:
         {"id": name, "type": "function", "function": {"name": "move", "arguments": arguments}}
         for name, arguments in (("c1", '{"to": 1}'), ("c2", "{}"), ("c3", "{}"))
     ]
-    assert chat_messages("Zero", items) == [
+    assert chat_messages("Zero", items, len(items)) == [
         {"role": "system", "content": "Zero\n\nOne"},
         {"role": "user", "content": "Go"},
         {"role": "assistant", "content": "Going", "reasoning_content": "Hm", "tool_calls": calls[:2]},
@@ -419,7 +419,7 @@ def test_response_in_the_background_counts_for_its_key(engine: ScriptedDispatche
         ({"input": [{"role": "robot", "content": "Hi"}]}, "input[0].role"),
         ({"input": [{"role": {}, "content": "Hi"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"input": [{"type": "web_search_call", "id": "w"}]}, "input[0].type"),
         ({"input": [{"type": ["message"]}]}, "input[0].type"),

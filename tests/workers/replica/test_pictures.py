@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +16,18 @@ from crossdock.workers.replica.engine import Engine
 from crossdock.workers.schedule.items import Item
 from crossdock.workers.schedule.request import FinishReason, InvalidField, Leg, SamplingParams, Submission, TokenDelta
 from crossdock.workers.schedule.speculative_config import SpeculativeConfig
+from tests.workers.gangs import ganged
 from tests.workers.multimodal import (
     FAMILIES,
     NO_PLACEHOLDERS,
+    PLAIN,
     PicturePrompt,
     build_multimodal,
     continuation,
     paged_multimodal,
     picture,
 )
+from tests.workers.ranks import Ranks
 
 from .engines import engine_on, run, tiny_model, tokens_of
 from .sides import TRANSPORTS, Side, closing, ship
@@ -195,8 +199,9 @@ def test_picture_that_cannot_be_encoded_fails_its_own_request_alone() -> None:
     last: TokenDelta = deltas["bad"][-1]
     assert last.finish_reason is FinishReason.ERROR
     assert "cannot be encoded" in str(last.error)
-    engine.add(submission("again", bad))  # with the right tensors, of the same name: nothing of the failure is found
-    assert engine.pages.match_prefix(()).num_pages == 0
+    engine.add(submission("again", PicturePrompt(bad.token_ids, [wrong])))  # its embeddings count as known by now
+    assert [delta.finish_reason for delta in run(engine)["again"]] == [FinishReason.ERROR]
+    assert engine.pages.counts().cached == len(good.token_ids) // 4 + 1, "pages of the failed prompt are not indexed"
 
 
 def test_step_that_fails_leaves_no_embeddings_behind() -> None:
@@ -263,3 +268,36 @@ def test_lost_prefill_replica_leaves_the_pictures_to_the_decode_replica() -> Non
             assert decode.engine.scheduler.encoding.totals.num_encoded == 1
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("family", "windows"),
+    [
+        ("pixtral", {"sliding_window": 16}),
+        ("qwen2_vl", {**PLAIN, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    ],
+)
+def test_layers_with_windows_give_back_pages_inside_pictures(family: str, windows: dict[str, Any]) -> None:
+    """One group of layers with a window, and several groups: a prompt longer than the window, in chunks of 16."""
+    prompt = PicturePrompt.of(5, picture(family, 1, (4, 4)), 9, picture(family, 2, (4, 3)), 4)
+    engine = Engine(
+        wrap_module(build_multimodal(family, **windows)),
+        EngineConfig(max_num_batched_tokens=16, max_num_seqs=4, page_size=4, kv_cache_memory=ByteSize(4 << 20)),
+    )
+    assert engine.pages.has_windows
+    assert (engine.pages.num_groups == 1) == (family == "pixtral")
+    engine.add(submission("a", prompt))
+    assert tokens_of(run(engine)["a"]) == continuation(build_multimodal(family, **windows), prompt, NUM_TOKENS)
+
+
+@pytest.mark.parametrize(("tensor_size", "num_stages"), [(2, 1), (1, 2)])
+def test_replica_of_several_ranks_takes_text_alone(
+    ranks: Ranks, tmp_path: Path, tensor_size: int, num_stages: int
+) -> None:
+    module, text = build_multimodal("llava"), PicturePrompt.of(60, seed=3)
+    module.save_pretrained(tmp_path)
+    with ganged(ranks, tmp_path, tensor_size, num_stages) as engine:
+        with pytest.raises(InvalidField, match="several ranks"):
+            engine.add(submission("a", PicturePrompt.of(5, picture("llava", 1), 9)))
+        engine.add(submission("b", text))
+        assert tokens_of(run(engine)["b"]) == continuation(module, text, NUM_TOKENS)

@@ -180,8 +180,8 @@ class AnyHistory(RuleBasedStateMachine):
         tokens = data.draw(st.sampled_from(self.ended))
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         leg = Leg.LOCAL if self.pages.has_windows else data.draw(st.sampled_from([Leg.LOCAL, Leg.RECEIVE]))
-        prompt, epoch = [*tokens[:34], *tail], int(leg is not Leg.LOCAL)
-        new = Request(f"r{self.count}", prompt, params, leg=leg, epoch=epoch, is_offered=True, arrival_time=self.now)
+        prompt, name, moves = [*tokens[:34], *tail], f"r{self.count}", leg is not Leg.LOCAL
+        new = Request(name, prompt, params, leg=leg, epoch=int(moves), is_offered=moves, arrival_time=self.now)
         self.count += 1
         with suppress(Overloaded):
             self.scheduler.add(new)

@@ -11,7 +11,7 @@ from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.chunking import SLACK_SHARE
 from crossdock.workers.schedule.encoder_cost import EncoderCost, EncoderCostFit
 from crossdock.workers.schedule.encoding import Encoding
-from crossdock.workers.schedule.items import Item, items_in
+from crossdock.workers.schedule.items import Item, items_in, salted
 from crossdock.workers.schedule.pages import hash_pages
 from crossdock.workers.schedule.request import InvalidField, Status
 from tests.workers.schedule.model_free_replica import (
@@ -71,6 +71,27 @@ def test_page_hashes_name_every_page_that_holds_a_token_of_the_item() -> None:
     assert hash_pages(tokens, size, items=[item(10, 9, 1)]) == one
     assert hash_pages(tokens, size, items=[item(11, 8, 1)])[2] != one[2]  # the same picture one token later
     assert hash_pages(tokens, size, known=one[:5], items=[item(10, 9, 1)]) == one
+
+
+def test_salts_keep_embeddings_apart() -> None:
+    items = with_items((4, 20, 1), (30, 20, 2))
+    plain, one, other = (salted(items, salt) for salt in ("", "one", "other"))
+    assert plain == items
+    assert len({item.content_hash for group in (plain, one, other) for item in group}) == 6
+    assert [item.content_hash for item in salted(items, "one")] == [item.content_hash for item in one]
+    assert [(item.start, item.num_rows) for item in one] == [(4, 20), (30, 20)]
+
+
+def test_first_token_is_predicted_with_the_pictures_that_are_not_in_memory() -> None:
+    scheduler = new_scheduler(max_model_len=200, cost=COST, encoding=Encoding(100, ENCODER), max_num_batched_tokens=64)
+    request = new_request("a", [7] * 60)
+    text = scheduler.prefill_seconds(request)
+    request.items = with_items((4, 20, 1), (30, 20, 2))
+    assert scheduler.prefill_seconds(request) == pytest.approx(text + 1e-3 + 40 * 5e-4)
+    replica = ModelFreeReplica(scheduler)
+    replica.add("b", 60, items=with_items((4, 20, 1)))
+    replica.run()
+    assert scheduler.prefill_seconds(request) == pytest.approx(text + 1e-3 + 20 * 5e-4)
 
 
 def test_item_is_encoded_in_the_step_of_the_first_chunk_that_reads_it() -> None:
