@@ -139,3 +139,16 @@ def test_states_have_one_layout_per_dtype_and_model() -> None:
     assert {shape.dtype for shape in half.shapes if not shape.is_convolution} == {torch.float32}
     assert half.num_bytes < whole.num_bytes
     assert len({each.name for each in (whole, half, layout("lfm2 conv", torch.float32))}) == 3
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+def test_states_keep_their_dtype_beside_pages_of_e4m3(name: str) -> None:
+    """Keys are stored before attention reads them, so that chunks of any size see the same ones."""
+    model = wrap_module(build(name, SERVED[name]), kv_cache_dtype="fp8")
+    assert model.kv_dtype is torch.float8_e4m3fn
+    assert model.states is not None
+    assert {shape.dtype for shape in model.states.shapes} == {torch.float32}
+    prompt = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1))
+    whole = through_pages(model, [prompt], [[(0, 0, 40)]])[0]
+    chunks = through_pages(model, [prompt], [[(0, 0, 3)], [(0, 3, 20)], [(0, 20, 21)], [(0, 21, 40)]])[0]
+    close(chunks, whole)

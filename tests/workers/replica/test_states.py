@@ -23,7 +23,7 @@ from .engines import greedy, run, tokens_of
 from .test_engine import generated
 
 NUM_TOKENS = 30
-NAMES = ["qwen3_next", "lfm2 conv", "granitemoehybrid", "falcon_h1", "kimi_linear"]
+NAMES = ["qwen3_next", "lfm2 conv", "granitemoehybrid", "falcon_h1", "kimi_linear", "lfm3 conv"]
 
 
 def prompts() -> list[list[int]]:
@@ -66,18 +66,13 @@ def expected(name: str) -> list[list[int]]:
 @pytest.mark.parametrize("size", [20, 64, 300])
 def test_pages_that_no_request_owns_are_never_read(model: PagedModel, expected: list[list[int]], size: int) -> None:
     engine = engine_on(model, 500, enable_prefix_caching=False, max_num_batched_tokens=size)
-    pages = engine.pages
+    pages, groups = engine.pages, engine.pages.num_groups
 
     def poison(batch: Batch) -> None:
         assert model.pool is not None
-        owned = {page for each in engine.scheduler.requests() for page in pages.pages_of(each.owner)}
-        owned |= {page for part in batch.scheduled for page in (*part.state.read, *part.state.write)}
-        owned |= {
-            page
-            for each in engine.scheduler.requests()
-            if pages.num_held_by(each.owner)
-            for page in pages.own_state_of(each.owner)
-        }
+        owners = [each.owner for each in engine.scheduler.requests() if pages.num_held_by(each.owner)]
+        owned = {page for owner in owners for group in range(groups) for page in pages.pages_of(owner, group)}
+        owned |= {page for owner in owners for page in pages.own_state_of(owner)}
         model.pool.view(pages.num_pages, -1)[[page for page in range(pages.num_pages) if page not in owned]] = torch.nan
 
     engine.on_scheduled = poison
