@@ -36,10 +36,10 @@ $(INSTALLED): $(SERVES)
 serve: $(SERVES)  ## serve the default model (ARGS: flags of `crossdock serve`)
 	$(BIN)/crossdock serve $(ARGS)
 
-# Tests with Ray wait for servers most of the time: the others run beside them. With ARGS, one run.
+# Tests with Ray wait for servers most of the time: the others run beside them, and are shown first. With ARGS, one run.
 test: lint  ## lint, types and all tests that need neither a GPU nor many minutes (ARGS: pytest's)
 ifeq ($(strip $(ARGS)),)
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-with-ray test-without-ray
+	@$(MAKE) --no-print-directory --jobs=2 test-with-ray test-without-ray
 else
 	$(BIN)/pytest --durations=20 $(ARGS)
 endif
@@ -47,7 +47,7 @@ endif
 WITH_RAY := tests/cluster/serve tests/cluster/dispatch
 
 test-with-ray:
-	$(BIN)/pytest --durations=20 $(WITH_RAY)
+	@mkdir -p .cache; $(BIN)/pytest --durations=20 $(WITH_RAY) > .cache/with-ray.log 2>&1; code=$$?; cat .cache/with-ray.log; exit $$code
 
 test-without-ray:
 	$(BIN)/pytest --durations=20 $(addprefix --ignore=,$(WITH_RAY))
