@@ -38,7 +38,7 @@ from crossdock.workers.schedule.items import items_in
 from crossdock.workers.schedule.page_needs import PageNeeds
 from crossdock.workers.schedule.pages import PagePool, Window
 from crossdock.workers.schedule.request import FinishReason, InvalidField, Request, Submission, TokenDelta
-from crossdock.workers.schedule.retention import retention
+from crossdock.workers.schedule.retention import retention, why_no_values
 from crossdock.workers.schedule.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,8 @@ class Engine:
         state_pages = model.state_pages(config.page_size)
         num_pages = self._num_pages(windows, state_pages)
         model.allocate_pool(num_pages, config.page_size)
+        if config.prefix_eviction == "value" and (reason := why_no_values(windows, state_pages)):
+            logger.warning("prefix_eviction value has no effect, the least recently used page goes first: %s", reason)
         cached = retention(config.prefix_eviction, num_pages, config.page_size, windows, state_pages)
         self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows, cached, state_pages)
         depth = model.part.position.num_stages
