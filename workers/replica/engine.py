@@ -376,7 +376,7 @@ class Engine:
 
     def _learn(self, step: FinishedStep) -> float:
         """Compare a step with its prediction, and refine the next predictions. Returns the predicted seconds."""
-        if self.encoder_fit is not None and step.encoder_seconds:
+        if self.encoder_fit is not None and step.encoder_seconds and not step.picture_failures:
             self.encoder_fit.observe(step.batch.encoder.items, step.encoder_seconds)
             self.scheduler.learn_encoder(self.encoder_fit.cost)
         if self.cost_fit is None:

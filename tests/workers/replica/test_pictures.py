@@ -238,6 +238,20 @@ def test_prompt_whose_picture_is_in_cached_pages_does_not_need_its_embeddings() 
     assert served(engine, {"one": prompt}) == {"one": expected}
 
 
+def test_pictures_that_cannot_be_encoded_teach_no_cost() -> None:
+    """A call that raises at once says nothing about those that compute."""
+    engine = engine_on(paged_multimodal("llava"), page_size=4)
+    rows = PicturePrompt.of(picture("llava", 1)).items[0].num_rows
+    engine.calibrate_encoder([((rows,), 10.0)])
+    assert engine.encoder_fit is not None
+    before = engine.encoder_fit.cost
+    for number in range(12):
+        bad = PicturePrompt.of(5, picture("llava", number), 9)
+        engine.add(submission(str(number), PicturePrompt(bad.token_ids, [broken(bad.items[0])])))
+        assert [delta.finish_reason for delta in run(engine)[str(number)]] == [FinishReason.ERROR]
+    assert engine.encoder_fit.cost == before
+
+
 def test_step_that_fails_leaves_no_embeddings_behind() -> None:
     model, module = paged_multimodal("qwen2_vl"), build_multimodal("qwen2_vl")
     prompt = PicturePrompt.of(5, picture("qwen2_vl", 1), 9)
