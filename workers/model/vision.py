@@ -73,6 +73,7 @@ class StepPictures:
     parts: Sequence[tuple[bytes, int, int]]  # (content hash, first row, end) of the embeddings, in the order of `rows`
     positions: NDArray[np.int64] | None = None  # [3, T]; None: one for each token, which the step has
     seconds: float = 0.0  # that encoding took
+    failures: Mapping[bytes, str] = field(default_factory=dict)  # why items of `parts` have no embeddings, by content
 
 
 class PictureRows:
@@ -168,14 +169,6 @@ class PictureEncoder:
         """Forget what a request needed. Its embeddings stay for others."""
         self._prompts.pop(request_id, None)
 
-    def failure(self, request: Request) -> str | None:
-        """Return why an item of a request could not be encoded; None: all could, as far as they were needed."""
-        if not self._failed:
-            return None
-        return next(
-            (self._failed[item.content_hash] for item in request.items if item.content_hash in self._failed), None
-        )
-
     def clear(self) -> None:
         """Forget all embeddings, as the scheduler does after a step has failed."""
         self._embeddings.clear()
@@ -256,6 +249,8 @@ class PictureEncoder:
         positions = None if pictures.positions is None else torch.from_numpy(pictures.positions).to(device)
         if not pictures.parts and positions is None:
             return None
+        needed = [content_hash for content_hash, _, _ in pictures.parts]
+        pictures.failures = {each: self._failed[each] for each in needed if each in self._failed}
         rows = torch.from_numpy(pictures.rows).to(device)
         parts = [self._embeddings[content_hash][:, first:end] for content_hash, first, end in pictures.parts]
         return PictureRows(rows, torch.cat(parts, 1) if parts else self._zeros(0), positions)

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,10 +34,11 @@ from crossdock.workers.schedule.drafting import DraftPolicy
 from crossdock.workers.schedule.encoder_cost import EncoderCostFit
 from crossdock.workers.schedule.encoding import Encoding
 from crossdock.workers.schedule.interval_share import IntervalShare
+from crossdock.workers.schedule.items import items_in
 from crossdock.workers.schedule.page_needs import PageNeeds
 from crossdock.workers.schedule.pages import PagePool, Window
 from crossdock.workers.schedule.request import FinishReason, InvalidField, Request, Submission, TokenDelta
-from crossdock.workers.schedule.retention import retention
+from crossdock.workers.schedule.retention import retention, why_no_values
 from crossdock.workers.schedule.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ class Engine:
         state_pages = model.state_pages(config.page_size)
         num_pages = self._num_pages(windows, state_pages)
         model.allocate_pool(num_pages, config.page_size)
+        if config.prefix_eviction == "value" and (reason := why_no_values(windows, state_pages)):
+            logger.warning("prefix_eviction value has no effect, the least recently used page goes first: %s", reason)
         cached = retention(config.prefix_eviction, num_pages, config.page_size, windows, state_pages)
         self.pages = PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows, cached, state_pages)
         depth = model.part.position.num_stages
@@ -287,8 +290,8 @@ class Engine:
         """Wait for the oldest step in flight, and update its requests."""
         step = self.pipeline.finish()
         batch, seconds = step.batch, step.ended - step.started
-        failed = self._fail_pictures(batch) if self.model.encoder is not None else []
-        deltas = failed + self.scheduler.update(batch, step.sampled, step.ended)
+        deltas = self._fail_pictures(batch, step.picture_failures) if step.picture_failures else []
+        deltas += self.scheduler.update(batch, step.sampled, step.ended)
         for delta in deltas:
             delta.prompt_logprobs = self._sampler.take_prompt_logprobs(delta.request_id)
             delta.embedding = self._sampler.pooler.take(delta.request_id)
@@ -297,13 +300,15 @@ class Engine:
         predicted = self._learn(step)
         return Step(batch, deltas, step.started, seconds, predicted, step.interval, step.encoder_seconds)
 
-    def _fail_pictures(self, batch: Batch) -> list[TokenDelta]:
-        """End the requests of a step whose pictures cannot be encoded, before its update indexes pages."""
+    def _fail_pictures(self, batch: Batch, failures: Mapping[bytes, str]) -> list[TokenDelta]:
+        """End the requests whose part of a step read a picture that could not be encoded, before its update indexes
+        pages. `failures`: why, by content hash."""
         deltas = list[TokenDelta]()
-        for request in [part.request for part in batch.scheduled if part.request.items]:
-            reason = self.model.encoder.failure(request) if self.model.encoder is not None else None
-            if reason is not None and self.scheduler.get(request.id) is request:
-                deltas.append(self.scheduler.fail(request, reason))
+        for part in batch.scheduled:
+            items = items_in(part.request.items, part.start, part.start + part.num_tokens)
+            reasons = [failures[item.content_hash] for item in items if item.content_hash in failures]
+            if reasons and self.scheduler.get(part.request.id) is part.request:
+                deltas.append(self.scheduler.fail(part.request, reasons[0]))
         return deltas
 
     def fail_all(self, error: str) -> list[tuple[Request, TokenDelta]]:
@@ -371,7 +376,7 @@ class Engine:
 
     def _learn(self, step: FinishedStep) -> float:
         """Compare a step with its prediction, and refine the next predictions. Returns the predicted seconds."""
-        if self.encoder_fit is not None and step.encoder_seconds:
+        if self.encoder_fit is not None and step.encoder_seconds and not step.picture_failures:
             self.encoder_fit.observe(step.batch.encoder.items, step.encoder_seconds)
             self.scheduler.learn_encoder(self.encoder_fit.cost)
         if self.cost_fit is None:

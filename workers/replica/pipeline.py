@@ -8,7 +8,7 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -50,6 +50,7 @@ class FinishedStep(NamedTuple):
     is_usual: bool
     is_full: bool  # every stage had a step to compute since the step before it ended
     encoder_seconds: float = 0.0  # of these, for pictures
+    picture_failures: Mapping[bytes, str] = {}  # why pictures that it read could not be encoded, by content hash
 
 
 @dataclass(slots=True, eq=False)
@@ -117,10 +118,9 @@ class Pipeline:
             for later in self._steps:
                 later.started = ended  # the device computes one step after the other
         interval, self._ended = ended - max(step.started, self._ended), ended
-        encoder_seconds = step.pictures.seconds if step.pictures is not None else 0.0
+        pictures = (step.pictures.seconds, step.pictures.failures) if step.pictures is not None else ()
         return FinishedStep(
-            *(step.batch, sampled, step.started, ended, interval, step.is_alone, step.is_usual, is_full),
-            encoder_seconds=encoder_seconds,
+            *(step.batch, sampled, step.started, ended, interval, step.is_alone, step.is_usual, is_full), *pictures
         )
 
     def compute(self, batch: Batch) -> dict[str, SampledToken]:

@@ -107,13 +107,13 @@ class Encoding:
             if not readers:
                 del self._readers[content_hash]
 
-    def chunk(self, request: Request, start: int, size_of: Callable[[int, float], int], page_size: int) -> ItemChunk:
+    def chunk(self, request: Request, start: int, size_of: Callable[[float], int], page_size: int) -> ItemChunk:
         """Return the chunk of a request that begins at `start`, with the items that must be encoded for it.
 
-        `size_of(end, seconds)` returns how many tokens fit of those in `[start, end)` if encoding takes `seconds` of
-        the step. An item is taken if a token of it then fits: else the chunk ends on the page boundary before it.
+        `size_of(seconds)` returns how many tokens fit if encoding takes `seconds` of the step. An item is taken if a
+        token of it then fits, and its rows: else the chunk ends on the page boundary before it.
         """
-        chunk, seen = ItemChunk(size_of(request.num_tokens, 0.0)), set[bytes]()
+        chunk, seen = ItemChunk(size_of(0.0)), set[bytes]()
         room = self.capacity - self._num_held()
         may_exceed = not self._readers or any(request.id in readers for readers in self._readers.values())
         for item in items_in(request.items, start, request.num_tokens):
@@ -122,15 +122,16 @@ class Encoding:
             if item.content_hash in seen or item.content_hash in self._readers:
                 continue
             seen.add(item.content_hash)
-            if item.content_hash in self._rows:
-                room -= item.num_rows
+            before = item.start // page_size * page_size - start
+            has_room = item.num_rows <= room or (may_exceed and before <= 0)
+            room -= item.num_rows
+            if has_room and item.content_hash in self._rows:  # it stays: items before it cannot have its rows
                 continue
             items = [*chunk.items, item]
             seconds = self._added(items)
-            num_tokens, before = size_of(request.num_tokens, seconds), item.start // page_size * page_size - start
-            has_room = item.num_rows <= room or (may_exceed and before <= 0)
+            num_tokens = size_of(seconds)
             if has_room and start + num_tokens > max(item.start, start):
-                chunk, room = ItemChunk(num_tokens, items, seconds), room - item.num_rows
+                chunk = ItemChunk(num_tokens, items, seconds)
                 continue
             reason = f"takes {seconds * 1e3:.0f} ms" if has_room else "finds no room in the cache"
             limit = f"encoder: an item of {item.num_rows} rows {reason}"

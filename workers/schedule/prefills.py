@@ -171,13 +171,13 @@ class PrefillScheduler:
         threshold = 0 if self._is_one_request_alone() else config.long_prefill_token_threshold
         prompt, page_size = self._prompt(request, start), table.pages.page_size
 
-        def size_of(end: int, encoder_seconds: float) -> int:
+        def size_of(encoder_seconds: float) -> int:
             if not config.enable_chunked_prefill:
-                return end - start if end - start <= budget.tokens else 0
+                return request.num_tokens - start if request.num_tokens - start <= budget.tokens else 0
             return budget.chunk(prompt._replace(encoder_seconds=encoder_seconds), threshold, page_size)
 
         if not request.items or self.forecast.encoding is None:
-            return size_of(request.num_tokens, 0.0), ""
+            return size_of(0.0), ""
         chunk: ItemChunk = self.forecast.encoding.chunk(request, start, size_of, page_size)
         if not config.enable_chunked_prefill and start + chunk.num_tokens < request.num_tokens:
             return 0, chunk.limit

@@ -463,16 +463,23 @@ def chance_at(by_bin: Sequence[float], age: float) -> float:
     return by_bin[number] * (1 - share) + by_bin[number + 1] * share
 
 
+def why_no_values(windows: Sequence[int | None], state_pages: int = 0) -> str:
+    """Return why cached pages cannot be evicted by value, with these windows and states; empty: they can.
+
+    Where a group of layers has a window, a hit needs that group's last pages alone, so that a page without the pages
+    before it is worth as much as others. Where layers are recurrent, pages behind the last checkpoint are worth
+    nothing, and those in front of one are worth something together alone.
+    """
+    if state_pages:
+        return "layers are recurrent: pages are worth something only together with a checkpoint of the state"
+    return "layers have windows: a page is of use without the pages before it" if any(windows) else ""
+
+
 def retention(
     policy: PrefixEviction, num_pages: int, page_size: int, windows: Sequence[int | None], state_pages: int = 0
 ) -> Retention:
-    """Return an empty set of cached pages that evicts by `policy`.
-
-    Where a group of layers has a window, the least recently used page goes: a hit needs that group's last pages alone,
-    so that a page without the pages before it is worth as much as others. So too where layers are recurrent: pages
-    behind the last checkpoint are worth nothing, and those in front of one are worth something together alone.
-    """
-    if policy == "value" and not any(windows) and not state_pages:
+    """Return an empty set of cached pages that evicts by `policy`; where that cannot be by value, as `lru` does."""
+    if policy == "value" and not why_no_values(windows, state_pages):
         return LeastValuable(num_pages, page_size)
     return LeastRecentlyUsed(EvictionPrice(num_pages, page_size / max(len(windows), 1)))
 

@@ -179,18 +179,15 @@ def test_calibrated_engine_predicts_pictures_and_stays_exact(
     assert served(engine, prompts) == expected
 
 
+def broken(item: Item) -> Item:
+    """Return an item of the same content hash, whose tensors the encoder cannot compute."""
+    return replace(item, tensors={"pixel_values": item.tensors["pixel_values"][:, :2]})
+
+
 def test_picture_that_cannot_be_encoded_fails_its_own_request_alone() -> None:
     model, module = paged_multimodal("llava"), build_multimodal("llava")
     good, bad = PicturePrompt.of(5, picture("llava", 1), 9), PicturePrompt.of(5, picture("llava", 2), 9)
-    item = bad.items[0]
-    wrong = Item(
-        item.start,
-        item.length,
-        item.num_rows,
-        item.kind,
-        item.content_hash,
-        {"pixel_values": item.tensors["pixel_values"][:, :2]},
-    )
+    wrong = broken(bad.items[0])
     engine = engine_on(model, page_size=4)
     engine.add(submission("bad", PicturePrompt(bad.token_ids, [wrong])))
     engine.add(submission("good", good))
@@ -202,6 +199,57 @@ def test_picture_that_cannot_be_encoded_fails_its_own_request_alone() -> None:
     engine.add(submission("again", PicturePrompt(bad.token_ids, [wrong])))  # its embeddings count as known by now
     assert [delta.finish_reason for delta in run(engine)["again"]] == [FinishReason.ERROR]
     assert engine.pages.counts().cached == len(good.token_ids) // 4 + 1, "pages of the failed prompt are not indexed"
+
+
+def test_failure_is_noticed_though_the_step_behind_has_let_the_picture_go() -> None:
+    """The cache holds one picture: the step that runs ahead encodes the second, and forgets the first."""
+    model = paged_multimodal("llava")
+    prompt = PicturePrompt.of(5, picture("llava", 1), 9, picture("llava", 2), 9)
+    first, second = prompt.items
+    assert model.encoder is not None
+    memory = ByteSize(first.num_rows * model.encoder.row_bytes)
+    tokens = -(-first.end // 4) * 4
+    engine = engine_on(
+        model,
+        page_size=4,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=4,
+        mm_encoder_cache=memory,
+        async_scheduling=True,
+    )
+    engine.add(submission("bad", PicturePrompt(prompt.token_ids, [broken(first), second])))
+    assert [delta.finish_reason for delta in run(engine)["bad"]] == [FinishReason.ERROR]
+    assert engine.pages.counts().owned == 0
+
+
+def test_prompt_whose_picture_is_in_cached_pages_does_not_need_its_embeddings() -> None:
+    model, prompt = paged_multimodal("llava"), PicturePrompt.of(5, picture("llava", 1), 9, seed=1)
+    expected = continuation(build_multimodal("llava"), prompt, NUM_TOKENS)
+    engine = engine_on(model, page_size=4)
+    encoding = engine.scheduler.encoding
+    assert model.encoder is not None
+    assert encoding is not None
+    assert served(engine, {"one": prompt}) == {"one": expected}
+    encoding.clear()
+    model.encoder.clear()
+    other = PicturePrompt.of(7, picture("llava", 1), 9, seed=2)
+    engine.add(submission("bad", PicturePrompt(other.token_ids, [broken(other.items[0])])))
+    assert [delta.finish_reason for delta in run(engine)["bad"]] == [FinishReason.ERROR]
+    assert served(engine, {"one": prompt}) == {"one": expected}
+
+
+def test_pictures_that_cannot_be_encoded_teach_no_cost() -> None:
+    """A call that raises at once says nothing about those that compute."""
+    engine = engine_on(paged_multimodal("llava"), page_size=4)
+    rows = PicturePrompt.of(picture("llava", 1)).items[0].num_rows
+    engine.calibrate_encoder([((rows,), 10.0)])
+    assert engine.encoder_fit is not None
+    before = engine.encoder_fit.cost
+    for number in range(12):
+        bad = PicturePrompt.of(5, picture("llava", number), 9)
+        engine.add(submission(str(number), PicturePrompt(bad.token_ids, [broken(bad.items[0])])))
+        assert [delta.finish_reason for delta in run(engine)[str(number)]] == [FinishReason.ERROR]
+    assert engine.encoder_fit.cost == before
 
 
 def test_step_that_fails_leaves_no_embeddings_behind() -> None:

@@ -167,6 +167,20 @@ def test_item_longer_than_any_slack_is_encoded_for_the_class_that_streams_pay_fo
     assert most == 1  # one item is the least that a step may encode, and the most where time is short
 
 
+def test_picture_in_memory_makes_room_for_one_that_the_same_chunk_reads_first() -> None:
+    encoding = Encoding(20)
+    scheduler = new_scheduler(max_model_len=200, encoding=encoding, max_num_batched_tokens=100, caching=False)
+    replica = ModelFreeReplica(scheduler)
+    replica.add("known", 20, items=with_items((0, 10, 1)))
+    device = run(replica)
+    replica.add("both", 60, items=with_items((0, 15, 2), (30, 10, 1)))
+    most = 0
+    while scheduler.has_work:
+        device.run(replica.step().batch)
+        most = max(most, sum(device.rows.values()))
+    assert most <= encoding.capacity
+
+
 def test_item_larger_than_the_cache_is_refused_with_the_flag() -> None:
     scheduler = new_scheduler(encoding=Encoding(10))
     request = new_request("a", [7] * 40)

@@ -17,6 +17,8 @@ from crossdock.workers.schedule.retention import (
     ReturnHint,
     Returns,
     chances,
+    retention,
+    why_no_values,
 )
 
 SIZE = 4
@@ -223,6 +225,20 @@ def test_price_is_zero_before_any_eviction_and_falls_with_the_age_of_the_oldest(
     assert [price.at(oldest) for oldest in (0.0, 10.0, 40.0)] == pytest.approx([expected, expected, expected / 4])
     price.used(0, 4.0)  # a page that is not old
     assert price.at(10.0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("windows", "state_pages", "reason"),
+    [((None,), 0, ""), ((None, None), 0, ""), ((None, 16), 0, "windows"), ((16,), 0, "windows"), ((None,), 2, "state")],
+)
+def test_pages_go_by_value_unless_a_reason_is_named(
+    windows: tuple[int | None, ...], state_pages: int, reason: str
+) -> None:
+    kind = LeastRecentlyUsed if reason else LeastValuable
+    assert isinstance(retention("value", 8, SIZE, windows, state_pages), kind)
+    assert isinstance(retention("lru", 8, SIZE, windows, state_pages), LeastRecentlyUsed)
+    named = why_no_values(windows, state_pages)
+    assert reason in named if reason else not named
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.1, 1000.0), st.integers(0, 50)), max_size=60))
