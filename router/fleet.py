@@ -131,7 +131,8 @@ class Fleet:
             profile = replica.profile
             pages = profile.needs.at_once(query.num_tokens, placement.cached_tokens // profile.page_size)
             seconds = max(placement.prefill_seconds, _INSTANT) if computes else 0.0
-            booking = Booking(priority, query.num_tokens, seconds, pages, decodes=name == placement.decode)
+            decodes = name == placement.decode and not query.is_prompt_alone
+            booking = Booking(priority, query.num_tokens, seconds, pages, decodes=decodes)
             replica.pending[query.request_id] = booking
             self.table.touch(replica)
             self.prefixes.expect(replica.slot, query.page_hashes)

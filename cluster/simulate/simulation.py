@@ -139,10 +139,11 @@ class Simulation:
     def _send(self, job: Job, now: float) -> None:
         number = len(self._outcome.samples)
         slo_class = job.service_tier or self._default_class
-        sample = Sample(job.role, job.output_tokens, job.prompt_tokens, now, array("d"), bytearray())
+        submission = self._submission(str(number), job, slo_class)
+        num_tokens = len(submission.prompt_token_ids)  # of pictures too
+        sample = Sample(job.role, job.output_tokens, num_tokens, now, array("d"), bytearray())
         sample.service_tier = slo_class
         self._outcome.samples.append(sample)
-        submission = self._submission(str(number), job, slo_class)
         life = RequestLife(submission, self.routers[number % len(self.routers)], now)
         request = self.requests[submission.id] = SimulatedRequest(life, sample, job.follow_ups)
         self._do(request, life.place(now), now)

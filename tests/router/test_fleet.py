@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,6 +55,17 @@ def test_taken_after_the_profile_that_includes_the_request_counts_it_once() -> N
     fleet.taken("r", "a", sequence)
     alone = COST.prefill_seconds(0, 1000, 512)
     assert fleet.choose(query("other", 1000), 0.0).predicted_ttft == pytest.approx(2 * alone)
+
+
+def test_booked_prompts_without_output_lengthen_the_backlog_and_no_gap() -> None:
+    fleet = fleet_of({"a": profile()})
+    idle = fleet.choose(query("other", 1000), 0.0)
+    gap = float(fleet.table.loads.future_gap[0])
+    for number in range(20):
+        place(fleet, replace(query(f"{number}", 1000), max_tokens=1, is_prompt_alone=True))
+    assert fleet.choose(query("other", 1000), 0.0).predicted_ttft > 15 * idle.predicted_ttft
+    assert fleet.table.loads.future_gap[0] == gap
+    assert not fleet.table.loads.future_streams[:, 0].any()
 
 
 def test_burst_before_any_new_report_is_spread_evenly() -> None:

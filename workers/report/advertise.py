@@ -55,7 +55,7 @@ class LiveProfile:
     context_tokens: int = 0  # of all streams together
     remaining_tokens: int = 0  # that all streams together may still make
     arriving: tuple[int, ...] = ()  # requests prefilled elsewhere that will decode here, by priority
-    leaving: tuple[int, ...] = ()  # requests prefilled here that will decode elsewhere, by priority
+    leaving: tuple[int, ...] = ()  # requests prefilled here that will decode elsewhere or not at all, by priority
     places: tuple[int, ...] = ()  # requests that could still start, by priority; negative: so many must wait
     free_pages: tuple[int, ...] = ()  # by priority: without those for waiting requests, with those of less urgent ones
     prompt_shares: tuple[float, ...] = ()  # recent share of time that went into prompts, by priority
@@ -143,7 +143,7 @@ def _prompts(scheduler: Scheduler) -> tuple[tuple[Prompts, ...], tuple[int, ...]
         group[0] += 1
         group[1] += request.num_uncached_tokens
         group[2] += seconds
-        if request.leg is Leg.SEND:
+        if request.leg is Leg.SEND or request.sampling.pooling is not None:
             leaving[request.priority] += 1
     prompts = (Prompts(*key, int(count), int(tokens), seconds) for key, (count, tokens, seconds) in groups.items())
     return tuple(prompts), tuple(leaving)

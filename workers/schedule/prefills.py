@@ -149,7 +149,7 @@ class PrefillScheduler:
                     encoder_seconds = self.forecast.encoding.take(request, start, num_tokens)
                     prompt = prompt._replace(encoder_seconds=encoder_seconds)
                 budget.take(prompt, num_tokens)
-                self._count(request, start, num_tokens)
+                self._count(request, start, num_tokens, prompt.encoder_seconds)
         return chunks
 
     def _start(self, request: Request, budget: ChunkBudget) -> bool | None:
@@ -208,9 +208,10 @@ class PrefillScheduler:
             return "first come"
         return prefill_reason(request, table.now, table.prefilled.tokens, table.config.starvation_s)
 
-    def _count(self, request: Request, start: int, num_tokens: int) -> None:
+    def _count(self, request: Request, start: int, num_tokens: int, encoder_seconds: float) -> None:
         totals = self.table.prefilled
         totals.tokens += num_tokens
         totals.tokens_by_priority[request.priority] += num_tokens
         if self.forecast.cost is not None:
-            totals.seconds += self.forecast.interval_share * self.forecast.cost.chunk_seconds(start, num_tokens)
+            seconds = self.forecast.factor(request) * self.forecast.cost.chunk_seconds(start, num_tokens)
+            totals.seconds += self.forecast.interval_share * (seconds + encoder_seconds)

@@ -136,6 +136,7 @@ def test_picture_takes_its_rows_and_the_seconds_of_the_encoder_once() -> None:
     assert times(outcome) == [[prompt + 1 / 8 + 16 / 256], [2 + prompt]]
     _, outcome = play(fleet(pictured), jobs)
     assert times(outcome) == [[prompt + 1 / 8 + 16 / 256], [2 + prompt - 16 / 1024]]  # the picture's page is found
+    assert [(sample.prompt_tokens, sample.cached_tokens) for sample in outcome.samples] == [(48, 0), (48, 16)]
 
 
 def test_prompts_are_equal_where_their_segments_are_equal() -> None:

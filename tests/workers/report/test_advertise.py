@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crossdock.router.work import Work
 from crossdock.workers.report.advertise import LENGTHS, LiveProfile, Prompts, Publisher, observe
 from crossdock.workers.schedule.request import Leg, Overloaded
 from crossdock.workers.schedule.slo import SloClass
-from tests.workers.schedule.model_free_replica import COST, ModelFreeReplica, new_scheduler
+from tests.workers.schedule.model_free_replica import COST, ModelFreeReplica, new_request, new_scheduler
 
 CLASSES = (
     SloClass(name="interactive", ttft_s=1.0, tpot_s=0.02, decode_share=0.25),
@@ -70,6 +71,15 @@ def test_live_profile_counts_every_kind_of_request() -> None:
         empty_pages=400 - 3,
     )
     assert LENGTHS[0] <= live.prompts[0].seconds < LENGTHS[1]
+
+
+def test_prompt_whose_vector_is_wanted_is_a_prompt_and_no_stream_to_come() -> None:
+    replica = new_replica()
+    replica.scheduler.add(new_request("vector", [7] * 30, max_tokens=1, pooling="last"))
+    live = observe(replica.scheduler, "me", 1)
+    assert [(prompts.count, prompts.tokens) for prompts in live.prompts] == [(1, 30)]
+    assert sum(live.leaving) == 1
+    assert sum(Work.of(live, len(CLASSES)).arriving) == 0
 
 
 def test_live_profile_of_an_idle_replica_is_empty() -> None:

@@ -13,7 +13,7 @@ from crossdock.workers.schedule.encoder_cost import EncoderCost, EncoderCostFit
 from crossdock.workers.schedule.encoding import Encoding
 from crossdock.workers.schedule.items import Item, items_in, salted
 from crossdock.workers.schedule.pages import hash_pages
-from crossdock.workers.schedule.request import InvalidField, Status
+from crossdock.workers.schedule.request import InvalidField, Request, Status
 from tests.workers.schedule.model_free_replica import (
     COST,
     ModelFreeReplica,
@@ -92,6 +92,23 @@ def test_first_token_is_predicted_with_the_pictures_that_are_not_in_memory() -> 
     replica.add("b", 60, items=with_items((4, 20, 1)))
     replica.run()
     assert scheduler.prefill_seconds(request) == pytest.approx(text + 1e-3 + 20 * 5e-4)
+
+
+def test_computed_seconds_count_the_encoder_and_scored_prompts_as_the_backlog_does() -> None:
+    """The scaler adds computed and waiting seconds: a pool that encodes all the time must not look idle."""
+
+    def computed(request: Request) -> float:
+        scheduler = new_scheduler(max_model_len=200, cost=COST, encoding=Encoding(100, ENCODER))
+        scheduler.learn_scored(1.5)
+        scheduler.add(request)
+        ModelFreeReplica(scheduler).run()
+        return scheduler.prefilled.seconds
+
+    text = computed(new_request("a", [7] * 60))
+    pictured = new_request("a", [7] * 60)
+    pictured.items = with_items((4, 20, 1), (30, 20, 2))
+    assert computed(pictured) == pytest.approx(text + 1e-3 + 40 * 5e-4)
+    assert computed(new_request("a", [7] * 60, prompt_logprobs=0)) == pytest.approx(1.5 * text)
 
 
 def test_item_is_encoded_in_the_step_of_the_first_chunk_that_reads_it() -> None:
