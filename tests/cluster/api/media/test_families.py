@@ -34,7 +34,7 @@ class PreparedHere:
         self._prepare = Preparation({"folder": str(folder), "names": keyed, "arguments": {}, "most_pixels": 1 << 20})
         self._files = files
 
-    async def prepare(self, pictures: list[Picture], most_rows: int | None) -> list[ReadyPicture]:
+    async def prepare(self, pictures: list[Picture], most_rows: int | None, salt: str) -> list[ReadyPicture]:
         answers = [self._prepare({"data": self._files[each.url], "detail": each.detail}) for each in pictures]
         return [ReadyPicture(each["text"], tuple(each["runs"]), each["hash"], _arrays(each)) for each in answers]
 
