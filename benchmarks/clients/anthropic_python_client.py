@@ -1,10 +1,28 @@
 """anthropic for Python: messages, thinking, tools, and their errors."""
 
+from typing import Any
+
 import anthropic
-from cases import FOUND_BOTH, KEY, MODEL, STORY, THOUGHT, TWO_CITIES, URL, equal, get_weather, raised, run
+from cases import (
+    FOUND_BOTH,
+    KEY,
+    MODEL,
+    NO_PICTURE,
+    PICTURES,
+    STORY,
+    THOUGHT,
+    TWO_CITIES,
+    URL,
+    equal,
+    get_weather,
+    raised,
+    run,
+)
 from pydantic import BaseModel
 
 client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
+seeing = anthropic.Anthropic(base_url=PICTURES["url"], api_key=KEY, max_retries=0)
+limits = {"max_tokens": PICTURES["num_tokens"], "extra_body": {"temperature": 0}}  # the client has no temperature
 HI = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "get_weather", "description": "The weather in a city", "input_schema": SCHEMA}
@@ -71,6 +89,31 @@ def count() -> None:
     assert client.messages.count_tokens(model=MODEL, messages=HI, tools=[TOOL]).input_tokens > 20
 
 
+def _image(url: str) -> Any:
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    return {"type": "image", "source": source}
+
+
+def pictures() -> None:
+    first, second = map(_image, PICTURES["images"])
+    content = [first, {"type": "text", "text": PICTURES["between"]}, second]
+    messages = [{"role": "user", "content": content}]
+    answer = seeing.messages.create(model=MODEL, messages=messages, **limits)
+    equal(answer.content[-1].text, PICTURES["text"])
+    equal(answer.usage.input_tokens, PICTURES["prompt_tokens"])
+    equal(seeing.messages.count_tokens(model=MODEL, messages=messages).input_tokens, PICTURES["prompt_tokens"])
+
+
+def wrong_picture() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Look:"}, _image(NO_PICTURE)]}]
+    asking = seeing.messages.create
+    raised(
+        anthropic.BadRequestError,
+        lambda: asking(model=MODEL, messages=messages, **limits),
+        "messages[0].content[1]",
+    )
+
+
 def errors() -> None:
     wrong = anthropic.Anthropic(base_url=URL, api_key="wrong", max_retries=0)
     raised(anthropic.AuthenticationError, lambda: wrong.messages.create(model=MODEL, max_tokens=5, messages=HI), "401")
@@ -93,6 +136,8 @@ run(
         "tool runner, streamed": streaming_runner,
         "structured output": parse,
         "tokens counted": count,
+        "two pictures": pictures,
+        "picture that is none": wrong_picture,
         "errors 401, 400, 404": errors,
     },
 )

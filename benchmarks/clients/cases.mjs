@@ -18,6 +18,9 @@ export const PARAMETERS = {
   additionalProperties: false,
 };
 export const getWeather = ({ city }) => `21 degrees in ${city}`;
+export const PICTURES = JSON.parse(process.env.PICTURES);  // a second server, what to send it, and transformers' answer
+export const PICTURE_LIMITS = { max_tokens: PICTURES.num_tokens, temperature: 0 };
+export const NO_PICTURE = "data:image/png;base64,aGVsbG8=";
 export const equal = assert.deepEqual;
 
 /** Run every case, which throws where it fails, and print the outcomes. */

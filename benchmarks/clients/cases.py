@@ -14,6 +14,9 @@ THOUGHT = "The user wants an answer."
 FOUND = "The tools say: 21 degrees in Paris"
 FOUND_BOTH = f"{FOUND}; 21 degrees in Rome"
 ONE_CITY, TWO_CITIES = "What is the weather in Paris?", "What is the weather in Paris and in Rome?"
+PICTURES = json.loads(os.environ["PICTURES"])  # a second server, what to send it, and transformers' answer
+PICTURE_LIMITS = {"max_tokens": PICTURES["num_tokens"], "temperature": 0}
+NO_PICTURE = "data:image/png;base64,aGVsbG8="
 
 
 def get_weather(city: str) -> str:

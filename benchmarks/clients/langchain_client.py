@@ -1,10 +1,25 @@
 """LangChain's clients of chats, responses and messages, and LangGraph's agent."""
 
+from functools import partial
 from typing import Any
 
 import anthropic
 import openai
-from cases import FOUND_BOTH, KEY, MODEL, STORY, TWO_CITIES, URL, equal, get_weather, raised, run
+from cases import (
+    FOUND_BOTH,
+    KEY,
+    MODEL,
+    NO_PICTURE,
+    PICTURE_LIMITS,
+    PICTURES,
+    STORY,
+    TWO_CITIES,
+    URL,
+    equal,
+    get_weather,
+    raised,
+    run,
+)
 from langchain.agents import create_agent
 from langchain_anthropic import ChatAnthropic
 from langchain_openai import ChatOpenAI
@@ -18,16 +33,27 @@ class Weather(BaseModel):
     degrees: int
 
 
-def chats(key: str = KEY, **more: Any) -> ChatOpenAI:
-    return ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", api_key=key, max_retries=0, **more)
+def chats(key: str = KEY, url: str = URL, **more: Any) -> ChatOpenAI:
+    return ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key=key, max_retries=0, **more)
 
 
 def responses(key: str = KEY, **more: Any) -> ChatOpenAI:
     return chats(key, use_responses_api=True, **more)
 
 
-def messages(key: str = KEY, **more: Any) -> ChatAnthropic:
-    return ChatAnthropic(model=MODEL, base_url=URL, api_key=key, max_retries=0, max_tokens=900, **more)
+def messages(key: str = KEY, url: str = URL, **more: Any) -> ChatAnthropic:
+    settings = {"max_tokens": 900, **more}
+    return ChatAnthropic(model=MODEL, base_url=url, api_key=key, max_retries=0, **settings)
+
+
+def image_url(url: str) -> dict[str, Any]:
+    """Return the block of a picture that OpenAI's chats have."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def image(url: str) -> dict[str, Any]:
+    """Return the block of a picture that LangChain has for all models."""
+    return {"type": "image", "base64": url.partition(",")[2], "mime_type": "image/png"}
 
 
 def cases(name: str, new: Any, wrong_key: type[Exception], bad: type[Exception]) -> dict[str, Any]:
@@ -52,6 +78,20 @@ def cases(name: str, new: Any, wrong_key: type[Exception], bad: type[Exception])
             answer = new().with_structured_output(Weather, method=method).invoke("Hi")
             equal(answer, Weather(city="Paris", degrees=21))
 
+    def pictures() -> None:
+        for block in (image_url, image):
+            first, second = map(block, PICTURES["images"])
+            content = [first, {"type": "text", "text": PICTURES["between"]}, second]
+            answer = new(url=PICTURES["url"], **PICTURE_LIMITS).invoke([{"role": "user", "content": content}])
+            equal(answer.text, PICTURES["text"])
+            equal(answer.usage_metadata["input_tokens"], PICTURES["prompt_tokens"])
+
+    def wrong_picture() -> None:
+        for block in (image_url, image):
+            content = [{"type": "text", "text": "Look:"}, block(NO_PICTURE)]
+            asking = new(url=PICTURES["url"]).invoke
+            raised(bad, partial(asking, [{"role": "user", "content": content}]), "[0].content[1]")
+
     def errors() -> None:
         raised(wrong_key, lambda: new("wrong").invoke("Hi"), "401")
         raised(bad, lambda: new(top_p=7).invoke("Hi"), "top_p")
@@ -62,6 +102,8 @@ def cases(name: str, new: Any, wrong_key: type[Exception], bad: type[Exception])
         f"{name}: agent, two parallel calls": tools,
         f"{name}: the same, streamed": streamed_tools,
         f"{name}: structured output, both ways": structured,
+        f"{name}: two pictures, in both kinds of blocks": pictures,
+        f"{name}: picture that is none": wrong_picture,
         f"{name}: errors 401, 400": errors,
     }
 

@@ -4,12 +4,14 @@ import OpenAI from "openai";
 import { zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
 import { z } from "zod";
 import {
-  FOUND_BOTH, HI, KEY, MODEL, PARAMETERS, STORY, TWO_CITIES, URL, WEATHER, equal, getWeather, refused, run,
+  FOUND_BOTH, HI, KEY, MODEL, NO_PICTURE, PARAMETERS, PICTURES, PICTURE_LIMITS, STORY, TWO_CITIES, URL, WEATHER, equal,
+  getWeather, refused, run,
 } from "./cases.mjs";
 
 const at = { baseURL: `${URL}/v1`, maxRetries: 0 };
 const client = new OpenAI({ ...at, apiKey: KEY });
 const wrong = new OpenAI({ ...at, apiKey: "wrong" });
+const seeing = new OpenAI({ ...at, baseURL: `${PICTURES.url}/v1`, apiKey: KEY });
 const weather = z.object({ city: z.string(), degrees: z.number().int() });
 const tool = { type: "function", name: "get_weather", parameters: PARAMETERS, strict: true };
 
@@ -85,6 +87,30 @@ await run("openai (Node)", "openai", {
     equal(first.every((number, i) => number === second[i]), false);
     equal(Math.abs(first.reduce((sum, number) => sum + number * number, 0) - 1) < 1e-5, true);
     await refused(client.embeddings.create({ model: MODEL, input: [] }), 400, "input");
+  },
+  "chat, two pictures": async () => {
+    const [first, second] = PICTURES.images.map((url) => ({ type: "image_url", image_url: { url } }));
+    const messages = [{ role: "user", content: [first, { type: "text", text: PICTURES.between }, second] }];
+    const answer = await seeing.chat.completions.create({ model: MODEL, messages, ...PICTURE_LIMITS });
+    equal(answer.choices[0].message.content, PICTURES.text);
+    equal(answer.usage.prompt_tokens, PICTURES.prompt_tokens);
+    const streamed = await seeing.chat.completions.stream({ model: MODEL, messages, ...PICTURE_LIMITS }).finalContent();
+    equal(streamed, PICTURES.text);
+  },
+  "response, two pictures": async () => {
+    const [first, second] = PICTURES.images.map((url) => ({ type: "input_image", image_url: url, detail: "auto" }));
+    const input = [{ role: "user", content: [first, { type: "input_text", text: PICTURES.between }, second] }];
+    const limits = { max_output_tokens: PICTURES.num_tokens, temperature: 0 };
+    const final = await seeing.responses.stream({ model: MODEL, input, ...limits }).finalResponse();
+    equal(final.output_text, PICTURES.text);
+    equal(final.usage.input_tokens, PICTURES.prompt_tokens);
+  },
+  "picture that is none": async () => {
+    const content = [{ type: "text", text: "Look:" }, { type: "image_url", image_url: { url: NO_PICTURE } }];
+    const messages = [{ role: "user", content }];
+    await refused(seeing.chat.completions.create({ model: MODEL, messages }), 400, "messages[0].content[1]");
+    const input = [{ role: "user", content: [{ type: "input_image", image_url: NO_PICTURE, detail: "auto" }] }];
+    await refused(seeing.responses.create({ model: MODEL, input }), 400, "input[0].content[0]");
   },
   "errors 401, 400, 404": async () => {
     await refused(wrong.responses.create({ model: MODEL, input: "Hi" }), 401);

@@ -1,12 +1,30 @@
 """openai for Python: chats, responses, and their errors."""
 
 import json
+from typing import Any
 
 import openai
-from cases import FOUND_BOTH, KEY, MODEL, ONE_CITY, STORY, THOUGHT, TWO_CITIES, URL, equal, get_weather, raised, run
+from cases import (
+    FOUND_BOTH,
+    KEY,
+    MODEL,
+    NO_PICTURE,
+    ONE_CITY,
+    PICTURE_LIMITS,
+    PICTURES,
+    STORY,
+    THOUGHT,
+    TWO_CITIES,
+    URL,
+    equal,
+    get_weather,
+    raised,
+    run,
+)
 from pydantic import BaseModel
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
+seeing = openai.OpenAI(base_url=f"{PICTURES['url']}/v1", api_key=KEY, max_retries=0)
 HI = [{"role": "user", "content": "Hi"}]
 PARAMETERS = {
     "type": "object",
@@ -105,6 +123,55 @@ def embeddings() -> None:
     raised(openai.BadRequestError, lambda: client.embeddings.create(model=MODEL, input=[]), "input")
 
 
+def _chat_with_pictures(**more: Any) -> Any:
+    first, second = ({"type": "image_url", "image_url": {"url": url}} for url in PICTURES["images"])
+    content = [first, {"type": "text", "text": PICTURES["between"]}, second]
+    messages = [{"role": "user", "content": content}]
+    return seeing.chat.completions.create(model=MODEL, messages=messages, **PICTURE_LIMITS, **more)
+
+
+def chat_pictures() -> None:
+    answer = _chat_with_pictures()
+    equal(answer.choices[0].message.content, PICTURES["text"])
+    equal(answer.usage.prompt_tokens, PICTURES["prompt_tokens"])
+    text = [{"role": "user", "content": PICTURES["between"]}]
+    without = seeing.chat.completions.create(model=MODEL, messages=text, **PICTURE_LIMITS)
+    equal(without.usage.prompt_tokens, PICTURES["prompt_tokens_without"])
+    assert without.choices[0].message.content != PICTURES["text"]
+
+
+def chat_pictures_stream() -> None:
+    chunks = list(_chat_with_pictures(stream=True, stream_options={"include_usage": True}))
+    equal("".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices), PICTURES["text"])
+    equal(chunks[-1].usage.prompt_tokens, PICTURES["prompt_tokens"])
+
+
+def _input(*urls: str) -> Any:
+    first, *others = ({"type": "input_image", "image_url": url, "detail": "auto"} for url in urls)
+    return [{"role": "user", "content": [first, {"type": "input_text", "text": PICTURES["between"]}, *others]}]
+
+
+def response_pictures() -> None:
+    limits = {"max_output_tokens": PICTURES["num_tokens"], "temperature": 0}
+    answer = seeing.responses.create(model=MODEL, input=_input(*PICTURES["images"]), **limits)
+    equal(answer.output_text, PICTURES["text"])
+    equal(answer.usage.input_tokens, PICTURES["prompt_tokens"])
+    after = seeing.responses.create(model=MODEL, input="And?", previous_response_id=answer.id, **limits)
+    assert after.usage.input_tokens > PICTURES["prompt_tokens"], after.usage  # the stored conversation has them too
+
+
+def wrong_picture() -> None:
+    part = {"type": "image_url", "image_url": {"url": NO_PICTURE}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Look:"}, part]}]
+    asking = seeing.chat.completions.create
+    raised(openai.BadRequestError, lambda: asking(model=MODEL, messages=messages), "messages[0].content[1]")
+    asking_too = seeing.responses.create
+    given = _input(PICTURES["images"][0], NO_PICTURE)
+    raised(openai.BadRequestError, lambda: asking_too(model=MODEL, input=given), "input[0].content[2]")
+    told = client.chat.completions.create  # the model behind the other address reads text alone
+    raised(openai.BadRequestError, lambda: told(model=MODEL, messages=messages), "messages[0].content[1]")
+
+
 def models() -> None:
     equal([model.id for model in client.models.list()], [MODEL])
 
@@ -133,6 +200,10 @@ run(
         "response, two parallel calls": response_tools,
         "response, structured output": response_parse,
         "embeddings": embeddings,
+        "chat, two pictures": chat_pictures,
+        "chat, two pictures, streamed": chat_pictures_stream,
+        "response, two pictures": response_pictures,
+        "picture that is none": wrong_picture,
         "models": models,
         "errors 401, 400, 404": errors,
     },

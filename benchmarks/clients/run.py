@@ -3,9 +3,10 @@
     python benchmarks/clients/run.py --install DIR     # once, with the network: venvs and a folder of Node packages
     python benchmarks/clients/run.py DIR               # then without
 
-Starts the HTTP application in front of a model that writes reasoning, text and calls (`scripted_model.py`). Prints a
-table of clients, and one of their cases with what failed. Ends with an error if anything has failed. Clients in Python
-have a venv each, because their requirements conflict.
+Starts the HTTP application in front of a model that writes reasoning, text and calls (`scripted_model.py`), and once
+more in front of a real engine whose tiny model reads pictures (`picture_server.py`). Prints a table of clients, and one
+of their cases with what failed. Ends with an error if anything has failed. Clients in Python have a venv each, because
+their requirements conflict.
 """
 
 import argparse
@@ -15,13 +16,14 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
+from picture_server import IMAGES, picture_server
 from scripted_model import ScriptedModel
 from tables import hardware, markdown, today
 
@@ -64,9 +66,12 @@ def scripts(names: Sequence[str]) -> list[Path]:
     return [path for path in found if not names or path.stem.removesuffix("_client") in names]
 
 
-async def run(script: Path, folder: Path, url: str, home: str) -> list[Outcome]:
-    """Run a client's script. It prints one outcome a line, as JSON. Agents write into `home`."""
-    environment = {"PATH": os.environ["PATH"], "HOME": home, "TMPDIR": home, "URL": url, "KEY": KEY, "NO_COLOR": "1"}
+async def run(script: Path, folder: Path, settings: Mapping[str, str], home: str) -> list[Outcome]:
+    """Run a client's script. It prints one outcome a line, as JSON. Agents write into `home`.
+
+    `settings`: variables of the environment that say where the servers are, and what to expect.
+    """
+    environment = {"PATH": os.environ["PATH"], "HOME": home, "TMPDIR": home, "KEY": KEY, "NO_COLOR": "1", **settings}
     if script.suffix == ".py":
         command = [str(folder / script.stem.removesuffix("_client") / "bin/python"), str(script)]
     else:  # Node finds packages beside a script alone
@@ -89,15 +94,21 @@ async def run(script: Path, folder: Path, url: str, home: str) -> list[Outcome]:
 
 
 async def measure(folder: Path, names: Sequence[str], dump: Path | None) -> list[Outcome]:
-    """Serve the scripted model, and run the clients one after the other."""
+    """Serve both models, and run the clients one after the other."""
     model, port = ScriptedModel(), free_port()
     config = HttpConfig.model_validate({"api_keys": [KEY]})
     api = build_api(model, model.tokenizer, config)  # type: ignore[arg-type]
     listener = await listen(api, "127.0.0.1", port)
     outcomes = []
-    for script in scripts(names):
-        with TemporaryDirectory(ignore_cleanup_errors=True) as home:
-            outcomes += await run(script, folder, f"http://127.0.0.1:{port}", home)
+    with TemporaryDirectory() as files:
+        async with picture_server(Path(files), KEY) as pictures:
+            settings = {"URL": f"http://127.0.0.1:{port}", "PICTURES": pictures.expected}
+            for script in scripts(names):
+                with TemporaryDirectory(ignore_cleanup_errors=True) as home:
+                    outcomes += await run(script, folder, settings, home)
+            count = pictures.num_encoded()
+    if count not in (0, len(IMAGES)):  # 0: no client that ran sends pictures
+        outcomes.append(Outcome("all", "", "pictures are encoded once", f"{count} were encoded, not {len(IMAGES)}"))
     if dump is not None:
         dump.write_text("\n\n=====\n".join(model.prompts))
     await listener.close(5)

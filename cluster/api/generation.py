@@ -16,6 +16,7 @@ from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.stop_strings import StopTable
 from crossdock.cluster.api.errors import ApiError, shown
 from crossdock.cluster.api.http.answers import usage
+from crossdock.cluster.api.http.keys import salt_of
 from crossdock.cluster.api.http.limits import UNSTATED_OUTPUT
 from crossdock.cluster.api.http.tiers import SLO_CLASS_HEADER, Tier, Tiers
 from crossdock.cluster.api.routes.models import Models
@@ -171,7 +172,7 @@ class Generations:
     ) -> Choice:
         body, state = generation.body, generation.state
         key = state.api_key
-        salt = body.cache_salt if key is None else key.cache_salt(body.cache_salt)
+        salt = salt_of(key, body.cache_salt)
         submission = Submission(
             # A client may use an id twice, and one HTTP request has several submissions.
             f"{state.request_id}-{uuid.uuid4().hex}",

@@ -72,6 +72,11 @@ class ApiKey(BaseModel):
         return hashlib.blake2b(self.key.encode(), digest_size=16, person=b"crossdock tenant").hexdigest()
 
 
+def salt_of(key: ApiKey | None, requested: str = "") -> str:
+    """Return the salt of all that a request shares with others. `requested`: its own `cache_salt`."""
+    return requested if key is None else key.cache_salt(requested)
+
+
 class KeyRing:
     """The keys in force: those of the configuration and those of a file.
 

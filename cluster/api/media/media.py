@@ -84,11 +84,14 @@ class Media:
         self._running: dict[bytes, asyncio.Task[ReadyPicture]] = {}
         self._metrics = metrics or PictureMetrics(CollectorRegistry())
 
-    async def prepare(self, pictures: Sequence[Picture], most_rows: int | None = None) -> list[ReadyPicture]:
+    async def prepare(
+        self, pictures: Sequence[Picture], most_rows: int | None = None, salt: str = ""
+    ) -> list[ReadyPicture]:
         """Return the pictures as the model's encoder reads them. Raises ApiError, which names the part at fault.
 
         `most_rows`: of all together, as many as the context has tokens. The first picture that is too much ends the
-        work on all others. None: the prompt is only counted.
+        work on all others. None: the prompt is only counted. `salt`: requests with another share no picture with this
+        one, because the time of an answer would show that somebody has sent the picture.
         """
         most = self._limits.most_pictures
         if len(pictures) > most:
@@ -99,7 +102,7 @@ class Media:
         sizes = _Sizes(most_rows)
 
         async def prepared(picture: Picture) -> ReadyPicture:
-            ready = await self._prepared(picture)
+            ready = await self._prepared(picture, salt)
             sizes.add(ready, picture)
             return ready
 
@@ -120,9 +123,9 @@ class Media:
         """End the processes."""
         self._processes.close()
 
-    async def _prepared(self, picture: Picture) -> ReadyPicture:
+    async def _prepared(self, picture: Picture, salt: str) -> ReadyPicture:
         data = await self._fetcher.fetch(picture)
-        key = await asyncio.to_thread(_key, data, picture.detail)
+        key = await asyncio.to_thread(_key, data, picture.detail, salt)
         if (found := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
             self._metrics.hits.inc()
@@ -225,9 +228,10 @@ def place(
     return result, items
 
 
-def _key(data: bytes, detail: str) -> bytes:
+def _key(data: bytes, detail: str, salt: str) -> bytes:
     kind = b"low" if detail == "low" else b"whole"
-    return hashlib.blake2b(data, digest_size=16, person=kind).digest()
+    secret = hashlib.blake2b(salt.encode(), digest_size=32).digest()
+    return hashlib.blake2b(data, digest_size=16, person=kind, key=secret).digest()
 
 
 def _first(errors: BaseExceptionGroup[ApiError]) -> ApiError:

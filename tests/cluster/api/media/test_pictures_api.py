@@ -65,6 +65,28 @@ def test_same_picture_is_processed_once(picture_server: PictureServer) -> None:
     assert [new - old for new, old in zip(after, before, strict=True)] == [1, 3]
 
 
+def test_tenants_share_no_processed_picture(picture_server: PictureServer) -> None:
+    """The time of an answer must not show that another key has sent the same picture."""
+    http = HttpConfig.model_validate({"api_keys": ["a", "b"]})
+    engine = ScriptedDispatcher(picture_server.dispatcher.tokenizer, max_model_len=2000)
+    app = build_api(engine, engine.tokenizer, http, media=picture_server.media)  # type: ignore[arg-type]
+    messages = [{"role": "user", "content": [image_part(png(44, 44, 12))]}]
+    paths = {"/v1/chat/completions": {"max_tokens": 2}, "/tokenize": {}, "/v1/messages/count_tokens": {"model": "tiny"}}
+    source = {"type": "base64", "media_type": "image/png", "data": png(44, 44, 12).partition(",")[2]}
+    found = []
+    with LiveServer(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+        for key in "aabb":
+            before = picture_server.metric("picture_seconds_count")
+            for path, fields in paths.items():
+                image = {"type": "image", "source": source}
+                given = [{"role": "user", "content": [image]}] if "count" in path else messages
+                headers = {"authorization": f"Bearer {key}"}
+                answer = client.post(path, json={"messages": given, **fields}, headers=headers)
+                assert answer.status_code == 200, answer.text
+            found.append(picture_server.metric("picture_seconds_count") - before)
+    assert found == [1, 0, 1, 0]
+
+
 def test_every_choice_has_the_items(picture_server: PictureServer) -> None:
     submitted(picture_server, ask(picture_server, image_part(png()), n=3))
     assert [len(each.items) for each in picture_server.dispatcher.submissions[-3:]] == [1, 1, 1]

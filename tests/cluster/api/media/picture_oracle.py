@@ -1,0 +1,82 @@
+"""What transformers makes of a chat with pictures: the ids of its prompt, and the tokens of a random model after it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+from tests.cluster.api.media.picture_models import MODELS
+from tests.workers.multimodal import CONFIGS
+
+
+def built(kind: str, folder: Path, vocab_size: int) -> Any:
+    """Return a random model of a family, whose image tokens have the ids of the configuration in a directory."""
+    ids = json.loads((folder / "config.json").read_text())
+    settings = {"model_type": kind, **CONFIGS[kind]}
+    settings |= {name: token_id for name, token_id in ids.items() if name.startswith("image_token")}
+    settings["text_config"] = {**settings["text_config"], "vocab_size": vocab_size}
+    torch.manual_seed(0)
+    module = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**settings), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():  # random weights of 0.02 give pictures that hardly matter
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    return module
+
+
+def prompt_of(
+    kind: str,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[Mapping[str, Any]],
+    images: Sequence[Image.Image],
+) -> tuple[list[int], list[Mapping[str, Any]]]:
+    """Return the ids of a chat's prompt, and the outputs of the image processor for each of its pictures.
+
+    `messages` are those of OpenAI's chats: the parts of type `image_url` stand for `images`, in order.
+    """
+    model = MODELS[kind]
+    seen = [{**message, "content": _shown(message["content"])} for message in messages]
+    text = str(tokenizer.apply_chat_template(seen, tokenize=False, add_generation_prompt=True))
+    token = "<start_of_image>" if kind == "gemma3" else model.tokens[-1 if kind.startswith("qwen") else 0]
+    processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil")
+    found = [processor(image, return_tensors="np", **(model.arguments or {})) for image in images]
+    for outputs in found:
+        text = text.replace(token, model.expand(outputs, 0).replace(token, "\0"), 1)
+    return tokenizer.encode(text.replace("\0", token), add_special_tokens=False), found
+
+
+def _shown(content: str | Sequence[Mapping[str, Any]]) -> Any:
+    """Return the content of a message as templates read it."""
+    if isinstance(content, str):
+        return content
+    return [{**part, "type": "image"} if part["type"] == "image_url" else part for part in content]
+
+
+@torch.inference_mode()
+def continuation_of(
+    module: Any, folder: Path, token_ids: Sequence[int], images: Sequence[Image.Image], num_tokens: int
+) -> tuple[list[int], list[float]]:
+    """Return transformers' greedy tokens and their log-probabilities, with all pictures processed together."""
+    processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil")
+    kind = module.config.model_type
+    given: Any = [list(images)] if kind in ("smolvlm", "idefics3") else list(images)
+    outputs = processor(given, return_tensors="pt", **(MODELS[kind].arguments or {}))
+    tensors = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
+    tensors.pop("num_patches", None)
+    placeholder = getattr(module.config, "image_token_id", None) or module.config.image_token_index
+    output: list[int] = []
+    logprobs: list[float] = []
+    for _ in range(num_tokens):
+        ids = torch.tensor([[*token_ids, *output]])
+        if kind.startswith("qwen"):
+            module.model.rope_deltas = None
+            tensors["mm_token_type_ids"] = (ids == placeholder).long()
+        found = module(input_ids=ids, **tensors, use_cache=False).logits[0, -1].log_softmax(-1)
+        output.append(int(found.argmax()))
+        logprobs.append(float(found.max()))
+    return output, logprobs
