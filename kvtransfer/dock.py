@@ -120,7 +120,8 @@ class Dock:
             page_bytes = bytes_by_group(plan_writes(self.spec, peer.spec))
             if any(page_bytes):
                 num_sources = len(source_ranks(self.spec, peer.spec))
-                targets[peer.name] = peer, TargetRank(peer.spec.num_pages, page_bytes, num_sources)
+                rank = TargetRank(peer.spec.num_pages, page_bytes, num_sources, has_state=bool(peer.spec.state))
+                targets[peer.name] = peer, rank
 
         def call(now: float) -> list[ProtocolOutput]:
             self._peers.meet((peer for peer, _ in targets.values()), self._busy)

@@ -39,6 +39,11 @@ class TargetRank:
     num_pages: int  # of its pool
     page_bytes: tuple[int, ...]
     num_sources: int
+    has_state: bool = False  # the last of `page_bytes` is that of the recurrent state
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.page_bytes) - self.has_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,8 +431,8 @@ def _is_possible(grant: Grant, target: TargetRank) -> bool:
     pages = [page for group in grant.groups for page in group.pages] + [*grant.state_pages]
     is_in_pool = len(set(pages)) == len(pages) and all(page < target.num_pages for page in pages)
     is_after = all(group.first >= grant.first_page for group in grant.groups)
-    num_kinds = len(grant.groups) + bool(grant.state_pages)
-    return num_kinds == len(target.page_bytes) and is_in_pool and is_after
+    has_all = len(grant.groups) == target.num_groups and bool(grant.state_pages) == target.has_state
+    return has_all and is_in_pool and is_after
 
 
 def _copies(
@@ -450,8 +455,8 @@ def _copies(
 
 def _state_copies(pages: tuple[int, ...], grant: Grant, target: TargetRank) -> tuple[PageCopies, ...] | None:
     """Return the pages of the recurrent state that are written; None: as many as are here were not granted."""
-    number = len(grant.groups)
-    if number == len(target.page_bytes) or not target.page_bytes[number]:  # no state, or other ranks write it
+    number = target.num_groups
+    if not target.has_state or not target.page_bytes[number]:  # no state, or other ranks write it
         return ()
     return (PageCopies(number, pages, grant.state_pages),) if len(pages) == len(grant.state_pages) else None
 

@@ -150,7 +150,7 @@ def test_chunk_that_a_window_has_passed_is_announced_without_data() -> None:
 def shipping_states(state_pages: tuple[int, ...] = (80, 81)) -> Sender:
     """Return a sender with a target that takes 10 bytes of a page and 7 of each page of the recurrent state."""
     sender = Sender(0, PAGE, 1000)
-    sender.ship(*KEY, {"t0": TargetRank(100, (10, 7), 1)}, 5.0, 0.0)
+    sender.ship(*KEY, {"t0": TargetRank(100, (10, 7), 1, has_state=True)}, 5.0, 0.0)
     sender.receive("t0", Grant(*KEY, 0, whole((50, 51)), state_pages), 1.0)
     return sender
 
@@ -216,6 +216,25 @@ def test_impossible_grant_of_groups_fails_the_transfer(groups: tuple[GroupPages,
     sender.ship(*KEY, {"t0": TargetRank(100, (10, 6), 1)}, 5.0, 0.0)
     sender.finish("r", (GroupPages(0, (1, 2, 3, 4, 5)), GroupPages(3, (14, 15))), 18, b"s", 0.0)
     assert failure(sender.receive("t0", Grant(*KEY, 0, groups), 1.0)) is Reason.PROTOCOL
+
+
+@pytest.mark.parametrize(
+    ("has_state", "groups", "state_pages"),
+    [
+        (False, GROUPS[:1], (60, 61)),  # a state in the place of a group
+        (True, GROUPS, ()),  # a group in the place of the state
+    ],
+)
+def test_grant_for_another_number_of_groups_fails_the_transfer(
+    has_state: bool, groups: tuple[GroupPages, ...], state_pages: tuple[int, ...]
+) -> None:
+    """Its number of pages a token is right. Chunks and the end of the prompt must find nothing to write to."""
+    sender = Sender(0, PAGE, 1000)
+    sender.ship(*KEY, {"t0": TargetRank(100, (10, 6), 1, has_state)}, 5.0, 0.0)
+    outputs = sender.receive("t0", Grant(*KEY, 0, groups, state_pages), 1.0)
+    assert failure(outputs) is Reason.PROTOCOL
+    here = (GroupPages(0, (1,)),) if has_state else (GroupPages(0, (1,)), GroupPages(0, (11,)))
+    assert sender.chunk("r", here, 4, 2.0) == []
 
 
 def test_target_ranks_are_written_to_independently() -> None:

@@ -146,8 +146,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mpt": ({"d_model": 48, "n_layers": 4, "n_heads": 4, "expansion_ratio": 2}, "attention"),
     "gptj": ({"n_embd": 48, "n_layer": 4, "n_head": 4, "rotary_dim": 8}, "attention"),
     "falcon": ({"head_dim": None}, "attention"),
-    "minimax": ({**_MOE, **_LINEAR}, "recurrent layers that are not served"),
-    "mamba2": ({"num_heads": 8, "head_dim": 12, "state_size": 8, "n_groups": 1, "chunk_size": 8}, "attention"),
+    "minimax": ({**_MOE, **_LINEAR}, "recurrent layers that are not served: .*cache does not hold its states"),
+    "mamba2": (
+        {"num_heads": 8, "head_dim": 12, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+        "no layers with attention, and so no KV pages",
+    ),
     "jamba": ({**_MOE, "attn_layer_period": 2, "attn_layer_offset": 1}, "chunks of a prompt"),
     "zamba2": (
         {
@@ -159,8 +162,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "layers",
     ),
-    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), (_MLA, "indexed_attention")),
-    "llama4_text": ({**_MOE, "layer_types": ["chunked_attention", "full_attention"] * 2}, "chunked_attention"),
+    **dict.fromkeys(
+        ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), (_MLA, "indexed_attention: an indexer chooses the tokens")
+    ),
+    "llama4_text": (
+        {**_MOE, "layer_types": ["chunked_attention", "full_attention"] * 2},
+        "chunked_attention: a token attends within a fixed chunk",
+    ),
 }
 
 

@@ -45,6 +45,17 @@ from crossdock.workers.schedule.request import Request, SamplingParams
 logger = logging.getLogger(__name__)
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"} | RECURRENT_TYPES | STATELESS_TYPES
+_CHUNKS = "a token attends within a fixed chunk of the context, and paged attention has windows alone"
+_BLOCKS = "keys are compressed by blocks of tokens, and KV pages hold a row for each token"
+_INDEXER = "an indexer chooses the tokens that are read; KV pages do not hold its keys, and attention reads all tokens"
+_WHY_NOT = {
+    "chunked_attention": _CHUNKS,
+    "indexed_attention": _INDEXER,
+    "minimax_m3_sparse": _INDEXER,
+    "compressed_sparse_attention": _BLOCKS,
+    "heavily_compressed_attention": _BLOCKS,
+}
+"""Why layers of transformers' other types are refused. docs/serving.md names the first step towards each."""
 _WITHOUT_ATTENTION = {"linear_attention", "conv"} | STATELESS_TYPES
 _LENGTHS = [5, 24]  # tokens of the two sequences that a probe computes
 _QUANTISED_TOLERANCE = 0.2  # relative error of logits, in norm
@@ -54,20 +65,26 @@ class UnsupportedModelError(ValueError):
     """The model would produce wrong tokens here; the message gives the reason."""
 
 
-def refuse_by_config(config: PretrainedConfig) -> None:
-    """Check that all state of the model lies in KV pages, as far as its configuration shows.
+def refuse_by_config(config: PretrainedConfig, num_ranks: int = 1) -> None:
+    """Check that all state of the model lies in KV pages of every rank, as far as its configuration shows.
 
     Raises:
-        UnsupportedModelError: layers keep other state, or attend within fixed chunks.
+        UnsupportedModelError: layers keep other state, attend within fixed chunks, or are not divided among ranks.
     """
     kinds = set(getattr(text_config(config), "layer_types", None) or ())
     if unknown := kinds - _LAYER_TYPES:
+        reasons = dict.fromkeys(_WHY_NOT.get(kind, "their state does not lie in KV pages") for kind in sorted(unknown))
         raise UnsupportedModelError(
-            f"{config.model_type} has layers of type {', '.join(sorted(unknown))}; served are "
-            f"{', '.join(sorted(_LAYER_TYPES))}: others keep state that does not lie in KV pages"
+            f"{config.model_type} has layers of type {', '.join(sorted(unknown))}: {'; '.join(reasons)}. Served are "
+            f"{', '.join(sorted(_LAYER_TYPES))}"
         )
     if getattr(text_config(config), "attention_chunk_size", None) and not kinds:
-        raise UnsupportedModelError(f"{config.model_type} attends within fixed chunks, which paged attention does not")
+        raise UnsupportedModelError(f"{config.model_type}: {_CHUNKS}")
+    if num_ranks > 1 and has_recurrent_layers(text_config(config)):
+        raise UnsupportedModelError(
+            f"{config.model_type} has recurrent layers, whose states are not divided among ranks: set "
+            f"tensor_parallel_size and pipeline_parallel_size to 1"
+        )
 
 
 @torch.inference_mode()
@@ -158,17 +175,12 @@ def _keep_states(model: PagedModel, quantization: Quantization | None) -> None:
     """Let the recurrent layers keep their states in pages.
 
     Raises:
-        UnsupportedModelError: they cannot, or not in a replica of several ranks.
+        UnsupportedModelError: they cannot.
         ValueError: `quantization` is for fused layers.
     """
     name, decoder = model.config.model_type, text_config(model.config)
     if quantization is not None:
         raise ValueError(f"quantization {quantization}: {name} has recurrent layers, which are not fused")
-    if model.part.position.size > 1:
-        raise UnsupportedModelError(
-            f"{name} has recurrent layers, whose states are not divided among ranks: set tensor_parallel_size and "
-            f"pipeline_parallel_size to 1"
-        )
     if set(layer_kinds(decoder)) <= _WITHOUT_ATTENTION:
         raise UnsupportedModelError(f"{name} has no layers with attention, and so no KV pages to keep its states in")
     module: Any = model.module

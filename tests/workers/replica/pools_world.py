@@ -62,7 +62,7 @@ class SansIoDock:
         return self.name.encode()
 
     def ship(self, request: str, epoch: int, peer: bytes, deadline_s: float) -> None:
-        target = {peer.decode(): TargetRank(1000, self.world.page_bytes, 1)}
+        target = {peer.decode(): TargetRank(1000, self.world.page_bytes, 1, bool(self.world.state_pages))}
         self.run(self.sender.ship(request, epoch, target, deadline_s, self.world.now))
         self.lose_dead(peer.decode())
 

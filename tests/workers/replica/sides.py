@@ -39,8 +39,10 @@ class Side:
         model: str = "tiny",
         deadline_s: float = 5.0,
         engine: Engine | None = None,
+        patience_s: float = 20.0,
         **config: object,
     ) -> None:
+        self.patience_s = patience_s  # of `next`
         torch.manual_seed(0)
         settings = {"max_num_batched_tokens": 80, "max_num_seqs": 8, "kv_cache_memory": ByteSize(4 << 20)} | config
         if engine is None:
@@ -78,7 +80,7 @@ class Side:
 
     async def next(self, name: str) -> TokenDelta:
         """Return the next delta of a request."""
-        return await asyncio.wait_for(self.deltas.setdefault(name, asyncio.Queue()).get(), 20)
+        return await asyncio.wait_for(self.deltas.setdefault(name, asyncio.Queue()).get(), self.patience_s)
 
     async def generate(self, submission: Submission) -> list[int]:
         """Return the tokens of a request that runs here alone."""
