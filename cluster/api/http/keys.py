@@ -72,6 +72,11 @@ class ApiKey(BaseModel):
         return hashlib.blake2b(self.key.encode(), digest_size=16, person=b"crossdock tenant").hexdigest()
 
 
+def cache_salt(key: ApiKey | None, requested: str) -> str:
+    """Return the salt of what a request may share with others. `key`: the client's; None: no keys are in use."""
+    return requested if key is None else key.cache_salt(requested)
+
+
 class KeyRing:
     """The keys in force: those of the configuration and those of a file.
 

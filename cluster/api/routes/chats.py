@@ -45,7 +45,9 @@ class Chats:
         generation = self._generations.begin(request, body)
         body.check_logprobs()
         truncates = body.truncate_prompt_tokens is not None
-        whole = await self._encoder.encode_chat(body, body.template_tools(), generation.card, truncates=truncates)
+        whole = await self._encoder.encode_chat(
+            body, body.template_tools(), generation.card, truncates=truncates, salt=generation.salt
+        )
         prompt = truncate_chat(whole, body, generation.card)
         reading = self._format.reading(body, prompt.token_ids)
         await self._generations.add_choices(generation, [prompt], reading)

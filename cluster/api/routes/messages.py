@@ -44,7 +44,7 @@ class Messages:
 
     async def count_tokens(self, request: Request, body: CountTokensRequest) -> Response:
         card = self._models.card(body.model)
-        return json_answer({"input_tokens": await self._conversations.count(body.chat(), card)})
+        return json_answer({"input_tokens": await self._conversations.count(request, body.chat(), card)})
 
     async def _events(self, begun: BegunChat) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream; those of one step of the model together."""

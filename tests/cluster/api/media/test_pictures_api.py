@@ -65,6 +65,15 @@ def test_same_picture_is_processed_once(picture_server: PictureServer) -> None:
     assert [new - old for new, old in zip(after, before, strict=True)] == [1, 3]
 
 
+def test_picture_is_shared_only_within_a_cache_salt(picture_server: PictureServer) -> None:
+    """The time of an answer must not show that another tenant has sent the same picture."""
+    before = picture_server.metric("picture_seconds_count")
+    url = png(40, 40, 12)
+    for salt in ("a", "b", "a"):
+        submitted(picture_server, ask(picture_server, image_part(url), cache_salt=salt))
+    assert picture_server.metric("picture_seconds_count") - before == 2
+
+
 def test_every_choice_has_the_items(picture_server: PictureServer) -> None:
     submitted(picture_server, ask(picture_server, image_part(png()), n=3))
     assert [len(each.items) for each in picture_server.dispatcher.submissions[-3:]] == [1, 1, 1]
