@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 COMPLETIONS, CHATS, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+EMBEDDINGS = "/v1/embeddings"
 MIB = 1 << 20
 
 
@@ -247,6 +248,32 @@ def grammars() -> Made:
     yield "two grammars", COMPLETIONS, completion(guided_regex="a", guided_choice=["a"])
 
 
+def embeddings() -> Made:
+    yield "2,049 texts", EMBEDDINGS, {"input": ["a"] * 2049}
+    yield "2,048 texts as base64", EMBEDDINGS, {"input": ["a"] * 2048, "encoding_format": "base64"}
+    yield "2,048 texts as numbers", EMBEDDINGS, {"input": ["a"] * 2048, "pooling": "mean"}
+    yield "a text of 5 MB", EMBEDDINGS, {"input": "word " * MIB}
+    yield "a text of 5 MB that is cut", EMBEDDINGS, {"input": "word " * MIB, "truncate_prompt_tokens": 8}
+    yield "a million ids to a vector", EMBEDDINGS, {"input": [1] * 10**6}
+    yield "a million empty lists", EMBEDDINGS, b'{"input":[' + b"[]," * 10**6 + b"[]]}"
+    yield "an id of 5,000 digits", EMBEDDINGS, b'{"input":[%b]}' % (b"9" * 5000)
+    yield "texts beside ids", EMBEDDINGS, {"input": ["a", [1]]}
+    yield "a picture to a vector", EMBEDDINGS, {"input": [{"type": "image_url", "image_url": {"url": "data:,a"}}]}
+    for value in (None, "", [], [[]], {}, 5, True, [True], [1.5], [-1], [10**9]):
+        yield f"input {json.dumps(value)}", EMBEDDINGS, {"input": value}
+    for name, values in {
+        "dimensions": [0, -1, 10**9, 10**100, "8", True],
+        "encoding_format": ["hex", 5, []],
+        "normalize": ["yes", 2],
+        "pooling": ["cls", 5, {}],
+        "truncate_prompt_tokens": [-2, 0, 10**100],
+        "messages": [[user("Hi")]],
+    }.items():
+        for value in values:
+            yield f"{name} {json.dumps(value)[:20]} of a vector", EMBEDDINGS, {"input": "a", name: value}
+    yield "a salt of 1 MB for a vector", EMBEDDINGS, {"input": "a", "cache_salt": "s" * MIB}
+
+
 def wire() -> Made:
     body = completion()
     yield "a header of 100 KB", COMPLETIONS, body, {"x-a": "a" * 100_000}
@@ -276,5 +303,6 @@ GROUPS: dict[str, Callable[[], Made]] = {
     "wrong types": wrong_types,
     "numbers": numbers,
     "grammars": grammars,
+    "embeddings": embeddings,
     "wire": wire,
 }

@@ -16,7 +16,7 @@ from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.stop_strings import StopTable
 from crossdock.cluster.api.errors import ApiError, shown
 from crossdock.cluster.api.http.answers import usage
-from crossdock.cluster.api.http.keys import salt_of
+from crossdock.cluster.api.http.keys import cache_salt
 from crossdock.cluster.api.http.limits import UNSTATED_OUTPUT
 from crossdock.cluster.api.http.tiers import SLO_CLASS_HEADER, Tier, Tiers
 from crossdock.cluster.api.routes.models import Models
@@ -43,6 +43,11 @@ class Generation:
     tier: Tier
     state: State  # of the HTTP request: its id, its API key, and that key's account
     choices: list[Choice] = field(default_factory=list)
+
+    @property
+    def salt(self) -> str:
+        """Return the salt of what the request may share with others: cached pages, and pictures."""
+        return cache_salt(self.state.api_key, self.body.cache_salt)
 
     def head(self, prefix: str, kind: str) -> dict[str, Any]:
         """Return the fields with which the answer and each of its events begin."""
@@ -171,8 +176,7 @@ class Generations:
         is_prompt_only: bool,
     ) -> Choice:
         body, state = generation.body, generation.state
-        key = state.api_key
-        salt = salt_of(key, body.cache_salt)
+        key, salt = state.api_key, generation.salt
         submission = Submission(
             # A client may use an id twice, and one HTTP request has several submissions.
             f"{state.request_id}-{uuid.uuid4().hex}",

@@ -39,6 +39,7 @@ def open_media(
         most_pixels=http.media_max_pixels,
         timeout_s=http.media_timeout_s,
         cache_bytes=http.media_cache_bytes,
+        memory_bytes=http.media_memory_bytes,
         arguments=http.mm_processor_kwargs,
     )
     names = {token_id: text for text, token_id in tokenizer.added_tokens().items()}

@@ -41,9 +41,6 @@ class PooledCompletion(CompletionRequest):
         plain = super().sampling(max_tokens, defaults={}, vocab_size=vocab_size, max_logprobs=max_logprobs)
         return replace(plain, temperature=0.0, pooling=self.pooling)
 
-    def param_of(self, field: str) -> str | None:
-        return "input" if field == "prompt" else super().param_of(field)
-
 
 class EmbeddingRequest(Body):
     """OpenAI's fields, then those vLLM adds, and `pooling`."""

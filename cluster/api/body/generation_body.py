@@ -297,7 +297,9 @@ class GenerationBody(Body):
         if field == "grammar":
             return next((param for param, _ in self._constraints()), None)
         field = _CLIENTS_NAMES.get(field, field)
-        return field if field == "prompt" or field in type(self).model_fields else None
+        if field == "prompt":
+            return self.prompt_field
+        return field if field in type(self).model_fields else None
 
 
 def _counted(count: int | None, vocab_size: int) -> int | None:

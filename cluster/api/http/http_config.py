@@ -110,6 +110,12 @@ class HttpConfig(BaseModel):
     media_cache_bytes: int = Field(
         256 << 20, ge=0, description="Memory of an ingress for processed pictures; 0: every one is processed again."
     )
+    media_memory_bytes: int = Field(
+        2 << 30,
+        ge=1 << 20,
+        description="Memory of an ingress for the pictures of all requests, as files and as tensors; more get 429. "
+        "One request may have half of it.",
+    )
 
     enable_auto_tool_choice: bool = Field(
         True, description="Read the calls that the model writes by itself. Without it they stay text."

@@ -72,8 +72,8 @@ class ApiKey(BaseModel):
         return hashlib.blake2b(self.key.encode(), digest_size=16, person=b"crossdock tenant").hexdigest()
 
 
-def salt_of(key: ApiKey | None, requested: str = "") -> str:
-    """Return the salt of all that a request shares with others. `requested`: its own `cache_salt`."""
+def cache_salt(key: ApiKey | None, requested: str) -> str:
+    """Return the salt of what a request may share with others. `key`: the client's; None: no keys are in use."""
     return requested if key is None else key.cache_salt(requested)
 
 

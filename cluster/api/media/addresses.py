@@ -8,6 +8,10 @@ _NOT_PUBLIC = tuple(
         ipaddress.ip_network,
         (
             "168.63.129.16/32",  # Azure's own services for a machine, at a public address
+            "192.0.0.0/24",  # protocols' own addresses; 192.0.0.192 has a cloud's metadata
+            "192.88.99.0/24",  # relays of 6to4
+            "fec0::/10",  # private until 2004
+            "3fff::/20",  # documentation; older versions of Python do not know it
             "64:ff9b::/96",  # an IPv4 address inside IPv6, which a gateway unpacks: NAT64, 6to4, Teredo
             "64:ff9b:1::/48",
             "2002::/16",

@@ -115,7 +115,7 @@ class PictureFetcher:
                         "Accept-Encoding": "identity",
                         "User-Agent": "crossdock",
                     },
-                    extensions={"sni_hostname": url.host},
+                    extensions={"sni_hostname": _host(url)},
                 )
                 answer = await client.send(request, stream=True, follow_redirects=False)
                 try:
@@ -136,13 +136,13 @@ class PictureFetcher:
             raise wrong_picture(picture.param, "its URL redirects to a scheme that is not accepted")
         if url.userinfo:
             raise wrong_picture(picture.param, "its URL must not have a user or a password")
-        if not self._hosts.allows(url.raw_host.decode("ascii", "replace")):
+        if not self._hosts.allows(_host(url)):
             raise wrong_picture(picture.param, "its URL names a host that this server does not fetch pictures from")
         return url
 
     async def _address(self, url: httpx.URL, picture: Picture) -> str:
         """Look a host up, once. Returns an address to connect to, after all its addresses have been checked."""
-        addresses = await self._resolve(url.host, url.port or (443 if url.scheme == "https" else 80))
+        addresses = await self._resolve(_host(url), url.port or (443 if url.scheme == "https" else 80))
         if not addresses or not all(map(self._is_allowed, addresses)):
             raise wrong_picture(picture.param, "its URL names a host that this server does not fetch pictures from")
         return min(addresses, key=lambda address: ":" in address)  # IPv4 first: not every machine has a way for IPv6
@@ -172,9 +172,12 @@ class PictureFetcher:
         host, slash, path = picture.url[5:].removeprefix("//").partition("/")
         if host.lower() not in _LOCAL_HOSTS or not slash or not picture.url[5:].startswith("//"):
             raise refusal
+        file_path = Path("/" + unquote(path))
         try:
-            descriptor = os.open("/" + unquote(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-        except (OSError, ValueError):
+            if not file_path.resolve().is_relative_to(self._folder.resolve()):  # to open a device may start something
+                raise refusal
+            descriptor = os.open(file_path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        except (OSError, RuntimeError, ValueError):  # RuntimeError: a link to itself
             raise refusal from None
         try:
             status = os.fstat(descriptor)
@@ -199,6 +202,11 @@ class PictureFetcher:
 
     def _too_large(self, picture: Picture) -> ApiError:
         return wrong_picture(picture.param, f"its file has more than the {self._most_bytes} bytes that are accepted")
+
+
+def _host(url: httpx.URL) -> str:
+    """Return the host in ASCII. Other encoders of Unicode names would look up another host than was checked."""
+    return url.raw_host.decode("ascii", "replace")
 
 
 def _from_base64(text: str) -> bytes:

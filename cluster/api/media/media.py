@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.media.addresses import AllowedHosts
 from crossdock.cluster.api.media.families import read_family
 from crossdock.cluster.api.media.fetch import PictureFetcher
+from crossdock.cluster.api.media.memory import PictureMemory
 from crossdock.cluster.api.media.processes import PictureProcesses, PicturesBusy, ReadyPicture, UnusablePicture
 from crossdock.workers.schedule.items import Item
 
 _MOST_WAITING = 256  # pictures of one ingress that are being processed or wait for that
-_MOST_BYTES = 1 << 30  # of the tensors of one request's pictures
+_PART_OF_ONE = 2  # one request's pictures may take the memory for pictures divided by this
 _RETRY_S = 2
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
@@ -37,6 +39,7 @@ class MediaLimits:
     most_pixels: int
     timeout_s: float
     cache_bytes: int
+    memory_bytes: int
     arguments: Mapping[str, Any]  # of the model's image processor
 
 
@@ -81,17 +84,21 @@ class Media:
         )
         self._cache: OrderedDict[bytes, ReadyPicture] = OrderedDict()
         self._cached_bytes = 0
-        self._running: dict[bytes, asyncio.Task[ReadyPicture]] = {}
+        self._memory = PictureMemory(limits.memory_bytes)
+        self._running: dict[bytes, _Work] = {}
         self._metrics = metrics or PictureMetrics(CollectorRegistry())
 
     async def prepare(
-        self, pictures: Sequence[Picture], most_rows: int | None = None, salt: str = ""
+        self, pictures: Sequence[Picture], most_rows: int | None = None, *, salt: str
     ) -> list[ReadyPicture]:
         """Return the pictures as the model's encoder reads them. Raises ApiError, which names the part at fault.
 
-        `most_rows`: of all together, as many as the context has tokens. The first picture that is too much ends the
-        work on all others. None: the prompt is only counted. `salt`: requests with another share no picture with this
-        one, because the time of an answer would show that somebody has sent the picture.
+        Args:
+            pictures: those of one request.
+            most_rows: of all together, as many as the context has tokens. The first picture that is too much ends the
+                work on all others. None: the prompt is only counted.
+            salt: only requests with the same one share processed pictures. Otherwise the response time would show that
+                another tenant has sent a picture.
         """
         most = self._limits.most_pictures
         if len(pictures) > most:
@@ -99,7 +106,7 @@ class Media:
             raise wrong_picture(pictures[most].param, reason)
         self._metrics.counts.observe(len(pictures))
         refused: ApiError | None = None
-        sizes = _Sizes(most_rows)
+        sizes = _Sizes(most_rows, self._limits.memory_bytes // _PART_OF_ONE)
 
         async def prepared(picture: Picture) -> ReadyPicture:
             ready = await self._prepared(picture, salt)
@@ -130,30 +137,54 @@ class Media:
             self._cache.move_to_end(key)
             self._metrics.hits.inc()
             return found
-        running = self._running.get(key)
-        if running is None:
-            if len(self._running) >= _MOST_WAITING:
-                raise _busy()
-            running = self._running[key] = asyncio.create_task(self._process(key, data, picture.detail))
-            running.add_done_callback(_retrieved)
-        else:
-            self._metrics.hits.inc()
         try:
-            return await asyncio.shield(running)  # others may wait for the same picture
+            self._make_room(len(data))
+            with self._memory.file(data):
+                return await self._processed(key, data, picture.detail)
         except UnusablePicture as error:
             raise wrong_picture(picture.param, str(error)) from None
         except PicturesBusy:
             raise _busy() from None
 
+    async def _processed(self, key: bytes, data: bytes, detail: str) -> ReadyPicture:
+        """Process a picture, or wait for another request that does. The work ends when none waits for it any more."""
+        work = self._running.get(key)
+        if work is None:
+            if len(self._running) >= _MOST_WAITING:
+                raise PicturesBusy("too many pictures wait")
+            work = self._running[key] = _Work(asyncio.create_task(self._process(key, data, detail)))
+            work.task.add_done_callback(partial(self._end, key, work))
+        else:
+            self._metrics.hits.inc()
+        work.num_waiting += 1
+        try:
+            return await asyncio.shield(work.task)
+        finally:
+            work.num_waiting -= 1
+            if not work.num_waiting and not work.task.done():
+                work.task.cancel()
+                self._running.pop(key)
+
     async def _process(self, key: bytes, data: bytes, detail: str) -> ReadyPicture:
         started = time.monotonic()
-        try:
-            ready = await self._processes.prepare(data, detail)
-            self._metrics.seconds.observe(time.monotonic() - started)
-        finally:
-            del self._running[key]
+        ready = await self._processes.prepare(data, detail)
+        self._metrics.seconds.observe(time.monotonic() - started)
+        self._make_room(ready.num_bytes)
+        self._memory.add(ready)
         self._keep(key, ready)
         return ready
+
+    def _end(self, key: bytes, work: "_Work", task: "asyncio.Task[ReadyPicture]") -> None:
+        """Remove work that has ended. Its error may have no reader left."""
+        if self._running.get(key) is work:
+            del self._running[key]
+        if not task.cancelled():
+            task.exception()
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Drop kept pictures, those that were not used for longest first, until so many bytes more fit."""
+        while self._cache and self._memory.lacks(num_bytes):
+            self._drop_oldest()
 
     def _keep(self, key: bytes, ready: ReadyPicture) -> None:
         """Keep a picture, instead of those that were not used for longest."""
@@ -162,14 +193,25 @@ class Media:
         self._cache[key] = ready
         self._cached_bytes += ready.num_bytes
         while self._cached_bytes > self._limits.cache_bytes:
-            self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """One picture that is being processed or waits for that."""
+
+    task: "asyncio.Task[ReadyPicture]"
+    num_waiting: int = 0  # pictures of requests
 
 
 class _Sizes:
     """The sizes of a request's pictures so far, and their bounds."""
 
-    def __init__(self, most_rows: int | None) -> None:
-        self._most_rows = most_rows
+    def __init__(self, most_rows: int | None, most_bytes: int) -> None:
+        self._most_rows, self._most_bytes = most_rows, most_bytes
         self._rows = self._bytes = 0
 
     def add(self, ready: ReadyPicture, picture: Picture) -> None:
@@ -180,8 +222,8 @@ class _Sizes:
             reason = f"the pictures have at least {self._rows} tokens; this model's context has {self._most_rows}"
             text = f"Invalid value for '{picture.param}': {reason}. Use smaller pictures, or 'detail': 'low'."
             raise ApiError(text, param=picture.param, code="context_length_exceeded")
-        if self._bytes > _MOST_BYTES:
-            reason = f"the pictures of the request take more than {_MOST_BYTES >> 20} MiB once they are decoded"
+        if self._bytes > self._most_bytes:
+            reason = f"the pictures of the request take more than {self._most_bytes >> 20} MiB once they are decoded"
             raise wrong_picture(picture.param, reason)
 
 
@@ -230,8 +272,8 @@ def place(
 
 def _key(data: bytes, detail: str, salt: str) -> bytes:
     kind = b"low" if detail == "low" else b"whole"
-    secret = hashlib.blake2b(salt.encode(), digest_size=32).digest()
-    return hashlib.blake2b(data, digest_size=16, person=kind, key=secret).digest()
+    key = hashlib.blake2b(salt.encode(), digest_size=32).digest()
+    return hashlib.blake2b(data, digest_size=16, key=key, person=kind).digest()
 
 
 def _first(errors: BaseExceptionGroup[ApiError]) -> ApiError:
@@ -244,9 +286,3 @@ def _busy() -> ApiError:
     reason = "Too many pictures are being processed. Try again later."
     headers = {"Retry-After": str(_RETRY_S)}
     return ApiError(reason, status=429, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
-
-
-def _retrieved(task: "asyncio.Task[ReadyPicture]") -> None:
-    """Take note of a task's error, which may have no reader left."""
-    if not task.cancelled():
-        task.exception()

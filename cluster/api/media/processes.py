@@ -73,6 +73,9 @@ class PictureProcesses:
             process.start()
             self._idle.put(process)
         self._threads = ThreadPoolExecutor(num_processes, "pictures")
+        self._slots = asyncio.Semaphore(
+            num_processes
+        )  # so that no picture of a client that has left waits for a thread
 
     def wait_until_ready(self) -> None:
         """Wait until a process can prepare pictures, for seconds. Raises as `PictureProcess` does."""
@@ -90,14 +93,26 @@ class PictureProcesses:
             UnusablePicture: it is none, or beyond the limits.
             PicturesBusy: there is no answer.
         """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._prepare, data, detail)
+        await self._slots.acquire()
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._threads, self._prepare, data, detail)
+        except RuntimeError:
+            self._slots.release()
+            raise PicturesBusy("the processes of pictures have ended") from None
+        future.add_done_callback(self._release)
+        return await asyncio.shield(future)  # a caller that leaves frees no thread
 
     def close(self) -> None:
         """End the processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._all:
             process.end()
+
+    def _release(self, future: "asyncio.Future[ReadyPicture]") -> None:
+        """Let the next picture have the thread. The error of a caller that has left has no reader."""
+        self._slots.release()
+        if not future.cancelled():
+            future.exception()
 
     def _prepare(self, data: bytes, detail: str) -> ReadyPicture:
         process = self._idle.get()

@@ -13,7 +13,6 @@ from crossdock.cluster.api.errors import to_json
 from crossdock.cluster.api.generation import Generation, Generations
 from crossdock.cluster.api.http.answers import DONE, SILENCE_S, AnswerEvents
 from crossdock.cluster.api.http.http_json import event_stream, json_answer, long_json, long_json_answer
-from crossdock.cluster.api.http.keys import salt_of
 from crossdock.cluster.api.text.choices import Output
 from crossdock.cluster.api.text.logprobs import LogprobWriter, num_entries
 from crossdock.cluster.api.text.message_format import MessageFormat
@@ -46,9 +45,8 @@ class Chats:
         generation = self._generations.begin(request, body)
         body.check_logprobs()
         truncates = body.truncate_prompt_tokens is not None
-        salt = salt_of(request.state.api_key, body.cache_salt)
         whole = await self._encoder.encode_chat(
-            body, body.template_tools(), generation.card, truncates=truncates, salt=salt
+            body, body.template_tools(), generation.card, truncates=truncates, salt=generation.salt
         )
         prompt = truncate_chat(whole, body, generation.card)
         reading = self._format.reading(body, prompt.token_ids)

@@ -89,6 +89,10 @@ class Choice:
             RuntimeError: the engine ended the request with an error.
             ReplicaLost: the replica aborted the request.
         """
+        if delta.finish_reason is FinishReason.ERROR:
+            raise RuntimeError(delta.error)
+        if delta.finish_reason is FinishReason.ABORT:
+            raise ReplicaLost("the replica aborted the request")
         output = Output(self.index)
         if not self.has_begun:
             self._begin(delta, output)
@@ -129,10 +133,6 @@ class Choice:
             output.offsets += self.prompt.offsets
 
     def _finish(self, delta: TokenDelta, output: Output) -> None:
-        if delta.finish_reason is FinishReason.ERROR:
-            raise RuntimeError(delta.error)
-        if delta.finish_reason is FinishReason.ABORT:
-            raise ReplicaLost("the replica aborted the request")
         assert delta.finish_reason is not None
         output.finish_reason = delta.finish_reason.value
         if delta.stop_token_id in self.submission.sampling.stop_token_ids:

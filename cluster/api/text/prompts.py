@@ -99,11 +99,11 @@ class PromptEncoder:
         card: ModelCard,
         *,
         truncates: bool,
-        salt: str = "",
+        salt: str,
     ) -> Prompt:
         """Return the prompt that the chat template makes of the messages, with their pictures.
 
-        `salt`: of what the request shares with others.
+        `salt`: only requests with the same one share processed pictures.
         """
         self._check_template_fields(body)
         pictures: list[Picture] | None = None if self._media is None else []
@@ -121,7 +121,7 @@ class PromptEncoder:
         pieces = text.split(self._media.written)
         if len(pieces) - 1 != len(pictures):
             raise _misplaced(self._media, len(pieces) - 1, len(pictures))
-        ready = await self._media.prepare(pictures, None if truncates else card.max_model_len, salt)
+        ready = await self._media.prepare(pictures, None if truncates else card.max_model_len, salt=salt)
         parts = [part for piece, picture in zip(pieces, ready, strict=False) for part in (piece, picture.text)]
         try:
             token_ids, items = place(await encode("".join([*parts, pieces[-1]])), self._media.placeholder_id, ready)

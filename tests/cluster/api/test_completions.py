@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import Submission, TokenDelta
+from crossdock.workers.schedule.request import FinishReason, InvalidField, Submission, TokenDelta
 from tests.cluster.api.scripted_api import HI, STORY, ScriptedDispatcher, complete, events, refused
 
 
@@ -122,6 +122,33 @@ def test_echo_without_output_scores_prompt(
     assert engine.submissions[0].sampling.max_tokens == 1
     assert engine.submissions[0].sampling.prompt_logprobs == 2
     assert complete(http, max_tokens=0)["choices"][0]["text"] == ""
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_prompt_without_output_is_no_success_where_the_replica_ends_it(
+    http: httpx.Client, engine: ScriptedDispatcher, echo: bool
+) -> None:
+    """An abort has no log-probabilities of the prompt, so an answer would lack them."""
+    for reason, status in ((FinishReason.ABORT, 503), (FinishReason.ERROR, 500)):
+        engine.script = lambda s, reason=reason: [TokenDelta(s.id, [], finish_reason=reason, error="broken")]  # type: ignore[misc]
+        body = {"prompt": "The dog", "max_tokens": 0, "echo": echo, "logprobs": 2 if echo else None}
+        assert http.post("/v1/completions", json=body).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "a"}, "prompt"),
+        ("/v1/chat/completions", {"messages": HI}, "messages"),
+        ("/v1/responses", {"input": "a"}, "input"),
+        ("/v1/embeddings", {"input": "a"}, "input"),
+    ],
+)
+def test_engines_refusal_of_a_prompt_names_the_field_that_gives_prompts(
+    http: httpx.Client, engine: ScriptedDispatcher, path: str, body: dict[str, Any], param: str
+) -> None:
+    engine.script = lambda s: [InvalidField("prompt has pictures, and this replica encodes none", "prompt")]
+    refused(http.post(path, json=body), 400, param=param)
 
 
 def test_echo_with_logprobs_suits_evaluation_harness(http: httpx.Client, tokenizer: ModelTokenizer) -> None:

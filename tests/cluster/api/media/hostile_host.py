@@ -15,6 +15,7 @@ HOST = "127.0.0.2"  # stands for a public address in these tests; the witness li
 NAMES: dict[str, Sequence[str]] = {
     "pictures.example": [HOST],
     "a.cdn.example": [HOST],
+    "xn--fa-hia.example": [HOST],  # faß.example; an older encoding of names makes fass.example of the same
     "private.example": ["127.0.0.1"],
     "ten.example": ["10.0.0.1"],
     "six.example": ["::1"],

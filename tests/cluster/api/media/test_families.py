@@ -34,7 +34,7 @@ class PreparedHere:
         self._prepare = Preparation({"folder": str(folder), "names": keyed, "arguments": {}, "most_pixels": 1 << 20})
         self._files = files
 
-    async def prepare(self, pictures: list[Picture], most_rows: int | None, salt: str) -> list[ReadyPicture]:
+    async def prepare(self, pictures: list[Picture], most_rows: int | None, *, salt: str) -> list[ReadyPicture]:
         answers = [self._prepare({"data": self._files[each.url], "detail": each.detail}) for each in pictures]
         return [ReadyPicture(each["text"], tuple(each["runs"]), each["hash"], _arrays(each)) for each in answers]
 
@@ -60,7 +60,7 @@ def test_prompt_with_pictures_equals_that_of_transformers(kind: str, tmp_path: P
     messages = [{"role": "user", "content": "No picture."}, {"role": "user", "content": parts}]
     body = ChatCompletionRequest.of({"messages": messages})
     encoder = PromptEncoder(tokenizer, trusts_templates=False, media=media)
-    prompt = asyncio.run(encoder.encode_chat(body, None, CARD, truncates=False))
+    prompt = asyncio.run(encoder.encode_chat(body, None, CARD, truncates=False, salt=""))
 
     token_ids, processed = prompt_of(kind, tmp_path, theirs, messages, images)
     assert prompt.token_ids == token_ids

@@ -66,7 +66,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostileScene]:
         resolve=names.resolve,
         is_allowed=lambda address: address == HOST or is_public(address),
     )
-    limits = MediaLimits(hosts, folder, 4, 2 << 20, 1 << 20, 1.0, 1 << 20, {})
+    limits = MediaLimits(hosts, folder, 4, 2 << 20, 1 << 20, 1.0, 1 << 20, 1 << 30, {})
     vocabulary = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
     media = Media(model, vocabulary, limits, fetcher=fetcher)
     witness = Witness()
@@ -267,6 +267,7 @@ def test_picture_of_a_named_host_is_fetched_from_the_address_that_was_checked(sc
     for url in (
         "http://pictures.example:HOST/dog.png",
         "http://a.cdn.example:HOST/dog.png",
+        "http://faß.example:HOST/dog.png",
         "http://pictures.example:HOST/to?u=http%3A%2F%2Fa.cdn.example%3AHOST%2Fdog.png",
         "http://pictures.example:HOST/to?u=%2Fto%3Fu%3D%2Fdog.png",
     ):
@@ -314,6 +315,12 @@ def test_pictures_go_on_after_all_that(scene: HostileScene) -> None:
         ("fe80::1%eth0", False),
         ("64:ff9b::808:808", False),
         ("2001:0:1::1", False),
+        ("0.0.0.0", False),
+        ("::127.0.0.1", False),
+        ("fec0::1", False),
+        ("3fff::1", False),
+        ("192.0.0.192", False),
+        ("192.88.99.1", False),
         ("not an address", False),
     ],
 )

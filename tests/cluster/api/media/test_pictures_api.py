@@ -87,6 +87,15 @@ def test_tenants_share_no_processed_picture(picture_server: PictureServer) -> No
     assert found == [1, 0, 1, 0]
 
 
+def test_picture_is_shared_only_within_a_cache_salt(picture_server: PictureServer) -> None:
+    """The time of an answer must not show that another tenant has sent the same picture."""
+    before = picture_server.metric("picture_seconds_count")
+    url = png(40, 40, 12)
+    for salt in ("a", "b", "a"):
+        submitted(picture_server, ask(picture_server, image_part(url), cache_salt=salt))
+    assert picture_server.metric("picture_seconds_count") - before == 2
+
+
 def test_every_choice_has_the_items(picture_server: PictureServer) -> None:
     submitted(picture_server, ask(picture_server, image_part(png()), n=3))
     assert [len(each.items) for each in picture_server.dispatcher.submissions[-3:]] == [1, 1, 1]

@@ -1,0 +1,139 @@
+"""The memory of an ingress's pictures: counted over all requests, freed with the last use, and bounded."""
+
+import asyncio
+import gc
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from crossdock.cluster.api.body.pictures import Picture
+from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.media.addresses import AllowedHosts
+from crossdock.cluster.api.media.media import Media, MediaLimits, PictureMetrics
+from crossdock.cluster.api.media.memory import PictureMemory
+from crossdock.cluster.api.media.processes import PicturesBusy, ReadyPicture
+from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, picture
+
+MEMORY = 1 << 20
+
+
+REGISTRY = CollectorRegistry()
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Media]:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = ModelTokenizer(MODELS["qwen2_vl"].save(folder))
+    names = {token_id: text for text, token_id in tokenizer.added_tokens().items()}
+    limits = MediaLimits(AllowedHosts(()), None, 32, MEMORY, 1 << 20, 1.0, MEMORY, MEMORY, {})
+    media = Media(folder, names, limits, metrics=PictureMetrics(REGISTRY))
+    try:
+        media.wait_until_ready()
+        yield media
+    finally:
+        media.close()
+
+
+def metric(name: str) -> float:
+    return REGISTRY.get_sample_value(f"crossdock_ingress_picture_{name}") or 0.0
+
+
+def one(size: int, seed: int) -> list[Picture]:
+    return [Picture(data_url(encoded(picture(size, size, seed))), f"messages[{seed}]")]
+
+
+def test_tensor_counts_until_it_is_dropped() -> None:
+    memory = PictureMemory(1000)
+    ready = ReadyPicture("", (1,), b"", {"a": np.zeros(100, np.uint8), "b": np.zeros(50, np.float32)})
+    memory.add(ready)
+    assert memory.num_bytes == 300
+    kept = dict(ready.tensors)  # as an item of a submission keeps them
+    del ready
+    assert memory.num_bytes == 300
+    del kept["a"]
+    assert memory.num_bytes == 200
+    kept.clear()
+    assert memory.num_bytes == 0
+
+
+def test_file_counts_while_it_waits() -> None:
+    memory = PictureMemory(1000)
+    with memory.file(bytes(600)):
+        assert memory.num_bytes == 600
+        with pytest.raises(PicturesBusy), memory.file(bytes(401)):
+            pass
+        with memory.file(bytes(400)):
+            assert memory.num_bytes == 1000
+    assert memory.num_bytes == 0
+
+
+def test_pictures_of_running_requests_take_the_memory_until_the_requests_end(
+    media: Media, loop: asyncio.Runner
+) -> None:
+    async def run() -> None:
+        held: list[list[ReadyPicture]] = []
+
+        async def fill() -> None:
+            while True:
+                held.append(await media.prepare(one(128, len(held)), salt=""))
+
+        with pytest.raises(ApiError) as caught:
+            await fill()
+        assert caught.value.status == 429
+        assert caught.value.headers == {"Retry-After": "2"}
+        size = held[0][0].num_bytes
+        assert MEMORY - 2 * size < size * len(held) <= MEMORY
+        held.clear()
+        gc.collect()
+        assert await media.prepare(one(128, 101), salt="")
+
+    loop.run(run())
+
+
+def test_kept_pictures_make_room_for_others(media: Media, loop: asyncio.Runner) -> None:
+    before = metric("cache_hits_total")
+
+    async def run() -> None:
+        for seed in range(20):  # of which all together take more than the memory
+            await media.prepare(one(128, seed), salt="")
+        await media.prepare(one(128, 19), salt="")
+
+    loop.run(run())
+    assert metric("cache_hits_total") - before == 1
+
+
+def test_request_with_more_than_half_of_the_memory_is_refused_for_good(media: Media, loop: asyncio.Runner) -> None:
+    async def run() -> None:
+        pictures = [each for seed in range(40, 46) for each in one(128, seed)]
+        with pytest.raises(ApiError, match="once they are decoded") as caught:
+            await media.prepare(pictures, salt="")
+        assert caught.value.status == 400
+
+    loop.run(run())
+
+
+def test_pictures_of_a_client_that_has_left_are_not_processed(media: Media, loop: asyncio.Runner) -> None:
+    before = metric("seconds_count")
+
+    async def run() -> None:
+        pictures = [each for seed in range(20) for each in one(16, seed)]
+        leaving = asyncio.create_task(media.prepare(pictures, salt=""))
+        other = asyncio.create_task(media.prepare(pictures[:1], salt=""))  # waits for the first one too
+        await asyncio.sleep(0.05)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert len(await other) == 1
+        assert await media.prepare(one(16, 30), salt="")
+
+    loop.run(run())
+    assert 2 <= metric("seconds_count") - before < 15  # a few had begun
