@@ -1,4 +1,4 @@
-"""What transformers makes of a chat with pictures: the ids of its prompt, and the tokens of a random model after it."""
+"""Ask transformers what follows a chat with pictures: the ids of the prompt, and the tokens of a random model."""
 
 import json
 from collections.abc import Mapping, Sequence
