@@ -42,7 +42,7 @@ def batch_of(lengths: Lengths, pages: Sequence[Sequence[int]], page_size: int, d
     num_decodes = next((at for at, (query, _) in enumerate(lengths) if query > 1), len(lengths))
     recorder: Any = _Recorder(device)
     StepInputs.of(Batch(parts, num_decodes), page_size)[0].run(recorder)
-    _, positions, batch, _ = recorder.given
+    _, positions, batch, *_ = recorder.given
     return batch, positions
 
 

@@ -154,8 +154,8 @@ class StepTensors(NamedTuple):
         batch = AttentionBatch(
             *(self.query_start, self.kv_len, self.page_table, self.slots, max_query_len, max_kv_len, num_decodes)
         )
-        states = ((self.state_read, self.state_write),) if self.state_write.shape[1] else ()
-        return model.forward(self.token_ids, self.positions, batch, self.wanted, pictures, *states)
+        states = (self.state_read, self.state_write) if self.state_write.shape[1] else None
+        return model.forward(self.token_ids, self.positions, batch, self.wanted, pictures, states)
 
 
 def _page_table(parts: Sequence[Scheduled], page_size: int) -> NDArray[np.int32]:

@@ -148,6 +148,7 @@ def test_response_in_the_background_is_cancelled_from_another_ingress(
     eventually(lambda: engine.running == 1)
     cancelled = there.post(f"/v1/responses/{name}/cancel").json()
     assert cancelled["status"] == "cancelled"
-    assert STORY.startswith(cancelled["output"][0]["content"][0]["text"])
+    text = "".join(part["text"] for item in cancelled["output"] for part in item["content"])
+    assert STORY.startswith(text), "some of it may have arrived"
     assert here.get(f"/v1/responses/{name}").json() == cancelled
     assert len(engine.aborted) == 1

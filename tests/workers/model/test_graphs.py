@@ -127,10 +127,12 @@ def test_recorded_steps_give_same_logits_from_fixed_addresses() -> None:
     seen: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
 
     class Watched(PagedModel):
-        def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
+        def forward(
+            self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor, *more: Any
+        ) -> Tensor:
             tensors = (token_ids, positions, batch.query_start, batch.kv_len, batch.page_table, batch.slots, rows)
             seen[len(token_ids)].add((*(x.data_ptr() for x in tensors), *batch.page_table.stride(), batch.max_kv_len))
-            return super().forward(token_ids, positions, batch, rows)
+            return super().forward(token_ids, positions, batch, rows, *more)
 
     recorded, recorded_model = None, None
     for lengths in ([40, 5, 23], [9], [5, 23, 40, 8, 16, 7, 3], [200, 3, 4, 5], [9, 8]):

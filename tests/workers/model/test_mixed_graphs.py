@@ -120,12 +120,14 @@ def test_recorded_steps_give_same_logits_from_fixed_addresses() -> None:
     seen: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
 
     class Watched(PagedModel):
-        def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
+        def forward(
+            self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor, *more: Any
+        ) -> Tensor:
             tensors = (token_ids, positions, batch.query_start, batch.kv_len, batch.page_table, batch.slots, rows)
             sizes = batch.max_query_len, batch.max_kv_len
             shapes = *(len(x) for x in tensors), *batch.page_table.stride()
             seen[len(token_ids)].add((*(x.data_ptr() for x in tensors), *shapes, *sizes))
-            return super().forward(token_ids, positions, batch, rows)
+            return super().forward(token_ids, positions, batch, rows, *more)
 
     recorded, watched = None, None
     for parts in (*STEPS, [(100, 20)], *STEPS, [(3, 1)] * 9 + [(2, 40)]):
@@ -146,10 +148,12 @@ def test_steps_run_to_be_recorded_are_whole() -> None:
     model, seen = MixedStep(build("llama", {}), TORCH, STEPS[0]).model, []
 
     class Watched(PagedModel):
-        def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
+        def forward(
+            self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor, *more: Any
+        ) -> Tensor:
             seen.append((len(token_ids), int(batch.query_start[-1])))
             assert len(rows) == len(batch.kv_len)
-            return super().forward(token_ids, positions, batch, rows)
+            return super().forward(token_ids, positions, batch, rows, *more)
 
     def record(run: Callable[[], None]) -> Callable[[], None]:
         run()
