@@ -161,7 +161,7 @@ class World:
         attempt.is_shipped = True
         for source in attempt.sources:
             if not source.is_dead and not attempt.goal.is_dead:
-                targets = {attempt.goal.name: TargetRank(POOL, PAGE_BYTES, len(attempt.sources))}
+                targets = {attempt.goal.name: TargetRank(POOL, PAGE_BYTES, len(attempt.sources), has_state=True)}
                 self.run(source, source.sender.ship(*attempt.key, targets, DEADLINE, self.now))
 
     def expect(self, index: int) -> None:
