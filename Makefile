@@ -6,7 +6,7 @@ SERVES := .venv/.serves
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-with-ray test-without-ray lint deploy-check soak bench gpu-kit clean
+.PHONY: help setup serve test test-that-waits test-that-computes lint deploy-check soak bench gpu-kit clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,21 +36,21 @@ $(INSTALLED): $(SERVES)
 serve: $(SERVES)  ## serve the default model (ARGS: flags of `crossdock serve`)
 	$(BIN)/crossdock serve $(ARGS)
 
-# Tests with Ray wait for servers most of the time: the others run beside them, and are shown first. With ARGS, one run.
+# Tests with servers and processes wait most of the time: the others run beside them, and are shown first. With ARGS, one run.
 test: lint  ## lint, types and all tests that need neither a GPU nor many minutes (ARGS: pytest's)
 ifeq ($(strip $(ARGS)),)
-	@$(MAKE) --no-print-directory --jobs=2 test-with-ray test-without-ray
+	@$(MAKE) --no-print-directory --jobs=2 test-that-waits test-that-computes
 else
 	$(BIN)/pytest --durations=20 $(ARGS)
 endif
 
-WITH_RAY := tests/cluster/serve tests/cluster/dispatch
+WAIT := tests/cluster/serve tests/cluster/dispatch tests/cluster/tune tests/benchmarks tests/kvtransfer
 
-test-with-ray:
-	@mkdir -p .cache; $(BIN)/pytest --durations=20 $(WITH_RAY) > .cache/with-ray.log 2>&1; code=$$?; cat .cache/with-ray.log; exit $$code
+test-that-waits:
+	@mkdir -p .cache; $(BIN)/pytest --durations=20 $(WAIT) > .cache/tests.log 2>&1; code=$$?; cat .cache/tests.log; exit $$code
 
-test-without-ray:
-	$(BIN)/pytest --durations=20 $(addprefix --ignore=,$(WITH_RAY))
+test-that-computes:
+	$(BIN)/pytest --durations=20 $(addprefix --ignore=,$(WAIT))
 
 lint: setup  ## ruff, mypy, and the check of plain English
 	$(BIN)/ruff check

@@ -121,7 +121,9 @@ class DraftPolicy:
         if seconds <= 0 or seconds >= within:
             return {}
         row_seconds = cost.per_decode + min(cost.per_early_row if work.rows < cost.bend_rows else 0.0, 0.0)
-        chains = self._chains(streams, work.decodes / seconds * max(row_seconds, 0.0), cost)
+        # Below the least time of a step with a chunk, which one with drafts has too, a second draft costs nothing.
+        needed = 0.0 if seconds < cost.least_with_chunk else work.decodes / seconds * max(row_seconds, 0.0)
+        chains = self._chains(streams, needed, cost)
         if not chains:
             return {}
         most = self.config.num_speculative_tokens
@@ -189,7 +191,7 @@ class DraftPolicy:
         heapify(heap)
         while heap:
             density, number = heappop(heap)
-            if rows >= cost.bend_rows and seconds > least and -density <= best_rate:
+            if rows >= cost.bend_rows and device >= least and -density <= best_rate:
                 break  # from here on, every draft costs more than it is worth
             chain, length = chains[number], lengths[number]
             device_with = device + cost.draft_seconds(rows, chain.context + length)
