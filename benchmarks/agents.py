@@ -53,8 +53,8 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
     if name == "vllm":
         script = [str(HERE / "peers" / "vllm.sh"), "serve", str(args.model), "--port", str(args.port)]
         venv = ["--venv", str(args.venvs / "vllm")] if args.venvs else []
-        size = str(args.kv_tokens * token_bytes(args.model))
-        memory = ["--block-size", str(VLLM_PAGE), "--kv-cache-memory-bytes", size]
+        # In pages, because on CPUs vLLM 0.32 takes no notice of --kv-cache-memory-bytes.
+        memory = ["--block-size", str(VLLM_PAGE), "--num-gpu-blocks-override", str(args.kv_tokens // VLLM_PAGE)]
         return [*script, *venv, "--budget", "512", *memory, "--enable-prefix-caching", "--enable-prompt-tokens-details"]
     count, flags = SETTINGS[name]
     size = str(args.kv_tokens * token_bytes(args.model) // count)
