@@ -43,7 +43,7 @@ PICTURES = 8
 class AtOnce(Encoding):
     """Encodes all pictures of a request in the step of its first chunk, whatever the streams need."""
 
-    def chunk(self, request: Request, start: int, size_of: Callable[[int, float], int], page_size: int) -> ItemChunk:
+    def chunk(self, request: Request, start: int, size_of: Callable[[int], int], page_size: int) -> ItemChunk:
         return ItemChunk(size_of(request.num_tokens))
 
     def take(self, request: Request, start: int, num_tokens: int) -> float:
