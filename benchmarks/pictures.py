@@ -43,8 +43,8 @@ PICTURES = 8
 class AtOnce(Encoding):
     """Encodes all pictures of a request in the step of its first chunk, whatever the streams need."""
 
-    def chunk(self, request: Request, start: int, size_of: Callable[[int], int], page_size: int) -> ItemChunk:
-        return ItemChunk(size_of(request.num_tokens))
+    def chunk(self, request: Request, start: int, size_of: Callable[[float], int], page_size: int) -> ItemChunk:
+        return ItemChunk(size_of(0.0))
 
     def take(self, request: Request, start: int, num_tokens: int) -> float:
         super().take(request, 0, request.num_tokens)
